@@ -1,0 +1,57 @@
+# make demo and make test work on a fresh machine: they make their own environment in .venv.
+# Where torch is importable already, that torch is used (and nothing is downloaded if the rest is there
+# as well); else torch $(TORCH) is installed with pip.
+
+TORCH ?= 2.13.0
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+JOBS ?= 2
+NATIVE := $(shell find csrc -type f) setup.py pyproject.toml
+SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+PYTHON_DIRS := python tests examples benchmarks setup.py
+
+.PHONY: demo test lint format bench gpu clean build
+
+demo: build
+	$(PY) examples/demo.py
+
+test: build lint
+	$(PY) -m pytest
+
+lint: build
+	$(PY) -m ruff check $(PYTHON_DIRS)
+	$(PY) -m ruff format --check $(PYTHON_DIRS)
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
+	@! grep -rnE '#include *[<"](torch|ATen|c10)/' csrc/core csrc/cuda csrc/cpu csrc/plan.h \
+	  || { echo 'no torch header belongs in there: csrc/torch is the only C++ that knows torch'; exit 1; }
+	@! grep -nE '(-ffast-math|--use_fast_math)' setup.py | grep -v '^[0-9]*:#' \
+	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
+
+format: $(VENV)/tools
+	$(PY) -m ruff check --fix $(PYTHON_DIRS)
+	$(PY) -m ruff format $(PYTHON_DIRS)
+	$(VENV)/bin/clang-format -i $(SOURCES)
+
+bench: build
+	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
+
+# One go on a machine with a GPU: build for it, every test, the benchmarks. What is there is used.
+gpu:
+	bash benchmarks/gpu.sh
+
+clean:
+	rm -rf build dist demo .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f python/amp_mp/_C*.so python/amp_mp/_built_for.py
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+build: $(VENV)/built
+
+$(VENV)/built: $(VENV)/tools $(NATIVE)
+	MAX_JOBS=$(JOBS) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(VENV)/tools: pyproject.toml
+	bash .ci/environment "$(PYTHON)" "$(VENV)" "$(TORCH)"
+	touch $@

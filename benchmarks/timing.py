@@ -1,0 +1,59 @@
+"""Honest timing on a shared, noisy machine: candidates interleaved in one run, medians, bytes counted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: what it is called, what it does, how many bytes it has to move."""
+
+    name: str
+    run: Callable[[], object]
+    moved: int
+
+
+def medians(candidates: list[Candidate], rounds: int, warm_up: int = 2) -> dict[str, float]:
+    """Seconds per call of each candidate: all of them once a round, in turn, then the median."""
+    times: dict[str, list[float]] = {c.name: [] for c in candidates}
+    for number in range(warm_up + rounds):
+        for candidate in candidates:
+            start = time.perf_counter()
+            candidate.run()
+            elapsed = time.perf_counter() - start
+            if number >= warm_up:
+                times[candidate.name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def in_place(elements: int) -> Candidate:
+    """The machine's in-place bandwidth: a float32 array, every element read and written once."""
+    x = torch.ones(elements)
+    return Candidate("in place (x *= 1)", lambda: x.mul_(1.0), 8 * elements)
+
+
+def show(title: str, candidates: list[Candidate], seconds: dict[str, float], base: str) -> None:
+    """One table: time, bytes, GB/s, share of the in-place bandwidth, ratio to the `base` candidate."""
+    rates = {c.name: c.moved / seconds[c.name] / 1e9 for c in candidates}
+    ceiling = next((rate for name, rate in rates.items() if name.startswith("in place")), None)
+    table = Table(title=title, title_justify="left")
+    for column in ("", "ms", "MB moved", "GB/s", "of in-place", f"speed against {base}"):
+        table.add_column(column, justify="left" if not column else "right")
+    for c in candidates:
+        table.add_row(
+            c.name,
+            f"{1e3 * seconds[c.name]:.3f}",
+            f"{c.moved / 1e6:.1f}",
+            f"{rates[c.name]:.1f}",
+            f"{rates[c.name] / ceiling:.0%}" if ceiling else "",
+            f"{seconds[base] / seconds[c.name]:.2f}x",
+        )
+    Console(width=110).print(table)

@@ -1,0 +1,38 @@
+#pragma once
+// From what was measured to what the step does: skip or go, and by how much gradients are
+// multiplied.
+#include <cmath>
+
+#include "core/macros.h"
+#include "core/reduce.h"
+
+namespace amp_mp {
+
+// All doubles: these are the elements of the verdict tensor.
+struct Verdict {
+  double found_inf;   // 1: leave every byte as it is
+  double multiplier;  // 1 / scale * clip coefficient
+  double norm;        // of the true (unscaled, unclipped) gradients; inf if one is not finite
+  double max_abs;     // largest finite true |g|
+  double scale;       // the loss scale the gradients carried
+};
+
+// Any pointer may be null. `found_inf` is somebody else's verdict (torch's GradScaler), counted in
+// float: the number of devices that saw an overflow. max_norm <= 0 means no clipping; the
+// coefficient is torch.nn.utils.clip_grad_norm_'s, min(1, max_norm / (norm + 1e-6)).
+AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const float* found_inf,
+                           double max_norm) {
+  Verdict v = {0, 1, 0, 0, scale ? double(*scale) : 1.0};
+  const double unscale = 1 / v.scale;
+  if (found_inf && *found_inf != 0) v.found_inf = 1;
+  if (total) {
+    if (total->non_finite > 0) v.found_inf = 1;
+    v.norm = total->non_finite > 0 ? HUGE_VAL : sqrt(total->sum_squares) * unscale;
+    v.max_abs = total->max_abs * unscale;
+  }
+  const double coefficient = max_norm > 0 ? max_norm / (v.norm + 1e-6) : 1.0;
+  v.multiplier = unscale * (coefficient < 1 ? coefficient : 1.0);
+  return v;
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,88 @@
+#pragma once
+// How a number is stored. Conversions are integer code, so that every compiler and device gives the
+// same bits, NaN included: CUDA's own conversions map each NaN to 0x7FFF, _Float16 keeps a payload.
+#include <cstdint>
+#include <cstring>
+
+#include "core/macros.h"
+
+namespace amp_mp {
+
+enum class Format : uint8_t { float32, float16, bfloat16 };
+
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+constexpr float kFloat16Max = 65504.0f;
+constexpr uint32_t kInfinity = 0x7F800000u;
+constexpr uint32_t kMagnitude = 0x7FFFFFFFu;  // every bit of a float but its sign
+
+AMP_MP_BOTH uint32_t to_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+AMP_MP_BOTH float from_bits(uint32_t u) {
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+// The bits of x, any NaN as 0x7FC00000: what an encoding starts from, so that dropping or rounding
+// low bits can never turn a NaN into an infinity or a number.
+AMP_MP_BOTH uint32_t canonical_bits(float x) { return x != x ? 0x7FC00000u : to_bits(x); }
+
+// Not std::isfinite: this survives any compiler flag and works on the integer unit.
+AMP_MP_BOTH bool is_finite(float x) { return (to_bits(x) & kMagnitude) < kInfinity; }
+
+AMP_MP_BOTH float decode(float x) { return x; }
+
+AMP_MP_BOTH float decode(bfloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
+
+AMP_MP_BOTH float decode(float16 x) {
+#ifdef __CUDA_ARCH__  // the same values in one instruction; only the payload of a NaN may differ
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = uint32_t(x.bits & 0x7FFFu) << 13;
+  // Subnormals by a subtraction of normal floats: a product would lose them where denormal
+  // operands are flushed to zero (torch.set_flush_denormal).
+  const uint32_t tiny = to_bits(from_bits(rest + (113u << 23)) - from_bits(113u << 23));
+  const uint32_t normal = rest + (112u << 23), special = rest | kInfinity;
+  return from_bits(sign | (rest >= (31u << 23) ? special : rest < (1u << 23) ? tiny : normal));
+#endif
+}
+
+// Nearest, ties to even. Infinity stays infinity.
+AMP_MP_BOTH bfloat16 encode_bfloat16(float x) {
+  const uint32_t u = canonical_bits(x);
+  return {uint16_t((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16)};
+}
+
+// Nearest, ties to even. From 65520 on it is infinity, as IEEE 754 says: use saturate() first for
+// weights and history, never for gradients, whose overflow has to stay visible.
+AMP_MP_BOTH float16 encode_float16(float x) {
+  const uint32_t u = canonical_bits(x), magnitude = u & kMagnitude;
+  // Below 2^-14 the sum 0.5 + |x| has an ulp of 2^-24, float16's subnormal step: the addition
+  // rounds.
+  const uint32_t tiny = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t half = magnitude < (113u << 23) ? tiny : normal;
+  half = magnitude >= (143u << 23) ? 0x7C00u : half;
+  half = magnitude > kInfinity ? 0x7E00u : half;
+  return {uint16_t(half | ((u >> 16) & 0x8000u))};
+}
+
+// Clamps to the largest finite float16, +-65504; a NaN stays a NaN.
+AMP_MP_BOTH float saturate(float x) {
+  x = x > kFloat16Max ? kFloat16Max : x;
+  return x < -kFloat16Max ? -kFloat16Max : x;
+}
+
+}  // namespace amp_mp

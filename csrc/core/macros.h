@@ -1,0 +1,7 @@
+#pragma once
+// The only place in core that knows a second compiler exists.
+#ifdef __CUDACC__
+#define AMP_MP_BOTH __host__ __device__ __forceinline__
+#else
+#define AMP_MP_BOTH inline __attribute__((always_inline))
+#endif

@@ -1,0 +1,70 @@
+#pragma once
+// The one order in which squares are summed, the same on every device, for every alignment and
+// thread count, so that the same gradients always give the same norm and the same clip:
+//
+//   element e of a block of 4,096  ->  float lane e mod 64, in order
+//   64 lanes                       ->  double, halving tree: lane[k] += lane[k + d], d = 32, 16, ..
+//   1 16 blocks of a span            ->  added in index order, double spans of a tensor ->  32
+//   double lanes, span s to lane s mod 32; the same halving tree tensors of a call              ->
+//   as the spans
+//
+// The two upper levels are 32 wide because a warp adds 32 numbers at once: adding the 15,259 spans
+// of a tensor of 10^9 elements one after the other would take a GPU longer than reading the tensor.
+//
+// A block with a non-finite element, or whose sum of squares is infinite or under 2^-100 (where
+// float squares lose digits), is summed again in double over its finite elements.
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace amp_mp {
+
+constexpr int kLanes = 64;
+constexpr int kBlock = 4096;
+constexpr int kSpanBlocks = 16;
+constexpr int64_t kSpan = int64_t(kBlock) * kSpanBlocks;
+constexpr int kSumLanes = 32;
+constexpr double kTinySquares = 0x1p-100;
+
+// Of a block, a span, a tensor or a whole list. Doubles throughout: these are also the columns of
+// the statistics tensor users see. Counts are exact up to 2^53.
+struct Statistics {
+  double sum_squares;  // of the finite elements
+  double max_abs;      // largest finite |g|
+  double non_finite;   // number of inf and NaN
+};
+
+// Whether a block has to be summed again in double.
+AMP_MP_BOTH bool needs_care(double sum_squares, float max_abs, bool has_non_finite) {
+  return has_non_finite || !(sum_squares <= 1.7976931348623157e308) ||
+         (sum_squares < kTinySquares && max_abs > 0);
+}
+
+template <int N>
+AMP_MP_BOTH double add_halving(double (&lane)[N]) {
+  for (int d = N / 2; d > 0; d /= 2)
+    for (int k = 0; k < d; ++k) lane[k] += lane[k + d];
+  return lane[0];
+}
+
+AMP_MP_BOTH void add_to(Statistics& total, const Statistics& part) {
+  total.sum_squares += part.sum_squares;
+  total.max_abs = part.max_abs > total.max_abs ? part.max_abs : total.max_abs;
+  total.non_finite += part.non_finite;
+}
+
+// Spans of a tensor, or tensors of a call, on one thread; a warp does the same with a lane a
+// thread.
+inline Statistics combine(const Statistics* parts, int64_t count) {
+  if (count == 1) return parts[0];  // what the lanes would give: the others add zeros
+  double lane[kSumLanes] = {};
+  Statistics total = {};
+  for (int64_t i = 0; i < count; ++i) {
+    lane[i % kSumLanes] += parts[i].sum_squares;
+    add_to(total, parts[i]);
+  }
+  total.sum_squares = add_halving(lane);
+  return total;
+}
+
+}  // namespace amp_mp

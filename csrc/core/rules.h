@@ -1,0 +1,126 @@
+#pragma once
+// The update rules, as the papers write them: one element, float32, for CPU and CUDA alike.
+//
+// A rule is its constants, made once a step from the user's numbers: `at` computes in double and
+// rounds once to float (1 - beta in float would be off by 1.3e-5 at beta = .999). Its call operator
+// takes the true gradient g (already unscaled and clipped; negated for maximize), the float32
+// weight w and the states, all updated in place. The expressions are compared bit for bit with
+// NumPy: do not regroup them, and never let a compiler fuse a multiplication with an addition.
+#include <cmath>
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace amp_mp {
+
+// The numbers of one param_group. A rule reads those it knows.
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
+  bool nesterov, maximize;
+};
+
+// How far one parameter has come. Lives in the optimizer's state, advances on applied steps only.
+// The powers are running products: no pow(), and the same bits on every device.
+struct Clock {
+  double step, beta1_power, beta2_power;
+
+  AMP_MP_BOTH void tick(const Hyper& h) {
+    step += 1;
+    beta1_power *= h.beta1;
+    beta2_power *= h.beta2;
+  }
+};
+
+// Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1.
+struct Adam {
+  static constexpr int kStates = 2;  // exp_avg, exp_avg_sq
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, step_size,
+      inv_bias2_root;
+
+  static AMP_MP_BOTH Adam at(const Hyper& h, const Clock& c) {
+    return {float(h.beta1),
+            float(1 - h.beta1),
+            float(h.beta2),
+            float(1 - h.beta2),
+            float(h.eps),
+            float(h.weight_decay),
+            float(h.lr / (1 - c.beta1_power)),
+            float(1 / sqrt(1 - c.beta2_power))};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
+    g = g + weight_decay * w;
+    m = beta1 * m + one_minus_beta1 * g;
+    v = beta2 * v + one_minus_beta2 * (g * g);
+    w = w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
+  }
+};
+
+// Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; the decay is
+// multiplied by lr, as in torch.
+struct AdamW {
+  static constexpr int kStates = 2;  // exp_avg, exp_avg_sq
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_bias2_root;
+
+  static AMP_MP_BOTH AdamW at(const Hyper& h, const Clock& c) {
+    return {float(h.beta1),
+            float(1 - h.beta1),
+            float(h.beta2),
+            float(1 - h.beta2),
+            float(h.eps),
+            float(1 - h.lr * h.weight_decay),
+            float(h.lr / (1 - c.beta1_power)),
+            float(1 / sqrt(1 - c.beta2_power))};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
+    m = beta1 * m + one_minus_beta1 * g;
+    v = beta2 * v + one_minus_beta2 * (g * g);
+    w = decay * w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
+  }
+};
+
+// Sutskever et al., "On the importance of initialization and momentum" (2013), in torch's form: the
+// learning rate stays outside the buffer. The first step fills the buffer with the gradient alone.
+struct SGD {
+  static constexpr int kStates = 1;  // momentum_buffer
+  float lr, weight_decay, momentum, gain;
+  bool nesterov;
+
+  static AMP_MP_BOTH SGD at(const Hyper& h, const Clock& c) {
+    const double gain = c.step == 1 ? 1.0 : 1 - h.dampening;
+    return {float(h.lr), float(h.weight_decay), float(h.momentum), float(gain), h.nesterov};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
+    g = g + weight_decay * w;
+    buffer = momentum * buffer + gain * g;
+    w = w - lr * (nesterov ? g + momentum * buffer : buffer);
+  }
+};
+
+// SGD without momentum keeps no buffer.
+struct PlainSGD {
+  static constexpr int kStates = 0;
+  float lr, weight_decay;
+
+  static AMP_MP_BOTH PlainSGD at(const Hyper& h, const Clock&) {
+    return {float(h.lr), float(h.weight_decay)};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w) const {
+    g = g + weight_decay * w;
+    w = w - lr * g;
+  }
+};
+
+// The rule list: struct, operator name. A new optimizer is a struct above and a line here.
+#define AMP_MP_FOR_EACH_RULE(X) \
+  X(AdamW, adamw_)              \
+  X(Adam, adam_)                \
+  X(SGD, sgd_)                  \
+  X(PlainSGD, plain_sgd_)
+
+constexpr int kMaxStates = 2;
+
+}  // namespace amp_mp

@@ -1,0 +1,104 @@
+#include "cpu/passes.h"
+
+#include "cpu/kernels.h"
+
+namespace amp_mp::cpu {
+namespace {
+
+// Below this many elements a second thread costs more than it saves.
+constexpr int64_t kSerialElements = 32768;
+constexpr int64_t kUnit = kBlock;  // ranges begin at multiples of it
+
+// Calls f(i, begin, end) for consecutive ranges that cover all items, items[i].size elements each,
+// an equal share of elements a thread. Ranges begin at multiples of `unit` inside an item.
+template <class Item, class F>
+void for_each_range(const Item* items, int64_t count, int64_t unit, int threads, const F& f) {
+  int64_t units = 0, elements = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    units += ceil_divide(items[i].size, unit);
+    elements += items[i].size;
+  }
+  if (elements < kSerialElements) threads = 1;
+  if (threads > units) threads = units > 0 ? int(units) : 1;
+  const auto share = [&](int t) {
+    int64_t first = units * t / threads, last = units * (t + 1) / threads;
+    for (int64_t i = 0; i < count && last > 0; ++i) {
+      const int64_t n = ceil_divide(items[i].size, unit);
+      if (first < n) {
+        const int64_t begin = (first > 0 ? first : 0) * unit, end = last * unit;
+        f(i, begin, end < items[i].size ? end : items[i].size);
+      }
+      first -= n;
+      last -= n;
+    }
+  };
+  if (threads <= 1) return share(0);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int t = 0; t < threads; ++t) share(t);
+}
+
+template <class Rule>
+struct Loop;  // the apply loop of a rule, out of the table
+#define AMP_MP_LOOP(Rule, op)                   \
+  template <>                                   \
+  struct Loop<Rule> {                           \
+    static auto get() { return kernels()->op; } \
+  };
+AMP_MP_FOR_EACH_RULE(AMP_MP_LOOP)
+
+}  // namespace
+
+int64_t count_spans(const Reading* readings, int64_t count) {
+  int64_t spans = 0;
+  for (int64_t i = 0; i < count; ++i) spans += ceil_divide(readings[i].size, kSpan);
+  return spans;
+}
+
+void measure(const Reading* readings, int64_t count, Statistics* spans, Statistics* tensors,
+             int threads) {
+  // Where a tensor's spans begin, in its own row until the row gets its result.
+  int64_t first = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    tensors[i].sum_squares = double(first);
+    first += ceil_divide(readings[i].size, kSpan);
+  }
+  const auto loop = kernels()->measure;
+  for_each_range(readings, count, kSpan, threads, [&](int64_t i, int64_t begin, int64_t end) {
+    Statistics* out = spans + int64_t(tensors[i].sum_squares) + begin / kSpan;
+    for (; begin < end; begin += kSpan)
+      *out++ = loop(readings[i], begin, end < begin + kSpan ? end : begin + kSpan);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    const Statistics* own = spans + int64_t(tensors[i].sum_squares);
+    tensors[i] = combine(own, ceil_divide(readings[i].size, kSpan));
+  }
+  tensors[count] = combine(tensors, count);
+}
+
+void copy(const Transfer* transfers, int64_t count, double multiplier, int threads) {
+  const auto loop = kernels()->copy;
+  for_each_range(transfers, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
+    loop(transfers[i], begin, end, float(multiplier));
+  });
+}
+
+template <class Rule>
+void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
+           int threads) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Hyper& hyper = hypers[slots[i].group];
+    slots[i].clock->tick(hyper);
+    rules[i] = Rule::at(hyper, *slots[i].clock);
+  }
+  const auto loop = Loop<Rule>::get();
+  for_each_range(slots, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
+    const bool negate = hypers[slots[i].group].maximize;
+    loop(slots[i], begin, end, rules[i], float(negate ? -multiplier : multiplier));
+  });
+}
+
+#define AMP_MP_INSTANTIATE(Rule, op) \
+  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, int);
+AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
+
+}  // namespace amp_mp::cpu

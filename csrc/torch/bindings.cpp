@@ -1,0 +1,142 @@
+// What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "cpu/kernels.h"
+#include "torch/ops.h"
+
+namespace py = pybind11;
+
+namespace amp_mp {
+namespace {
+
+// A list of tensors, None for an undefined one. By hand: half the time of pybind11's own caster.
+Tensors unpack(const py::sequence& list, const char* argument) {
+  Tensors tensors;
+  tensors.reserve(list.size());
+  for (const py::handle item : list) {
+    if (item.is_none()) {
+      tensors.emplace_back();
+    } else if (THPVariable_Check(item.ptr())) {
+      tensors.push_back(THPVariable_Unpack(item.ptr()));
+    } else {
+      throw py::type_error(std::string("amp_mp: ") + argument + " holds a " +
+                           std::string(py::str(py::type::of(item))) +
+                           "; a tensor or None is needed");
+    }
+  }
+  return tensors;
+}
+
+Slots make_slots(const py::sequence& params, const py::sequence& masters,
+                 const py::sequence& states, const py::sequence& clocks,
+                 std::vector<int64_t> groups, std::vector<std::string> names) {
+  std::vector<Tensors> lists;
+  for (const py::handle s : states) lists.push_back(unpack(py::cast<py::sequence>(s), "states"));
+  return Slots(unpack(params, "params"), unpack(masters, "masters"), std::move(lists),
+               unpack(clocks, "clocks"), std::move(groups), std::move(names));
+}
+
+// Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
+// knows that nobody has put another tensor into its state. Raw calls, since it runs at every step.
+bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values) {
+  const auto count = PyList_GET_SIZE(dicts.ptr());
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
+    PyObject* key = PyTuple_GET_ITEM(keys.ptr(), k);
+    const py::list column = values[size_t(k)];
+    if (PyList_GET_SIZE(column.ptr()) != count) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* found = PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), i), key);
+      if (!found && PyErr_Occurred()) throw py::error_already_set();
+      if ((found ? found : Py_None) != PyList_GET_ITEM(column.ptr(), i)) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the lists, one after the other, hold exactly these objects.
+bool same_items(const py::list& lists, const py::list& items) {
+  Py_ssize_t at = 0;
+  const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
+  for (const py::handle list : lists) {
+    const Py_ssize_t length = PyList_GET_SIZE(list.ptr());
+    if (at + length > count) return false;
+    for (Py_ssize_t i = 0; i < length; ++i)
+      if (PyList_GET_ITEM(list.ptr(), i) != PyList_GET_ITEM(items.ptr(), at++)) return false;
+  }
+  return at == count;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = AMP_MP_TORCH_VERSION;
+  info["cuda"] = has_cuda();
+  info["cuda_toolkit"] = AMP_MP_CUDA_TOOLKIT;
+  info["cuda_architectures"] = AMP_MP_CUDA_ARCHITECTURES;
+  info["cpu"] = cpu::kernels()->name;
+  info["compiler"] = __VERSION__;
+  return info;
+}
+
+}  // namespace
+}  // namespace amp_mp
+
+PYBIND11_MODULE(_C, m) {
+  using namespace amp_mp;
+  if (!cpu::kernels())
+    throw py::import_error(
+        "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512 and supported by this processor; "
+        "unset it "
+        "to let amp_mp choose");
+  m.def("build_info", build_info);
+  m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
+  m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
+  m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
+
+  py::class_<Hyper>(m, "Hyper")
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
+                       double momentum, double dampening, bool nesterov, bool maximize) {
+             return Hyper{lr,       beta1,     beta2,    eps,     weight_decay,
+                          momentum, dampening, nesterov, maximize};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.0, py::arg("beta2") = 0.0,
+           py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0,
+           py::arg("dampening") = 0.0, py::arg("nesterov") = false, py::arg("maximize") = false);
+
+  py::class_<Slots>(m, "Slots")
+      .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
+           py::arg("states"), py::arg("clocks"), py::arg("groups"), py::arg("names"))
+      .def("__len__", &Slots::size)
+      .def(
+          "measure", [](const Slots& slots) { return measure(slots); },
+          py::call_guard<py::gil_scoped_release>());
+
+  m.def(
+      "measure",
+      [](const py::sequence& tensors) {
+        const Tensors list = unpack(tensors, "tensors");
+        const py::gil_scoped_release release;
+        return measure(list);
+      },
+      py::arg("tensors"));
+  m.def("decide_", &decide_, py::arg("verdict"), py::kw_only(), py::arg("statistics") = py::none(),
+        py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("max_norm") = 0.0,
+        py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "copy_",
+      [](const py::sequence& to, const py::sequence& from, const std::optional<at::Tensor>& verdict,
+         double multiplier, bool saturate) {
+        const Tensors targets = unpack(to, "to"), sources = unpack(from, "from");
+        const py::gil_scoped_release release;
+        copy_(targets, sources, verdict, multiplier, saturate);
+      },
+      py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
+      py::arg("multiplier") = 1.0, py::arg("saturate") = false);
+  m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
+        py::call_guard<py::gil_scoped_release>());
+
+#define AMP_MP_BIND(Rule, op)                                                        \
+  m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
+        py::call_guard<py::gil_scoped_release>());
+  AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
+}

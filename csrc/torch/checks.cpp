@@ -1,0 +1,114 @@
+#include "torch/checks.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace amp_mp {
+
+std::string Label::text() const {
+  if (name) return std::string(argument) + " of " + *name;
+  return index < 0 ? argument : std::string(argument) + "[" + std::to_string(index) + "]";
+}
+
+std::string describe(const at::Tensor& t) {
+  std::ostringstream out;
+  out << "shape " << t.sizes() << ", dtype " << t.scalar_type() << ", device " << t.device();
+  return out.str();
+}
+
+bool is_subclass(const at::Tensor& t) {
+  // Not at::isTensorSubclassLike, which says yes to every tensor while a dispatch mode is on.
+  return t.unsafeGetTensorImpl()->is_python_dispatch() ||
+         t.key_set().has_any(at::kFunctorchWrappedTensors);
+}
+
+void check_plain(const at::Tensor& t, const Label& label) {
+  TORCH_CHECK_TYPE(t.defined(), "amp_mp: ", label.text(), " is None; a tensor is needed");
+  TORCH_CHECK_TYPE(
+      !is_subclass(t), "amp_mp: ", label.text(), " (", t.sizes(),
+      ") is a tensor subclass (DTensor, FakeTensor, a functorch wrapper, ...) without memory "
+      "of its own; pass plain tensors, for a DTensor its .to_local()");
+  TORCH_CHECK_TYPE(t.layout() == at::kStrided, "amp_mp: ", label.text(), " (", describe(t),
+                   ") has layout ", t.layout(),
+                   "; only dense tensors are supported (for an embedding: sparse=False)");
+  TORCH_CHECK_TYPE(t.is_cpu() || t.is_cuda(), "amp_mp: ", label.text(), " (", describe(t),
+                   ") is neither on a CPU nor on a CUDA device");
+}
+
+Format check_format(const at::Tensor& t, const Label& label) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return Format::float32;
+    case at::kHalf: return Format::float16;
+    case at::kBFloat16: return Format::bfloat16;
+    default: break;
+  }
+  TORCH_CHECK_TYPE(false, "amp_mp: ", label.text(), " (", describe(t),
+                   ") must be float32, float16 or bfloat16; use torch.optim for other dtypes");
+}
+
+Span span_of(const at::Tensor& t, const Label& label) {
+  return {const_cast<void*>(t.const_data_ptr()), check_format(t, label)};
+}
+
+void check_writable(const at::Tensor& t, const Label& label) {
+  check_plain(t, label);
+  TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense() && !t.is_neg(), "amp_mp: ", label.text(), " (",
+                    describe(t), ", strides ", t.strides(),
+                    ") is a view with gaps or repeated elements; pass a contiguous tensor");
+  TORCH_CHECK(!t.is_inference(), "amp_mp: ", label.text(), " (", describe(t),
+              ") is an inference tensor, which cannot be updated; create it outside "
+              "torch.inference_mode()");
+}
+
+void check_device(const at::Tensor& t, const at::Device& device, const Label& label) {
+  TORCH_CHECK_VALUE(t.device() == device, "amp_mp: ", label.text(), " (", describe(t),
+                    ") must be on ", device, " like the tensors it goes with");
+}
+
+void check_dtype(const at::Tensor& t, at::ScalarType dtype, const Label& label) {
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, "amp_mp: ", label.text(), " (", describe(t),
+                   ") must be ", dtype);
+}
+
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() &&
+         (a.strides() == b.strides() || (a.is_contiguous() && b.is_contiguous()));
+}
+
+void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
+                       const Label& like_label) {
+  TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", label.text(), " has shape ", t.sizes(),
+                    ", but ", like_label.text(), " has shape ", like.sizes());
+  TORCH_CHECK_VALUE(same_layout(t, like), "amp_mp: ", label.text(), " has strides ", t.strides(),
+                    ", but ", like_label.text(), " has strides ", like.strides(),
+                    "; create it with torch.empty_like(..., memory_format=torch.preserve_format)");
+}
+
+void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) {
+  struct Range {
+    uintptr_t begin, end;
+    size_t owner;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(written.size());
+  for (size_t i = 0; i < written.size(); ++i) {
+    const at::Tensor& t = written[i].first;
+    const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    if (t.numel() > 0) ranges.push_back({begin, begin + t.nbytes(), i});
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < ranges.size(); ++i)
+    TORCH_CHECK_VALUE(
+        ranges[i].begin >= ranges[i - 1].end,
+        "amp_mp: ", written[ranges[i - 1].owner].second.text(), " and ",
+        written[ranges[i].owner].second.text(),
+        " share memory; both would be written. Tie weights by using one Parameter twice, "
+        "not by sharing storage");
+}
+
+void bump_version(const at::Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); }
+
+}  // namespace amp_mp

@@ -1,0 +1,154 @@
+#include "torch/slots.h"
+
+#include <ATen/ops/empty_strided.h>
+
+namespace amp_mp {
+namespace {
+
+void check_length(size_t found, size_t wanted, const char* argument) {
+  TORCH_CHECK_VALUE(found == wanted, "amp_mp: ", argument, " has ", found,
+                    " elements, but there are ", wanted, " parameters");
+}
+
+}  // namespace
+
+Slots::Slots(Tensors params, Tensors masters, std::vector<Tensors> states, Tensors clocks,
+             std::vector<int64_t> groups, std::vector<std::string> names)
+    : params_(std::move(params)),
+      masters_(std::move(masters)),
+      clocks_(std::move(clocks)),
+      states_(std::move(states)),
+      groups_(std::move(groups)),
+      names_(std::move(names)),
+      device_(params_.empty() ? at::Device(at::kCPU) : params_[0].device()) {
+  check_length(masters_.size(), params_.size(), "masters");
+  check_length(clocks_.size(), params_.size(), "clocks");
+  check_length(groups_.size(), params_.size(), "groups");
+  check_length(names_.size(), params_.size(), "names");
+  for (const Tensors& s : states_) check_length(s.size(), params_.size(), "a list of states");
+  TORCH_CHECK_VALUE(states_.size() <= size_t(kMaxStates), "amp_mp: ", states_.size(),
+                    " states, at most ", kMaxStates, " are supported");
+  for (size_t i = 1; i < groups_.size(); ++i)
+    TORCH_CHECK_VALUE(groups_[i] >= groups_[i - 1], "amp_mp: groups must ascend");
+  check();
+  remember();
+}
+
+// In one fixed order: parameter, master, states, clock; undefined masters left out.
+template <class F>
+void Slots::for_each_tensor(int64_t i, const F& f) const {
+  f(params_[i]);
+  if (masters_[i].defined()) f(masters_[i]);
+  for (const Tensors& s : states_) f(s[i]);
+  f(clocks_[i]);
+}
+
+void Slots::check() const {
+  std::vector<std::pair<at::Tensor, Label>> written;
+  for (int64_t i = 0; i < size(); ++i) {
+    const Label param{"the weight", i, &names_[i]}, master{"the master", i, &names_[i]},
+        state{"the state", i, &names_[i]}, clock{"the step count", i, &names_[i]};
+    const auto check_like_param = [&](const at::Tensor& t, const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, at::kFloat, label);
+      check_same_layout(t, params_[i], label, param);
+      written.emplace_back(t, label);
+    };
+    check_writable(params_[i], param);
+    check_device(params_[i], device_, param);
+    const Format format = check_format(params_[i], param);
+    written.emplace_back(params_[i], param);
+    if (masters_[i].defined()) {
+      check_like_param(masters_[i], master);
+    } else {
+      TORCH_CHECK_VALUE(format == Format::float32, "amp_mp: ", param.text(), " (",
+                        describe(params_[i]), ") has no float32 master");
+    }
+    for (const Tensors& s : states_) check_like_param(s[i], state);
+    check_writable(clocks_[i], clock);
+    check_device(clocks_[i], device_, clock);
+    check_dtype(clocks_[i], at::kDouble, clock);
+    TORCH_CHECK_VALUE(clocks_[i].numel() == 3 && clocks_[i].is_contiguous(),
+                      "amp_mp: ", clock.text(), " must hold 3 contiguous numbers, found ",
+                      describe(clocks_[i]));
+    written.emplace_back(clocks_[i], clock);
+  }
+  check_no_overlap(written);
+}
+
+Slots::Seen Slots::look(const at::Tensor& t) {
+  uint64_t layout = 0;  // sizes and strides, mixed
+  for (int64_t d = 0; d < t.dim(); ++d)
+    layout = (layout * 31 + uint64_t(t.size(d))) * 31 + uint64_t(t.stride(d));
+  return {t.const_data_ptr(), layout, t.scalar_type()};
+}
+
+void Slots::remember() {
+  seen_.clear();
+  slots_.clear();
+  for (int64_t i = 0; i < size(); ++i) {
+    Slot s = {};
+    s.size = params_[i].numel();
+    if (masters_[i].defined()) {
+      const Format format = check_format(params_[i], {"the weight", i, &names_[i]});
+      s.weight = {params_[i].mutable_data_ptr(), format};
+      s.master = masters_[i].mutable_data_ptr<float>();
+    } else {
+      s.master = params_[i].mutable_data_ptr<float>();
+    }
+    for (size_t k = 0; k < states_.size(); ++k)
+      s.state[k] = states_[k][i].mutable_data_ptr<float>();
+    s.clock = reinterpret_cast<Clock*>(clocks_[i].mutable_data_ptr<double>());
+    s.group = int32_t(groups_[i]);
+    slots_.push_back(s);
+    for_each_tensor(i, [&](const at::Tensor& t) { seen_.push_back(look(t)); });
+  }
+}
+
+Tensors Slots::grads() const {
+  Tensors grads;
+  grads.reserve(params_.size());
+  for (const at::Tensor& param : params_) grads.push_back(param.grad());
+  return grads;
+}
+
+std::vector<Slot> Slots::plan(Tensors& kept) {
+  const Seen* seen = seen_.data();
+  bool moved = false;
+  for (int64_t i = 0; i < size(); ++i)
+    for_each_tensor(i, [&](const at::Tensor& t) { moved = moved || !(look(t) == *seen++); });
+  if (moved) {  // p.data = ..., model.to(...): legal, if what is there now fits together
+    if (!params_.empty()) device_ = params_[0].device();
+    check();
+    remember();
+  }
+  std::vector<Slot> slots;
+  slots.reserve(params_.size());
+  kept.reserve(params_.size());  // pointers into it stay good
+  for (int64_t i = 0; i < size(); ++i) {
+    const at::Tensor& param = params_[i];
+    const at::Tensor* grad = &param.grad();
+    if (!grad->defined()) continue;
+    const auto label = [&] { return Label{"the gradient", i, &names_[i]}; };
+    if (is_subclass(*grad) || grad->layout() != at::kStrided) check_plain(*grad, label());
+    if (grad->device() != device_) check_device(*grad, device_, label());
+    if (grad->sizes() != param.sizes())
+      check_same_layout(*grad, param, label(), {"the weight", i, &names_[i]});
+    if (!same_layout(*grad, param) || grad->is_neg()) {
+      kept.push_back(
+          at::empty_strided(param.sizes(), param.strides(), grad->options()).copy_(*grad));
+      grad = &kept.back();
+    }
+    slots.push_back(slots_[size_t(i)]);
+    slots.back().grad = span_of(*grad, label());
+  }
+  return slots;
+}
+
+void Slots::bump_versions() const {
+  for (int64_t i = 0; i < size(); ++i)
+    if (params_[i].grad().defined()) for_each_tensor(i, bump_version);
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,59 @@
+#pragma once
+// The tensors an optimizer updates on one device: checked when they are gathered, then only looked
+// at again where memory has moved. A step hands in nothing but gradients.
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "torch/checks.h"
+
+namespace amp_mp {
+
+class Slots {
+ public:
+  // One element a parameter in each list. masters[i]: float32, or undefined where params[i] is
+  // float32 itself. states: one list per state of the rule. clocks: float64 of 3 elements
+  // (core/rules.h, Clock). groups: ascending indices into the step's hypers. names: for messages.
+  Slots(Tensors params, Tensors masters, std::vector<Tensors> states, Tensors clocks,
+        std::vector<int64_t> groups, std::vector<std::string> names);
+
+  int64_t size() const { return int64_t(params_.size()); }
+  at::Device device() const { return device_; }
+  int64_t groups() const { return groups_.empty() ? 0 : groups_.back() + 1; }
+  int states() const { return int(states_.size()); }
+
+  // The parameters' gradients as they are now, undefined where there is none.
+  Tensors grads() const;
+  const std::vector<std::string>& names() const { return names_; }
+
+  // The slots of the parameters with a gradient. A gradient of another layout than its parameter's
+  // is copied to `kept`, which has to outlive the slots' use.
+  std::vector<Slot> plan(Tensors& kept);
+
+  // Of every tensor a step writes.
+  void bump_versions() const;
+
+ private:
+  struct Seen {
+    const void* data;
+    uint64_t layout;
+    at::ScalarType dtype;
+    bool operator==(const Seen&) const = default;
+  };
+
+  void check() const;
+  void remember();
+  static Seen look(const at::Tensor& t);
+  template <class F>
+  void for_each_tensor(int64_t i, const F& f) const;
+
+  Tensors params_, masters_, clocks_;
+  std::vector<Tensors> states_;
+  std::vector<int64_t> groups_;
+  std::vector<std::string> names_;
+  at::Device device_;
+  std::vector<Seen> seen_;   // of every tensor, as check() saw it
+  std::vector<Slot> slots_;  // of every parameter, without its gradient
+};
+
+}  // namespace amp_mp

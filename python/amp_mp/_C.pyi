@@ -1,0 +1,84 @@
+"""The native library's signatures. What each does, and its errors: csrc/torch/ops.h."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+Tensors = Sequence[Tensor | None]
+
+VERDICT_SIZE: int
+
+def build_info() -> dict[str, Any]:
+    """What this library was built for: torch, CUDA, instruction set in use, compiler."""
+
+class Hyper:
+    """The numbers of one param_group, all double."""
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+    ) -> None: ...
+
+class Slots:
+    """The tensors an optimizer updates on one device, checked once."""
+
+    def __init__(
+        self,
+        *,
+        params: Sequence[Tensor],
+        masters: Tensors,
+        states: Sequence[Sequence[Tensor]],
+        clocks: Sequence[Tensor],
+        groups: Sequence[int],
+        names: Sequence[str],
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def measure(self) -> Tensor:
+        """`measure` of the parameters' gradients, absent ones counting as empty."""
+
+def measure(tensors: Tensors) -> Tensor:
+    """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
+
+def decide_(
+    verdict: Tensor,
+    *,
+    statistics: Tensor | None = None,
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> None:
+    """Fills verdict, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
+
+def copy_(
+    to: Sequence[Tensor],
+    from_: Sequence[Tensor],
+    *,
+    verdict: Tensor | None = None,
+    multiplier: float = 1.0,
+    saturate: bool = False,
+) -> None:
+    """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
+
+def update_scale_(policy: Tensor, found_inf: Tensor) -> None:
+    """Advances a loss-scale policy's float64 state."""
+
+def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Tensors]) -> bool:
+    """Whether dicts[i][keys[k]] is values[k][i] for all i and k; None means absent."""
+
+def same_items(lists: Sequence[Sequence[Tensor]], items: Sequence[Tensor]) -> bool:
+    """Whether the lists, one after the other, hold exactly these objects."""
+
+def adamw_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
+def adam_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
+def sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
+def plain_sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...

@@ -1,0 +1,54 @@
+"""amp_mp: mixed-precision training for PyTorch.
+
+Train in float16 or bfloat16 and get float32's result: float32 masters, loss scaling, and optimizers
+that unscale, clip, update and cast in one native pass, on CPU and CUDA.
+
+    import amp_mp as amp
+
+    model = amp.prepare(model, torch.bfloat16)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+"""
+
+import torch
+
+from amp_mp._version import __version__
+
+
+def _check_torch() -> None:
+    """A library built for one torch crashes in another: say so before it is loaded."""
+    try:
+        from amp_mp import _built_for
+    except ImportError as error:
+        raise ImportError(
+            "amp_mp's native library is not built here. Build it, with torch installed, by\n"
+            "    pip install --no-build-isolation amp_mp\n"
+            "or, in a checkout, pip install --no-build-isolation -e ."
+        ) from error
+    built, running = _built_for.TORCH_VERSION, torch.__version__
+    if built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"amp_mp was built for torch {built}, but torch {running} is running. Rebuild it by\n"
+            "    pip install --no-build-isolation --force-reinstall --no-deps amp_mp"
+        )
+
+
+_check_torch()
+
+from amp_mp import optim, scaling  # noqa: E402
+from amp_mp._C import build_info  # noqa: E402
+from amp_mp.casting import autocast, disable_casts, init  # noqa: E402
+from amp_mp.master import FP16_Optimizer, prepare  # noqa: E402
+from amp_mp.scaling import GradScaler  # noqa: E402
+
+__all__ = [
+    "FP16_Optimizer",
+    "GradScaler",
+    "__version__",
+    "autocast",
+    "build_info",
+    "disable_casts",
+    "init",
+    "optim",
+    "prepare",
+    "scaling",
+]

@@ -1,0 +1,59 @@
+"""Regions in which torch casts. On/off, dtype and nesting are torch's own."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+DEFAULT_DTYPE = {"cuda": torch.float16, "cpu": torch.bfloat16}
+
+
+def autocast(
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+) -> torch.autocast:
+    """A torch.autocast, for everything that understands one: checkpoint, compile, DDP.
+
+    Args:
+        device_type: "cuda" or "cpu"; default: "cuda" where there is one.
+        dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
+        enabled: False for a region without casts.
+        cache_enabled: whether a weight is cast once a region; default: as outside.
+
+    Raises:
+        ValueError: another device type or dtype.
+    """
+    device, low = resolve(device_type, dtype)
+    return torch.autocast(device, dtype=low, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def disable_casts(device_type: str | None = None) -> torch.autocast:
+    """A region without casts on the device type."""
+    return torch.autocast(resolve(device_type, None)[0], enabled=False)
+
+
+def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
+    """The device type and low precision meant; ValueError naming the argument."""
+    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in DEFAULT_DTYPE:
+        raise ValueError(f'device_type must be "cuda" or "cpu", found {device_type!r}')
+    low = dtype or DEFAULT_DTYPE[device]
+    if low not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+    if device == "cpu" and low == torch.float16:
+        _warn_slow()
+    return device, low
+
+
+@functools.cache
+def _warn_slow() -> None:
+    """Once a process."""
+    warnings.warn(
+        "amp_mp: float16 on a CPU is 3 to 100 times slower than float32; it is of use for testing. "
+        "bfloat16 is fast there",
+        stacklevel=4,
+    )

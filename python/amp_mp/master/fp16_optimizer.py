@@ -1,0 +1,347 @@
+"""FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import _C
+from amp_mp.master.gradients import copy_all_, gradients_of, has_overflow, scaled_backward
+from amp_mp.optim.originals import LOW_PRECISION, take_original
+from amp_mp.scaling.policies import Policy, Static, apex_policy
+
+
+class FP16_Optimizer:  # noqa: N801 (Apex's name)
+    """Wraps an optimizer whose parameters are partly in low precision; Apex's class of this name.
+
+    Each float16 or bfloat16 parameter gets a float32 master, which takes its place in the wrapped
+    optimizer's param_groups (the lists themselves stay, so schedulers live on). float32 parameters
+    are their own masters; frozen ones stay as they are. From then on use this object, not the
+    wrapped one:
+
+        optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                       dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # in place of loss.backward()
+        optimizer.step()
+
+    A static scale checks nothing, as in Apex: an infinite gradient reaches the master. A dynamic
+    one skips the step on overflow, leaving every byte as it was, prints so, and lowers the scale.
+
+    Args:
+        init_optimizer: the optimizer to wrap; state it already has moves to the masters.
+        static_loss_scale: what losses are multiplied by, unless dynamic.
+        dynamic_loss_scale: start at 2^32, halve on overflow (not below 1), double after 1000 steps
+            without one.
+        dynamic_loss_args: init_scale, scale_factor, scale_window to change that.
+        verbose: say at construction what is wrapped.
+        loss_scale: instead of the three before: a number, "dynamic", "Backoff", or a policy.
+
+    Raises:
+        TypeError: a trainable parameter is neither float16, bfloat16 nor float32.
+        ValueError: a scale that is no positive number, or an unknown name in dynamic_loss_args.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+        *,
+        loss_scale: float | str | Policy | None = None,
+    ) -> None:
+        """See the class."""
+        policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
+        _check_dtypes(init_optimizer)
+        self.optimizer = init_optimizer
+        self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.fp16_groups: list[list[Tensor]] = []  # the model's low-precision parameters
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []  # their masters
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []  # the model's float32 parameters
+        for group in init_optimizer.param_groups:
+            self._adopt(group)
+        if verbose:
+            masters = sum(map(len, self.fp32_from_fp16_groups))
+            whole = sum(map(len, self.fp32_from_fp32_groups))
+            print(f"FP16_Optimizer: {masters} parameters with float32 masters, {whole} float32")
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Puts masters into a group's list, in order, and moves the optimizer's state to them."""
+        low: list[Tensor] = []
+        masters: list[Tensor] = []
+        whole: list[Tensor] = []
+        params = group["params"]
+        for i, param in enumerate(params):
+            if not param.requires_grad:
+                continue
+            if param.dtype == torch.float32:
+                whole.append(param)
+                continue
+            master = nn.Parameter(take_original(param))
+            if param in self.optimizer.state:
+                state = self.optimizer.state.pop(param)
+                self.optimizer.state[master] = {k: _widen(v) for k, v in state.items()}
+            params[i] = master
+            low.append(param)
+            masters.append(master)
+        self.fp16_groups.append(low)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(whole)
+
+    # Gradients.
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """loss.backward() on the scaled loss; the masters' gradients are the true ones afterwards.
+
+        Args:
+            loss: a tensor of one element; multiplied in float32.
+            update_master_grads: False to accumulate several losses and call update_master_grads()
+                once.
+            retain_graph: as in Tensor.backward.
+        """
+        # float32 parameters are their own masters: what earlier calls have unscaled is set aside,
+        # so that every gradient is divided by the scale exactly once.
+        with scaled_backward([] if self._pending else _flat(self.fp32_from_fp32_groups)):
+            self._pending = True
+            scaled_loss = loss.float() * self.loss_scale
+            torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
+            if update_master_grads:
+                self.update_master_grads()
+
+    _pending = False  # whether gradients of float32 parameters still carry the scale
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Copies the model's gradients to the masters, divided by the scale.
+
+        A dynamic scale checks them first; on overflow `overflow` is set and nothing is copied.
+        """
+        pairs = self._pairs()
+        whole = gradients_of(_flat(self.fp32_from_fp32_groups))
+        if self.dynamic_loss_scale:
+            self.overflow = has_overflow(gradients_of(p for p, _ in pairs) + whole)
+            if self.overflow:
+                return
+        for param, master in pairs:
+            if param.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.empty_like(master, memory_format=torch.preserve_format)
+        sources = gradients_of(p for p, _ in pairs) + whole
+        targets = gradients_of(m for _, m in pairs) + whole
+        copy_all_(targets, sources, multiplier=1.0 / self.loss_scale)
+        self._pending = False
+
+    @torch.no_grad()
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
+        """Clips the masters' gradients by their global norm; returns the norm, -1 on overflow.
+
+        As torch.nn.utils.clip_grad_norm_; call it between backward and step.
+        """
+        if self.overflow:
+            return -1.0
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = gradients_of(masters)
+        if norm_type != 2 or len({g.device for g in grads}) != 1:
+            return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
+        verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=grads[0].device)
+        _C.decide_(verdict, statistics=_C.measure(grads), max_norm=max_norm)
+        _C.copy_(grads, grads, verdict=verdict)
+        return float(verdict[2])
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The masters' gradients, a list a group; None, with a warning, after an overflow."""
+        if self.overflow:
+            warnings.warn("amp_mp: after an overflow there are no master gradients", stacklevel=2)
+            return None
+        return [
+            [None if p.grad is None else p.grad.detach() for p in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
+
+        On overflow nothing is stepped, None is returned, and the message Apex scripts look for is
+        printed. With a closure (which must call this object's zero_grad and backward) the model sees
+        the masters' newest values before each evaluation; an evaluation that overflows is repeated
+        with a lower scale until it does not, and RuntimeError says so if the scale is at its floor.
+        """
+        before = self.loss_scale
+        self.loss_scaler.update(self.overflow)
+        if self.overflow:
+            self._report(before)
+            return None
+        result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+        self._masters_to_model()
+        return result
+
+    def _report(self, before: float) -> None:
+        print(
+            f"[OVERFLOW! Skipping step. Attempted loss scale: {before}, "
+            f"reducing to {self.loss_scale}]"
+        )
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._masters_to_model()
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                before = self.loss_scale
+                self.loss_scaler.update(True)
+                if self.loss_scale == before:
+                    raise RuntimeError(
+                        "the closure's gradients are inf or NaN even at the lowest loss scale, "
+                        f"{before}; no scale can cure that, look for the NaN in the model"
+                    )
+                self._report(before)
+                loss = closure()
+            return loss
+
+        self.first_closure_call_this_step = True
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    @torch.no_grad()
+    def _masters_to_model(self) -> None:
+        copy_all_(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), saturate=True)
+
+    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
+        """Clears the gradients of masters and model parameters; the second spelling is torch's."""
+        drop = set_grads_to_None or set_to_none
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for param in params + _flat(self.fp16_groups):
+            if param.grad is None:
+                continue
+            if drop:
+                param.grad = None
+            else:
+                param.grad = param.grad.detach().zero_()
+        self._pending = False
+
+    # What passes through.
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.loss_scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.scale = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's, holding masters."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, keyed by masters."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with masters for what is in low precision."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            _check_dtypes(self.optimizer)
+        except TypeError:
+            self.optimizer.param_groups.pop()
+            raise
+        self._adopt(self.optimizer.param_groups[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": _snapshot(self.optimizer.state_dict()),
+            "fp32_from_fp16": [
+                [m.detach().clone() for m in group] for group in self.fp32_from_fp16_groups
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a snapshot; the model's own state is loaded separately, as ever.
+
+        Raises ValueError, before anything is changed, where groups or shapes differ.
+        """
+        saved = state_dict["fp32_from_fp16"]
+        shapes = [[tuple(m.shape) for m in group] for group in saved]
+        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
+        if shapes != own:
+            raise ValueError(
+                f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
+                f"this optimizer has {own}; nothing was loaded"
+            )
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self.optimizer.load_state_dict(_snapshot(state_dict["optimizer_state_dict"]))
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for master, value in zip(_flat(self.fp32_from_fp16_groups), _flat(saved), strict=True):
+            master.copy_(value)
+
+    def __getstate__(self) -> Any:
+        """Refuses, as Apex's: a pickled copy would part from its model."""
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuses, as Apex's."""
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True))
+
+
+def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param.requires_grad and param.dtype not in (*LOW_PRECISION, torch.float32):
+                raise TypeError(
+                    f"parameter {position} of group {index} (shape {tuple(param.shape)}) has dtype "
+                    f"{param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
+                )
+
+
+def _widen(value: Any) -> Any:
+    """Optimizer state for a float32 master."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _snapshot(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_snapshot(v) for v in value)
+    return value
+
+
+def _flat(groups: list[list[Any]]) -> list[Any]:
+    return [item for group in groups for item in group]

@@ -1,0 +1,120 @@
+"""From a float32 model to a low-precision one, without losing a bit of its weights."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.optim.originals import LOW_PRECISION, keep_original
+
+# Statistics and small affine weights, where low precision saves nothing and costs accuracy.
+NORMALISATIONS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.batchnorm._NormBase,
+)
+
+
+def prepare(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Iterable[type[nn.Module] | str] | None = None,
+) -> nn.Module:
+    """Turns a float32 model's parameters and buffers into `dtype`, in place, and returns the model.
+
+    The float32 values are kept aside: the first amp_mp optimizer to step a parameter starts its
+    master from them, so the first update is float32's. (They are dropped if the weight has been
+    changed meanwhile, say by load_state_dict: then the master starts from the weight.)
+
+    Args:
+        model: its float32 parameters and buffers are converted; integers, float64 and what is
+            already in low precision stay. Parameter objects stay the same, so optimizers, ties and
+            hooks live on.
+        dtype: torch.bfloat16 or torch.float16.
+        keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules
+            and parameters ("head", "blocks.*.norm1", "*.bias"). Default: normalisation layers. A
+            kept module computes in float32 and returns the dtype it was given.
+
+    Raises:
+        ValueError: dtype is another one, or a pattern matches nothing (a typo would go unnoticed).
+        TypeError: keep_fp32 holds something that is neither type nor string.
+    """
+    if dtype not in LOW_PRECISION:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
+    if isinstance(keep_fp32, str | type):
+        keep_fp32 = [keep_fp32]
+    kept_modules, kept_names = _select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    own = {id(t) for m in kept_modules for t in (*m.parameters(), *m.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype != torch.float32 or id(tensor) in own or name in kept_names:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            keep_original(tensor)
+        tensor.data = tensor.detach().to(dtype)
+        if tensor.grad is not None:
+            tensor.grad = None  # of the old dtype, and of a model that is no more
+    for module in kept_modules:
+        module.register_forward_pre_hook(_enter_float32, with_kwargs=True)
+        module.register_forward_hook(_leave_float32)
+    return model
+
+
+def _select(
+    model: nn.Module, wanted: Iterable[type[nn.Module] | str]
+) -> tuple[list[nn.Module], set[str]]:
+    """The modules and the parameter names that stay float32."""
+    modules: dict[int, nn.Module] = {}
+    names: set[str] = set()
+    all_names = [n for n, _ in (*model.named_parameters(), *model.named_buffers())]
+    for entry in wanted:
+        if isinstance(entry, type) and issubclass(entry, nn.Module):
+            modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
+        elif isinstance(entry, str):
+            found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
+            matching = fnmatch.filter(all_names, entry)
+            if not found and not matching:
+                raise ValueError(
+                    f"keep_fp32: {entry!r} matches no module or parameter of the model"
+                )
+            modules |= found
+            names |= set(matching)
+        else:
+            raise TypeError(f"keep_fp32 takes nn.Module types and strings, found {entry!r}")
+    return list(modules.values()), names
+
+
+def _enter_float32(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Casts low-precision inputs up. On a CPU normalisations mix dtypes themselves, faster."""
+    inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_low(a)]
+    native = isinstance(module, NORMALISATIONS) and all(a.device.type == "cpu" for a in inputs)
+    if not inputs or native:
+        _entered.pop(module, None)
+        return args, kwargs
+    _entered[module] = inputs[0].dtype
+    return tuple(map(_up, args)), {name: _up(a) for name, a in kwargs.items()}
+
+
+def _leave_float32(module: nn.Module, _args: object, output: object) -> object:
+    dtype = _entered.pop(module, None)
+    if dtype is not None and isinstance(output, Tensor) and output.dtype == torch.float32:
+        return output.to(dtype)
+    return output
+
+
+# The dtype a kept module was given, between its two hooks.
+_entered: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+
+
+def _up(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and _is_low(value) else value
+
+
+def _is_low(tensor: Tensor) -> bool:
+    return tensor.dtype in LOW_PRECISION

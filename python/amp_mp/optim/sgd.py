@@ -1,0 +1,84 @@
+"""SGD with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.optim.base import FusedOptimizer, check_ranges
+
+
+class SGD(FusedOptimizer):
+    """Sutskever et al., "On the importance of initialization and momentum" (2013), as in torch.
+
+        g = g + weight_decay w
+        b = g at a parameter's first step, else momentum b + (1 - dampening) g
+        w = w - lr (g + momentum b if nesterov else b)
+
+    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`: see FusedOptimizer.
+    State: step, beta_powers (unused), momentum_buffer unless no group has momentum, and master for
+    low-precision parameters.
+
+    Raises ValueError for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        check_overflow: bool = False,
+        amp_scaling: bool = True,
+    ) -> None:
+        """See the class."""
+        check_ranges(lr, (), 0.0, weight_decay)
+        if not momentum >= 0:
+            raise ValueError(f"momentum must not be negative, found {momentum!r}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                "nesterov needs momentum > 0 and dampening = 0, "
+                f"found {momentum!r} and {dampening!r}"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            check_overflow=check_overflow,
+            amp_scaling=amp_scaling,
+        )
+
+    def _has_momentum(self) -> bool:
+        return any(group["momentum"] != 0 for group in self.param_groups)
+
+    def _states(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._has_momentum() else ()
+
+    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
+        return _C.Hyper(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"] if group["momentum"] else 0.0,
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+
+    def _operator(self) -> Callable[..., None]:
+        return _C.sgd_ if self._has_momentum() else _C.plain_sgd_

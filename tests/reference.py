@@ -1,0 +1,190 @@
+"""What correct means: each rule, format, reduction and policy in plain NumPy, from its formula.
+
+Knows nothing of amp_mp. Rules work in float32 with constants rounded once from double, in the order the
+papers write; formats round by the definition of their numbers, not by bit tricks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = np.float32
+Floats = NDArray[np.float32]
+
+
+# Formats
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format, by its mantissa bits and exponent range."""
+
+    mantissa_bits: int
+    min_exponent: int  # of normal numbers
+    max_exponent: int
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return (2.0 - 2.0**-self.mantissa_bits) * 2.0**self.max_exponent
+
+    def round(self, x: Floats) -> NDArray[np.float64]:
+        """Nearest representable number, ties to even, as IEEE 754 says: exact in double."""
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            wide = x.astype(np.float64)
+        _, exponent = np.frexp(wide)  # x = f * 2^exponent, 0.5 <= |f| < 1
+        quantum = np.exp2(np.maximum(exponent - 1, self.min_exponent) - self.mantissa_bits)
+        with np.errstate(invalid="ignore", over="ignore"):
+            rounded = np.rint(wide / quantum) * quantum
+            rounded = np.where(np.isfinite(wide), rounded, wide)
+            infinite = np.copysign(np.inf, wide)
+        return np.where(np.abs(rounded) > self.largest, infinite, rounded)
+
+
+FORMATS = {
+    "float32": FloatFormat(23, -126, 127),
+    "float16": FloatFormat(10, -14, 15),
+    "bfloat16": FloatFormat(7, -126, 127),
+}
+FLOAT16_MAX = F32(65504)
+
+
+def saturate(x: Floats) -> Floats:
+    """Clamped to the largest finite float16; NaN stays."""
+    return np.where(np.isnan(x), x, np.clip(x, -FLOAT16_MAX, FLOAT16_MAX))
+
+
+def store(x: Floats, name: str, *, saturating: bool) -> Floats:
+    """The float32 value of what a weight of that format holds after storing x."""
+    if name == "float32":
+        return x
+    x = saturate(x) if saturating and name == "float16" else x
+    return FORMATS[name].round(x).astype(np.float32)
+
+
+# Rules. Each takes the gradient as the step sees it (unscaled, clipped), float32.
+
+
+@dataclass
+class Clock:
+    """A parameter's applied steps and the running products of its betas."""
+
+    step: int = 0
+    beta1_power: float = 1.0
+    beta2_power: float = 1.0
+
+    def tick(self, beta1: float, beta2: float) -> None:
+        self.step += 1
+        self.beta1_power *= beta1
+        self.beta2_power *= beta2
+
+
+def adam(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> tuple[Floats, Floats, Floats]:
+    """Kingma & Ba 2015; with `decoupled`, Loshchilov & Hutter 2019. Returns w, m, v."""
+    beta1, beta2 = betas
+    step_size = F32(lr / (1 - clock.beta1_power))
+    inverse_root = F32(1 / math.sqrt(1 - clock.beta2_power))
+    if not decoupled:
+        g = g + F32(weight_decay) * w
+    m = F32(beta1) * m + F32(1 - beta1) * g
+    v = F32(beta2) * v + F32(1 - beta2) * (g * g)
+    update = step_size * (m / (np.sqrt(v) * inverse_root + F32(eps)))
+    w = (F32(1 - lr * weight_decay) * w if decoupled else w) - update
+    return w, m, v
+
+
+def sgd(
+    g: Floats,
+    w: Floats,
+    buffer: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> tuple[Floats, Floats]:
+    """Sutskever et al. 2013 in torch's form. Returns w, buffer."""
+    g = g + F32(weight_decay) * w
+    if momentum == 0:
+        return w - F32(lr) * g, buffer
+    gain = 1.0 if clock.step == 1 else 1 - dampening
+    buffer = F32(momentum) * buffer + F32(gain) * g
+    return w - F32(lr) * (g + F32(momentum) * buffer if nesterov else buffer), buffer
+
+
+# Reductions
+
+
+def _halve(lanes: NDArray[np.float64]) -> float:
+    lanes = lanes.copy()
+    d = lanes.size // 2
+    while d:
+        lanes[:d] += lanes[d : 2 * d]
+        d //= 2
+    return float(lanes[0])
+
+
+def block_squares(block: Floats) -> float:
+    """A block of at most 4,096: 64 float lanes, row by row; in double where float would lose."""
+    finite = np.isfinite(block)
+    rows = np.zeros((-(-block.size // 64), 64), np.float32)
+    rows.flat[: block.size] = block
+    if finite.all():
+        lanes = np.zeros(64, np.float32)
+        with np.errstate(over="ignore"):
+            for row in rows:
+                lanes = lanes + row * row
+        total = _halve(lanes.astype(np.float64))
+        if math.isfinite(total) and (total >= 2.0**-100 or not block.any()):
+            return total
+    wide = np.where(np.isfinite(rows), rows, 0).astype(np.float64)
+    lanes64 = np.zeros(64)
+    for row in wide:
+        lanes64 = lanes64 + row * row
+    return _halve(lanes64)
+
+
+def combine(parts: Sequence[float]) -> float:
+    """Part i to double lane i mod 32, then the halving tree."""
+    lanes = np.zeros(32)
+    for i, part in enumerate(parts):
+        lanes[i % 32] += part
+    return _halve(lanes)
+
+
+def measure(tensor: Floats) -> tuple[float, float, float]:
+    """Sum of squares of the finite elements, largest finite |x|, number of non-finite elements."""
+    spans = []
+    for first in range(0, tensor.size, 65536):
+        total = 0.0
+        for at in range(first, min(first + 65536, tensor.size), 4096):
+            total += block_squares(tensor[at : min(at + 4096, tensor.size)])
+        spans.append(total)
+    finite = tensor[np.isfinite(tensor)]
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    return combine(spans), largest, float(tensor.size - finite.size)
+
+
+def multiplier(norm: float, scale: float, max_norm: float | None) -> np.float32:
+    """1 / scale times clip_grad_norm_'s coefficient, rounded once."""
+    coefficient = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    return F32(1 / scale * coefficient)

@@ -1,0 +1,166 @@
+"""The update rules: bit for bit the NumPy reference, over sizes, dtypes, alignments and groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from helpers import DTYPES, RAGGED, array, assert_same, on, random
+
+import amp_mp as amp
+
+STEPS = 3
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
+RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
+    "adamw": (amp.optim.AdamW, ADAM),
+    "adam": (amp.optim.Adam, ADAM),
+    "sgd": (amp.optim.SGD, SGD),
+    "nesterov": (amp.optim.SGD, {**SGD, "dampening": 0.0, "nesterov": True}),
+    "plain_sgd": (amp.optim.SGD, {**SGD, "momentum": 0.0, "dampening": 0.0}),
+}
+
+
+class Expected:
+    """One parameter, stepped by the reference."""
+
+    def __init__(self, rule: str, weight: np.ndarray, maximize: bool = False) -> None:
+        self.rule, self.weight, self.maximize = rule, weight, maximize
+        self.states = [np.zeros_like(weight), np.zeros_like(weight)]
+        self.clock = reference.Clock()
+
+    def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
+        _, numbers = RULES[self.rule]
+        with np.errstate(all="ignore"):
+            g = grad * (-multiplier if self.maximize else multiplier)
+            if self.rule.startswith("adam"):
+                self.clock.tick(*numbers["betas"])
+                self.weight, *self.states = reference.adam(
+                    g,
+                    self.weight,
+                    *self.states,
+                    self.clock,
+                    decoupled=self.rule == "adamw",
+                    **numbers,
+                )
+            else:
+                self.clock.tick(0, 0)
+                self.weight, self.states[0] = reference.sgd(
+                    g, self.weight, self.states[0], self.clock, **numbers
+                )
+
+
+def check(
+    device: str,
+    rule: str,
+    weight_dtype: str,
+    grad_dtype: str,
+    sizes: tuple[int, ...],
+    *,
+    shift: int = 0,
+    maximize: bool = False,
+    special: bool = False,
+) -> None:
+    weights = [on(device, random(n, n + 1), DTYPES[weight_dtype], shift) for n in sizes]
+    params = [torch.nn.Parameter(w) for w in weights]
+    expected = [Expected(rule, array(p), maximize) for p in params]
+    kind, numbers = RULES[rule]
+    optimizer = kind(params, maximize=maximize, **numbers)
+    for step in range(STEPS):
+        for number, (param, want) in enumerate(zip(params, expected, strict=True)):
+            values = random(param.numel(), 100 * step + number, 1e-2, special)
+            grad = on(device, values, DTYPES[grad_dtype], shift and 5 - shift)
+            param.grad_dtype = grad.dtype
+            param.grad = grad
+            want.step(array(grad), np.float32(1))
+        optimizer.step()
+    for param, want in zip(params, expected, strict=True):
+        what = f"{rule}, {weight_dtype} weight, {grad_dtype} gradient, {param.numel()} elements"
+        state = optimizer.state[param]
+        master = array(state["master"]) if weight_dtype != "float32" else array(param)
+        assert_same(master, want.weight, f"{what}: master")
+        stored = reference.store(want.weight, weight_dtype, saturating=True)
+        assert_same(array(param), stored, f"{what}: weight")
+        for name, value in zip(optimizer._states(), want.states, strict=False):
+            assert_same(array(state[name]), value, f"{what}: {name}")
+        assert state["step"].item() == STEPS
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+def test_rule_equals_the_reference_bit_for_bit(
+    device: str, rule: str, weight: str, grad: str, shift: int
+) -> None:
+    check(device, rule, weight, grad, RAGGED[:-1], shift=shift)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+def test_a_million_elements_equal_the_reference(
+    device: str, rule: str, weight: str, shift: int
+) -> None:
+    for grad in ("float32", "bfloat16") if weight != "float16" else ("float16",):
+        check(device, rule, weight, grad, RAGGED[-1:], shift=shift)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_maximize_negates_the_gradient(device: str, rule: str) -> None:
+    check(device, rule, "bfloat16", "bfloat16", (1, 65, 4097), maximize=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weight", DTYPES)
+def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
+    device: str, rule: str, weight: str
+) -> None:
+    check(device, rule, weight, "float32", (65, 4097), special=True)
+
+
+def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(device: str) -> None:
+    first, late = (torch.nn.Parameter(on(device, random(300, s), torch.bfloat16)) for s in (1, 2))
+    optimizer = amp.optim.AdamW([{"params": [first]}, {"params": [late], "lr": 1e-2}], lr=1e-3)
+    grads = [random(300, s, 1e-2) for s in (3, 4, 5)]
+    want = {id(first): Expected("adamw", array(first)), id(late): Expected("adamw", array(late))}
+    numbers = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
+    for step, values in enumerate(grads):
+        for param, lr in ((first, 1e-3), (late, 1e-2)):
+            if param is late and step == 0:
+                continue
+            param.grad = on(device, values, torch.bfloat16)
+            e = want[id(param)]
+            e.clock.tick(0.9, 0.999)
+            e.weight, *e.states = reference.adam(
+                array(param.grad), e.weight, *e.states, e.clock, lr=lr, **numbers
+            )
+        optimizer.step()
+    for param, steps in ((first, 3), (late, 2)):
+        assert_same(array(optimizer.state[param]["master"]), want[id(param)].weight, "master")
+        assert optimizer.state[param]["step"].item() == steps
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9], ids=["unclipped", "clipped", "below"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
+def test_unscaling_and_clipping_are_one_multiplication(
+    device: str, max_norm: float | None, scale: float
+) -> None:
+    param = torch.nn.Parameter(on(device, random(5000, 1), torch.bfloat16))
+    optimizer = amp.optim.SGD([param], lr=0.1, max_grad_norm=max_norm)
+    want = array(param)
+    param.grad = on(device, random(5000, 2, scale), torch.bfloat16)
+    grad = array(param.grad)
+    squares, _, _ = reference.measure(grad)
+    norm = np.sqrt(squares) / scale
+    optimizer.grad_scale = torch.tensor(scale, device=device)
+    optimizer.found_inf = torch.tensor(0.0, device=device)
+    optimizer.step()
+    g = grad * reference.multiplier(norm, scale, max_norm)
+    assert_same(array(optimizer.state[param]["master"]), want - np.float32(0.1) * g, "master")
+    if max_norm is not None:
+        # sqrt and one product in double, in either order: within an ulp or two
+        assert optimizer.grad_norm == pytest.approx(norm, rel=4e-16)
