@@ -61,10 +61,12 @@ def find_nvcc() -> str | None:
     if wanted == "0":
         return None
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
-    nvcc = nvcc or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if home:
+        nvcc = shutil.which("nvcc", path=str(Path(home, "bin")))
+    else:
+        nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None and wanted == "1":
-        raise SystemExit("AMP_MP_CUDA=1, but no nvcc in CUDA_HOME, PATH or /usr/local/cuda/bin")
+        raise SystemExit("AMP_MP_CUDA=1, but no nvcc in CUDA_HOME or on the PATH")
     return nvcc
 
 

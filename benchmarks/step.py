@@ -1,8 +1,9 @@
 """A whole optimizer step on bfloat16 gradients: torch's pipeline against amp_mp's.
 
-Both keep bfloat16 weights, float32 masters and states, clip by the global norm, check for overflow, and
-carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_, clip_grad_norm_, fused
-AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp: measure, then one pass: 30.
+Both keep bfloat16 weights, float32 masters and states, clip by the global norm, check for overflow,
+and carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_, clip_grad_norm_,
+fused AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp: measure, then one
+pass: 30.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py
 """

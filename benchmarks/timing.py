@@ -1,4 +1,4 @@
-"""Honest timing on a shared, noisy machine: candidates interleaved in one run, medians, bytes counted."""
+"""Honest timing on a noisy machine: candidates interleaved in one run, medians, bytes counted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_place(elements: int) -> Candidate:
 
 
 def show(title: str, candidates: list[Candidate], seconds: dict[str, float], base: str) -> None:
-    """One table: time, bytes, GB/s, share of the in-place bandwidth, ratio to the `base` candidate."""
+    """One table: time, bytes, GB/s, share of the in-place bandwidth, speed against `base`."""
     rates = {c.name: c.moved / seconds[c.name] / 1e9 for c in candidates}
     ceiling = next((rate for name, rate in rates.items() if name.startswith("in place")), None)
     table = Table(title=title, title_justify="left")

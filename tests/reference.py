@@ -1,7 +1,7 @@
 """What correct means: each rule, format, reduction and policy in plain NumPy, from its formula.
 
-Knows nothing of amp_mp. Rules work in float32 with constants rounded once from double, in the order the
-papers write; formats round by the definition of their numbers, not by bit tricks.
+Knows nothing of amp_mp. Rules work in float32 with constants rounded once from double, in the order
+the papers write; formats round by the definition of their numbers, not by bit tricks.
 """
 
 from __future__ import annotations

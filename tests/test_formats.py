@@ -14,10 +14,10 @@ LOW = ("float16", "bfloat16")
 
 
 def interesting_floats() -> np.ndarray:
-    """Every float32 whose low bits are at, just below and just above a rounding boundary, by strata.
+    """float32 numbers at, just below and just above rounding boundaries, by strata.
 
-    All 65,536 upper halves, each with the lower halves at which float16 (13 dropped bits) or bfloat16
-    (16) rounds one way or the other, and a pseudo-random one.
+    All 65,536 upper halves, each with the lower halves at which float16 (13 dropped bits) or
+    bfloat16 (16) rounds one way or the other, and a pseudo-random one.
     """
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     edges = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]

@@ -176,9 +176,9 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
 
         On overflow nothing is stepped, None is returned, and the message Apex scripts look for is
-        printed. With a closure (which must call this object's zero_grad and backward) the model sees
-        the masters' newest values before each evaluation; an evaluation that overflows is repeated
-        with a lower scale until it does not, and RuntimeError says so if the scale is at its floor.
+        printed. With a closure (which must call this object's zero_grad and backward) the model
+        sees the masters' newest values before each evaluation. One that overflows is repeated with
+        a lower scale until it does not; RuntimeError says so if the scale is at its floor.
         """
         before = self.loss_scale
         self.loss_scaler.update(self.overflow)

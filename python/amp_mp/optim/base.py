@@ -54,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Drops everything that is derived from param_groups and state, or known of the last step."""
+        """Drops what is derived from param_groups and state, or known of the last step."""
         self._buckets: list[Bucket] | None = None
         self._ready: tuple[list[Bucket], list[Tensor]] | None = None
         self._verdict: Tensor | None = None
@@ -143,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step met an overflow and changed nothing. Asking waits for the device."""
+        """Whether the last step met an overflow and so changed nothing. Waits for the device."""
         return self._verdict is not None and bool(self._verdict[0].item())
 
     @property

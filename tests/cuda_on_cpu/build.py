@@ -1,0 +1,145 @@
+"""Builds .cu files with g++ and the CUDA-on-CPU shim, and runs what comes out."""
+
+import functools
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+# No contraction and no errno: the arithmetic that the library itself is built with.
+FLAGS = [
+    *("-std=c++20", "-g", "-Wall", "-Wextra", "-Werror"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer"),
+]
+VARIANTS = {
+    "plain": ["-O2"],
+    "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-O1", "-fsanitize=thread"],
+}
+
+
+def build(
+    sources: Sequence[Path],
+    out: Path,
+    variant: str,
+    include: Sequence[Path],
+    defines: Sequence[str] = (),
+) -> Path:
+    """Compile and link `sources` (.cu and .cpp) into a program in the folder `out`.
+
+    Raises RuntimeError with the compiler's output. The shim's objects are shared by all variants
+    that are built into the same folder.
+    """
+    program = out / f"{sources[0].stem}-{variant}"
+    objects = out / f"{program.name}.objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    flags = [*FLAGS, *VARIANTS[variant], *(f"-I{folder}" for folder in [*include, HERE])]
+    flags += [f"-D{define}" for define in defines]
+
+    jobs = _shim_jobs(out)
+    linked = [target for _, target in jobs]
+    jobs = [job for job in jobs if not _is_current(job[1])]
+    for number, source in enumerate(sources):
+        # The number tells cpu/apply.cpp from cuda/apply.cu.
+        target = objects / f"{number}-{source.name}.o"
+        language = ["-x", "c++"] if source.suffix == ".cu" else []
+        jobs.append(([*flags, *language, "-c", str(source), "-o", str(target)], target))
+        linked.append(target)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        list(pool.map(lambda job: _compile(job[0]), jobs))
+    if variant == "asan":
+        for number, source in enumerate(sources):
+            if source.suffix == ".cu":
+                _refuse_unguarded_shared_memory(objects / f"{number}-{source.name}.o", source)
+    _compile([*VARIANTS[variant], *map(str, linked), "-o", str(program), "-pthread"])
+    return program
+
+
+def run(
+    exe: Path, variant: str, *args: str, order: str = "forward", timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of `build`; blocks and threads take turns in `order`."""
+    environment = {
+        **os.environ,
+        "CUDA_ON_CPU_ORDER": order,
+        "TSAN_OPTIONS": "atexit_sleep_ms=0",  # else every process sleeps for a second at its end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    prefix = _without_random_addresses() if variant == "tsan" else []
+    return subprocess.run(
+        [*prefix, str(exe), *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@functools.cache
+def why_unavailable(variant: str) -> str | None:
+    """The reason why `variant` cannot be built here, or None if it can."""
+    command = ["g++", *VARIANTS[variant], "-x", "c++", "-", "-o", os.devnull]
+    try:
+        result = subprocess.run(
+            command, input="int main() {}", capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "no g++"
+    if result.returncode == 0:
+        return None
+    lines = result.stderr.strip().splitlines()
+    missing = [line for line in lines if "cannot find" in line]
+    return f"g++ cannot build the {variant} variant: {(missing or lines or ['?'])[0]}"
+
+
+def _shim_jobs(out: Path) -> list[tuple[list[str], Path]]:
+    """Arguments and target for each part of the shim, which is never built with a sanitizer."""
+    folder = out / "shim"
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = [(source, folder / f"{source.stem}.o") for source in sorted(HERE.glob("*.cpp"))]
+    return [([*FLAGS, "-O2", "-c", str(s), "-o", str(t)], t) for s, t in targets]
+
+
+def _is_current(target: Path) -> bool:
+    """Whether a shim object is newer than all of the shim's sources."""
+    newest = max(path.stat().st_mtime for path in [*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+    return target.exists() and target.stat().st_mtime > newest
+
+
+def _compile(arguments: Sequence[str]) -> None:
+    result = subprocess.run(["g++", *arguments], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"g++ {' '.join(arguments)}\n{result.stdout}{result.stderr}")
+
+
+def _refuse_unguarded_shared_memory(target: Path, source: Path) -> None:
+    """Raise if `target` has statics that AddressSanitizer puts no red zones around.
+
+    Those are the statics of inline functions and templates that several objects may share; they
+    lie in sections of their own. An overflow would go unnoticed, or be blamed on another array.
+    """
+    result = subprocess.run(
+        ["readelf", "-SW", str(target)], capture_output=True, text=True, check=True
+    )
+    names = sorted(set(re.findall(r" \.bss\.(_ZZ\S+)", result.stdout)))
+    if names:
+        raise RuntimeError(
+            f"{source}: AddressSanitizer cannot guard the shared memory {', '.join(names)}: "
+            "put the functions that declare it into an anonymous namespace"
+        )
+
+
+@functools.cache
+def _without_random_addresses() -> list[str]:
+    """The prefix TSan needs where the kernel spreads addresses wider than it can shadow."""
+    try:
+        bits = int(Path("/proc/sys/vm/mmap_rnd_bits").read_text())
+    except (OSError, ValueError):  # unreadable: better safe
+        bits = 32
+    return ["setarch", platform.machine(), "-R"] if bits > 28 else []

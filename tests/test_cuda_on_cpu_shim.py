@@ -1,0 +1,104 @@
+"""The CUDA-on-CPU shim itself: correct kernels pass, and each fault is noticed where it can be."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cuda_on_cpu import build as cuda_on_cpu
+
+# What a variant says about a fault; None where it cannot notice. Plain and ASan builds see wrong
+# values and what the shim itself checks, ASan also sees overflows, TSan races whatever the values.
+VARIANTS = ("plain", "asan", "tsan")
+RACE = "ThreadSanitizer: data race"
+NOTICED = {
+    "missing_barrier": ("wrong: element", "wrong: element", RACE),
+    "divergent_barrier": ("threads of a block wait at different places",) * 3,
+    "unreached_barrier": ("selftest_faults.cu:",) * 3,
+    "unequal_shuffles": ("is stuck",) * 3,
+    "shuffle_beyond_warp": ("a shuffle from a lane that does not exist",) * 3,
+    "off_by_one_read": (None, "heap-buffer-overflow", None),
+    "shared_overflow": (None, "global-buffer-overflow", None),
+    "race_between_blocks": (None, None, RACE),
+    "race_between_threads": (None, None, RACE),
+    "reused_shared": (None, None, RACE),
+    "shuffle_as_fence": (None, None, RACE),
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for every build of this file, so that the shim itself is compiled once."""
+    return tmp_path_factory.mktemp("cuda_on_cpu")
+
+
+@pytest.fixture(scope="module")
+def program(out: Path) -> Callable[[str], Path]:
+    """Build the self-test in a variant, once; skip where g++ cannot."""
+    sources = [cuda_on_cpu.HERE / "selftest.cu", cuda_on_cpu.HERE / "selftest_faults.cu"]
+    built: dict[str, Path] = {}
+
+    def get(variant: str) -> Path:
+        reason = cuda_on_cpu.why_unavailable(variant)
+        if reason:
+            pytest.skip(reason)
+        if variant not in built:
+            built[variant] = cuda_on_cpu.build(sources, out, variant, include=[])
+        return built[variant]
+
+    return get
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "17"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_correct_kernels_pass(program: Callable[[str], Path], variant: str, order: str) -> None:
+    result = cuda_on_cpu.run(program(variant), variant, order=order)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fault", NOTICED)
+def test_fault_is_noticed(
+    program: Callable[[str], Path], fault: str, variant: str, order: str
+) -> None:
+    message = NOTICED[fault][VARIANTS.index(variant)]
+    result = cuda_on_cpu.run(program(variant), variant, fault, order=order)
+    output = result.stdout + result.stderr
+    if message is None:
+        assert result.returncode == 0, output
+    else:
+        assert result.returncode not in (0, 2), output
+        assert message in output
+
+
+def test_every_fault_is_noticed_by_some_variant() -> None:
+    assert all(any(messages) for messages in NOTICED.values())
+
+
+def test_unknown_order_is_refused(program: Callable[[str], Path]) -> None:
+    result = cuda_on_cpu.run(program("plain"), "plain", order="backward")
+    assert result.returncode != 0
+    assert "not backward" in result.stderr
+
+
+def test_compiler_errors_are_raised(out: Path) -> None:
+    if reason := cuda_on_cpu.why_unavailable("plain"):
+        pytest.skip(reason)
+    source = out / "broken.cu"
+    source.write_text("int main() { return undeclared; }\n")
+    with pytest.raises(RuntimeError, match="undeclared"):
+        cuda_on_cpu.build([source], out, "plain", include=[])
+
+
+def test_shared_memory_without_red_zones_is_refused(out: Path) -> None:
+    """ASan leaves out statics of inline functions: the build says so instead of passing."""
+    if reason := cuda_on_cpu.why_unavailable("asan"):
+        pytest.skip(reason)
+    source = out / "shared.cu"
+    source.write_text(
+        '#include "cuda_on_cpu.h"\n'
+        "inline int* scratch() { __shared__ int unguarded[4]; return unguarded; }\n"
+        "int main() { return scratch()[0]; }\n"
+    )
+    with pytest.raises(RuntimeError, match=r"unguarded.*anonymous namespace"):
+        cuda_on_cpu.build([source], out, "asan", include=[])

@@ -1,0 +1,417 @@
+"""The fused optimizers as torch.optim.Optimizers: torch's results, skipping, state, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, raw_bytes
+from torch import nn
+
+import amp_mp as amp
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+# What ours is called, torch's counterpart, arguments both take.
+TWINS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "adamw": (amp.optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw betas": (amp.optim.AdamW, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.8, 0.95)}),
+    "adam": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2}),
+    "adam L2": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam maximize": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2, "maximize": True}),
+    "sgd": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "momentum": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    "nesterov": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "maximize": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
+}
+
+
+def model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
+    return net if dtype == torch.float32 else amp.prepare(net, dtype)
+
+
+def scripted_grads(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in net.parameters():
+        grad = torch.randn(param.shape, generator=generator) * 0.1
+        param.grad = grad.to(param.device, param.dtype)
+
+
+def run(make: Make, device: str, dtype: torch.dtype, steps: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    net = model(device).to(dtype)
+    optimizer = make(net.parameters())
+    for step in range(steps):
+        scripted_grads(net, step)
+        optimizer.step()
+    return torch.cat([p.detach().double().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_hundred_steps_follow_torch(device: str, name: str) -> None:
+    """At most twice as far from torch's float64 run as torch's own float32 run is.
+
+    Both do the same few float32 operations an element and step, in another order.
+    """
+    ours, torchs, arguments = TWINS[name]
+    exact = run(lambda p: torchs(p, **arguments), device, torch.float64, 100)
+    theirs = run(lambda p: torchs(p, **arguments), device, torch.float32, 100)
+    found = run(lambda p: ours(p, **arguments), device, torch.float32, 100)
+    assert (found - exact).norm() <= 2 * (theirs - exact).norm()
+    assert (found - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+
+
+BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.Adam, amp.optim.SGD])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", BAD)
+def test_one_bad_element_anywhere_leaves_every_byte(
+    device: str, kind: type, dtype: str, bad: str
+) -> None:
+    torch.manual_seed(0)
+    sizes = [(1,), (7,), (65,), (4097,), (3, 5)]
+    params = [nn.Parameter(torch.randn(s).to(device, DTYPES[dtype])) for s in sizes]
+    arguments = {"momentum": 0.9} if kind is amp.optim.SGD else {}
+    optimizer = kind(params, lr=0.01, max_grad_norm=1.0, **arguments)
+    scaler = amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
+
+    def step(where: tuple[int, int] | None) -> None:
+        for p in params:
+            p.grad = torch.full_like(p, 0.5)
+        if where is not None:
+            params[where[0]].grad.view(-1)[where[1]] = BAD[bad]
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaler.scale(torch.ones((), device=device))
+    step(None)
+    positions = [
+        (tensor, at)
+        for tensor, p in enumerate(params)
+        for at in sorted({0, p.numel() // 2, p.numel() - 1})
+    ]
+    for where in positions:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0, "_growth_tracker": 0})
+        before = raw_bytes([params, optimizer.state_dict()["state"]])
+        step(where)
+        assert raw_bytes([params, optimizer.state_dict()["state"]]) == before, where
+        assert optimizer.step_was_skipped
+        assert scaler.get_scale() == 512.0
+    for scale in (512.0, 512.0, 1024.0):  # training goes on, and the scale grows again
+        before = raw_bytes(params)
+        step(None)
+        assert raw_bytes(params) != before
+        assert not optimizer.step_was_skipped
+        assert scaler.get_scale() == scale
+    assert optimizer.state[params[0]]["step"].item() == 4
+
+
+def test_nothing_is_checked_unless_something_asks(device: str) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    for arguments, skipped in (
+        ({}, False),
+        ({"check_overflow": True}, True),
+        ({"max_grad_norm": 1.0}, True),
+    ):
+        optimizer = amp.optim.SGD([param], lr=0.0, **arguments)
+        param.grad = torch.tensor([1.0, float("inf"), 1.0], device=device)
+        optimizer.step()
+        assert optimizer.step_was_skipped == skipped
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.SGD])
+def test_resuming_gives_the_same_bits(device: str, kind: type, dtype: str) -> None:
+    arguments = {"momentum": 0.9} if kind is amp.optim.SGD else {}
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model(device, DTYPES[dtype])
+        return net, kind(net.parameters(), lr=0.01, max_grad_norm=0.1, **arguments)
+
+    whole, optimizer = fresh()
+    for step in range(10):
+        if step == 6:
+            file = io.BytesIO()
+            torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        scripted_grads(whole, step)
+        optimizer.step()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True, map_location=device)
+    resumed, again = fresh()
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    before = raw_bytes(saved)
+    for step in range(6, 10):
+        scripted_grads(resumed, step)
+        again.step()
+    assert raw_bytes(saved) == before, "stepping must not write into the loaded dictionary"
+    assert raw_bytes(resumed.state_dict()) == raw_bytes(whole.state_dict())
+    assert raw_bytes(again.state_dict()["state"]) == raw_bytes(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam L2", "momentum", "nesterov"])
+def test_continues_from_a_torch_checkpoint(device: str, name: str) -> None:
+    ours, torchs, arguments = TWINS[name]
+    nets = [model(device) for _ in range(2)]
+    theirs = torchs(nets[0].parameters(), **arguments)
+    for step in range(5):
+        scripted_grads(nets[0], step)
+        theirs.step()
+    mine = ours(nets[1].parameters(), **arguments)
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    nets[1].load_state_dict(nets[0].state_dict())
+    for step in range(5, 10):
+        for net, optimizer in zip(nets, (theirs, mine), strict=True):
+            scripted_grads(net, step)
+            optimizer.step()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        # five steps of a few float32 roundings each, updates at most lr in size
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=5 * 8 * 2.0**-24 * arguments["lr"])
+
+
+def test_deepcopy_and_pickle_keep_stepping_alike(device: str) -> None:
+    net = model(device, torch.bfloat16)
+    optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, max_grad_norm=1.0)
+    scripted_grads(net, 0)
+    optimizer.step()
+    net2, optimizer2 = copy.deepcopy((net, optimizer))
+    for n, o in ((net, optimizer), (net2, optimizer2)):
+        scripted_grads(n, 1)
+        o.step()
+    assert optimizer2.max_grad_norm == 1.0
+    assert raw_bytes(list(net.parameters())) == raw_bytes(list(net2.parameters()))
+
+
+def test_schedulers_tensor_lr_closures_hooks_and_new_groups_work(device: str) -> None:
+    net = model(device)
+    ours = amp.optim.AdamW(net[0].parameters(), lr=torch.tensor(0.1))
+    scheduler = torch.optim.lr_scheduler.StepLR(ours, 1, gamma=0.5)
+    seen: list[str] = []
+    ours.register_step_pre_hook(lambda *_: seen.append("before"))
+    ours.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        ours.zero_grad()
+        loss = net(torch.ones(2, 17, device=device)).square().sum()
+        loss.backward()
+        return loss
+
+    assert ours.step(closure) > 0
+    scheduler.step()
+    assert float(ours.param_groups[0]["lr"]) == pytest.approx(0.05)
+    ours.add_param_group({"params": list(net[2].parameters()), "lr": 1e-3})
+    before = raw_bytes(list(net[2].parameters()))
+    closure()
+    ours.step()
+    assert raw_bytes(list(net[2].parameters())) != before
+    assert seen == ["before", "after"] * 2
+
+
+def test_momentum_may_begin_later(device: str) -> None:
+    param = nn.Parameter(torch.ones(5, device=device))
+    optimizer = amp.optim.SGD([param], lr=0.1)
+    for momentum in (0.0, 0.9, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    # buffer: none, 1, 1.9
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - 0.1 * (1 + 1 + 1.9)))
+
+
+def test_state_that_was_moved_or_replaced_is_used(device: str) -> None:
+    """Code in the wild replaces state tensors, or the data of parameters: both are noticed."""
+    param = nn.Parameter(torch.zeros(4, device=device))
+    optimizer = amp.optim.SGD([param], lr=1.0, momentum=0.5)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 10.0)
+    optimizer.step()
+    assert param.detach().tolist() == [-7.0] * 4  # -1 - (0.5 * 10 + 1)
+    param.data = torch.zeros(4, device=device)
+    optimizer.step()
+    assert param.detach().tolist() == [-4.0] * 4  # 0 - (0.5 * 6 + 1)
+
+
+def layouts(device: str) -> dict[str, torch.Tensor]:
+    x = torch.randn(4, 6, 5, 3, device=device)
+    return {
+        "contiguous": x,
+        "channels_last": x.to(memory_format=torch.channels_last),
+        "transposed": torch.randn(6, 4, device=device).t(),
+        "0-dim": torch.randn((), device=device),
+    }
+
+
+@pytest.mark.parametrize("weight", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("grad", ["contiguous", "channels_last", "gaps", "expanded"])
+def test_any_layout_of_a_gradient_is_right(device: str, weight: str, grad: str) -> None:
+    values = torch.randn(4, 6, 5, 3, device=device)
+    forms = {
+        "contiguous": values,
+        "channels_last": values.to(memory_format=torch.channels_last),
+        "gaps": torch.randn(4, 6, 5, 6, device=device)[..., ::2],
+        "expanded": torch.randn(1, 6, 1, 3, device=device).expand(4, 6, 5, 3),
+    }
+    param = nn.Parameter(layouts(device)[weight].clone(memory_format=torch.preserve_format))
+    before, twin = param.detach().clone(), nn.Parameter(param.detach().clone())
+    param.grad = forms[grad]
+    twin.grad = forms[grad].clone()
+    amp.optim.AdamW([param], lr=0.1).step()
+    torch.optim.AdamW([twin], lr=0.1).step()
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7)
+    assert param.stride() == before.stride()
+
+
+@pytest.mark.parametrize("name", ["transposed", "0-dim"])
+def test_dense_parameters_of_any_shape_work(device: str, name: str) -> None:
+    param = nn.Parameter(layouts(device)[name])
+    before = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    amp.optim.SGD([param], lr=1.0).step()
+    torch.testing.assert_close(param.detach(), before - 1)
+
+
+def test_empty_frozen_and_unused_parameters_are_left_alone(device: str) -> None:
+    empty, frozen, unused, used = (nn.Parameter(torch.ones(n, device=device)) for n in (0, 2, 2, 2))
+    frozen.requires_grad_(False)
+    optimizer = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1)
+    optimizer.step()  # nothing has a gradient
+    assert not optimizer.state
+    empty.grad, used.grad = torch.ones_like(empty), torch.ones_like(used)
+    optimizer.step()
+    assert (frozen == 1).all()
+    assert (unused == 1).all()
+    assert (used != 1).all()
+    assert unused not in optimizer.state
+
+
+def test_a_backward_over_an_updated_weight_raises(device: str) -> None:
+    """Version counters are bumped, so autograd notices that what it saved is gone."""
+    weight = nn.Parameter(torch.randn(3, 3, device=device))
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    loss = ((x @ weight) @ weight).sum()
+    weight.grad = torch.ones_like(weight)
+    amp.optim.SGD([weight], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def errors() -> dict[str, tuple[Callable[[str], None], type, str]]:
+    def step_with(
+        make: Callable[[str], tuple[torch.Tensor, torch.Tensor]],
+    ) -> Callable[[str], None]:
+        def act(device: str) -> None:
+            data, grad = make(device)
+            param = nn.Parameter(data)
+            optimizer = amp.optim.AdamW([("layer.weight", param)], max_grad_norm=1.0)
+            param.grad_dtype = None
+            param.grad = grad
+            before = raw_bytes([data])
+            try:
+                optimizer.step()
+            finally:
+                assert raw_bytes([data]) == before
+
+        return act
+
+    def shared(device: str) -> None:
+        storage = torch.zeros(10, device=device)
+        params = [nn.Parameter(storage[:6]), nn.Parameter(storage[5:])]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        amp.optim.SGD(params, lr=0.1).step()
+
+    def gaps(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(4, 4, device=device)[:, ::2], torch.ones(4, 2, device=device)
+
+    def sparse(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(3, 2, device=device), torch.ones(3, 2, device=device).to_sparse()
+
+    def double(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return (torch.zeros(3, dtype=torch.float64, device=device),) * 2
+
+    def double_grad(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(3, device=device), torch.zeros(3, dtype=torch.float64, device=device)
+
+    name = r"parameter 0 of group 0 \('layer.weight'\)"
+    return {
+        "sparse gradient": (step_with(sparse), TypeError, f"gradient of {name}.*sparse=False"),
+        "float64 parameter": (step_with(double), TypeError, f"{name} has dtype torch.float64"),
+        "float64 gradient": (step_with(double_grad), TypeError, f"gradient of {name}.*Double"),
+        "weight with gaps": (step_with(gaps), ValueError, f"weight of {name}.*contiguous tensor"),
+        "shared memory": (shared, ValueError, "parameter 0 of group 0 and .*parameter 1.*share"),
+    }
+
+
+@pytest.mark.parametrize("case", errors())
+def test_what_cannot_be_stepped_is_refused_by_name(device: str, case: str) -> None:
+    act, kind, message = errors()[case]
+    with pytest.raises(kind, match=message):
+        act(device)
+
+
+ARGUMENTS = {
+    "lr": -1.0,
+    "eps": -1e-8,
+    "weight_decay": -0.1,
+    "max_grad_norm": 0.0,
+    "betas": (0.9, 1.0),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_arguments_out_of_range_are_refused_by_name(argument: str) -> None:
+    with pytest.raises(ValueError, match=argument):
+        amp.optim.AdamW([nn.Parameter(torch.ones(1))], **{argument: ARGUMENTS[argument]})
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValueError, match="nesterov needs momentum"):
+        amp.optim.SGD([nn.Parameter(torch.ones(1))], nesterov=True)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(device: str) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    other = nn.Parameter(torch.ones(4, device=device))
+    optimizers = [amp.optim.AdamW([p]) for p in (param, other)]
+    for optimizer, p in zip(optimizers, (param, other), strict=True):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    before = raw_bytes(optimizers[0].state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 has shape \(4,\).*\(3,\)"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())
+    saved = optimizers[0].state_dict()
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad"):
+        optimizers[0].load_state_dict(saved)
+    del saved["param_groups"][0]["amsgrad"]
+    assert raw_bytes(optimizers[0].state_dict()) == before
+
+
+def test_more_than_two_to_the_31_elements(device: str) -> None:
+    """64-bit offsets: a float16 tensor of 2^31 + 3 elements, 4 GiB, measured and copied."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()
+    if free < 6 * 2**30:
+        pytest.fail(f"this test needs 6 GiB of free memory, there are {free / 2**30:.1f}")
+    count = 2**31 + 3
+    x = torch.zeros(count, dtype=torch.float16, device=device)
+    x[-1] = 3.0
+    x[2**31 - 1] = float("inf")
+    squares, largest, bad = amp._C.measure([x])[-1].tolist()
+    assert (squares, largest, bad) == (9.0, 3.0, 1.0)
+    amp._C.copy_([x], [x], multiplier=0.5)
+    assert x[2**31 - 2 :].tolist() == [0.0, float("inf"), 0.0, 0.0, 1.5]
+
+
+def _free_memory() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
