@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
+import platform
+import subprocess
+from pathlib import Path
 
 import torch
 from timing import Candidate, in_place, medians, show
@@ -23,27 +27,28 @@ OUR_BYTES = 2 + 28  # measure; gradient 2, master, m and v 8 each, weight 2
 SCALE = 2.0**10
 
 
-def weights(sizes: list[int]) -> list[torch.nn.Parameter]:
+def weights(sizes: list[int], device: str) -> list[torch.nn.Parameter]:
     """bfloat16 parameters with bfloat16 gradients that carry the loss scale."""
     generator = torch.Generator().manual_seed(0)
     params = []
     for size in sizes:
         values = torch.randn(size, generator=generator)
-        param = torch.nn.Parameter((0.02 * values).bfloat16())
-        param.grad = (1e-3 * SCALE * torch.randn(size, generator=generator)).bfloat16()
+        param = torch.nn.Parameter((0.02 * values).bfloat16().to(device))
+        grad = 1e-3 * SCALE * torch.randn(size, generator=generator)
+        param.grad = grad.bfloat16().to(device)
         params.append(param)
     return params
 
 
-def torch_pipeline(sizes: list[int]) -> Candidate:
+def torch_pipeline(sizes: list[int], device: str) -> Candidate:
     """What mixed precision with low-precision weights takes with torch alone."""
-    model = weights(sizes)
+    model = weights(sizes, device)
     masters = [torch.nn.Parameter(p.detach().float()) for p in model]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     optimizer.step = functools.partial(optimizer.step)  # keeps GradScaler from its fused protocol
     optimizer._step_supports_amp_scaling = False  # unscale_ was called: no second check is wanted
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(torch.ones(()))
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
+    scaler.scale(torch.ones((), device=device))
 
     def step() -> None:
         for master, param in zip(masters, model, strict=True):
@@ -58,11 +63,11 @@ def torch_pipeline(sizes: list[int]) -> Candidate:
     return Candidate("torch", step, TORCH_BYTES * sum(sizes))
 
 
-def our_step(sizes: list[int]) -> Candidate:
+def our_step(sizes: list[int], device: str) -> Candidate:
     """The same by amp_mp."""
-    optimizer = amp.optim.AdamW(weights(sizes), lr=1e-4, max_grad_norm=1.0)
-    scaler = amp.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(torch.ones(()))
+    optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, max_grad_norm=1.0)
+    scaler = amp.GradScaler(device, init_scale=SCALE)
+    scaler.scale(torch.ones((), device=device))
 
     def step() -> None:
         scaler.step(optimizer)
@@ -71,9 +76,9 @@ def our_step(sizes: list[int]) -> Candidate:
     return Candidate("amp_mp", step, OUR_BYTES * sum(sizes))
 
 
-def passes(sizes: list[int]) -> list[Candidate]:
+def passes(sizes: list[int], device: str) -> list[Candidate]:
     """amp_mp's two passes alone."""
-    params = weights(sizes)
+    params = weights(sizes, device)
     optimizer = amp.optim.AdamW(params, lr=1e-4)
     grads = [p.grad for p in params]
     return [
@@ -82,20 +87,52 @@ def passes(sizes: list[int]) -> list[Candidate]:
     ]
 
 
+def record(path: Path, results: dict[str, dict[str, float]], device: str) -> None:
+    """Writes the medians with what is needed to read them later."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    driver = ""
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout
+    content = {
+        "commit": commit.strip(),
+        "torch": torch.__version__,
+        "build": amp.build_info(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "driver": driver.strip() or None,
+        "seconds": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    print(f"written to {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where (cpu)")
     parser.add_argument("--threads", type=int, default=1, help="threads for all candidates (1)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
+    parser.add_argument("--json", type=Path, help="also write the medians to this file")
     arguments = parser.parse_args()
+    device = arguments.device
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} thread(s), amp_mp {amp.build_info()}")
+    results = {}
     for title, sizes, rounds in (
         ("50 tensors of 1,000,000", [1_000_000] * 50, arguments.rounds),
         ("500 tensors of 256", [256] * 500, 10 * arguments.rounds),
     ):
-        base = torch_pipeline(sizes)
-        candidates = [base, our_step(sizes), *passes(sizes), in_place(sum(sizes))]
-        show(title, candidates, medians(candidates, rounds), base.name)
+        base = torch_pipeline(sizes, device)
+        candidates = [
+            base,
+            our_step(sizes, device),
+            *passes(sizes, device),
+            in_place(sum(sizes), device),
+        ]
+        results[title] = medians(candidates, rounds, device)
+        show(title, candidates, results[title], base.name)
+    if arguments.json:
+        record(arguments.json, results, device)
 
 
 if __name__ == "__main__":

@@ -21,22 +21,27 @@ class Candidate:
     moved: int
 
 
-def medians(candidates: list[Candidate], rounds: int, warm_up: int = 2) -> dict[str, float]:
+def medians(
+    candidates: list[Candidate], rounds: int, device: str = "cpu", warm_up: int = 2
+) -> dict[str, float]:
     """Seconds per call of each candidate: all of them once a round, in turn, then the median."""
+    finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {c.name: [] for c in candidates}
     for number in range(warm_up + rounds):
         for candidate in candidates:
+            finish()
             start = time.perf_counter()
             candidate.run()
+            finish()
             elapsed = time.perf_counter() - start
             if number >= warm_up:
                 times[candidate.name].append(elapsed)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def in_place(elements: int) -> Candidate:
+def in_place(elements: int, device: str = "cpu") -> Candidate:
     """The machine's in-place bandwidth: a float32 array, every element read and written once."""
-    x = torch.ones(elements)
+    x = torch.ones(elements, device=device)
     return Candidate("in place (x *= 1)", lambda: x.mul_(1.0), 8 * elements)
 
 

@@ -415,3 +415,11 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
 def _free_memory() -> int:
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
+
+
+def test_reloading_leaves_the_groups_as_they_were(device: str) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    optimizer = amp.optim.AdamW([param])
+    before = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["param_groups"] == before

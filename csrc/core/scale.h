@@ -27,7 +27,7 @@ struct BackoffScale {
     if (found_inf) {
       scale = clip(scale / step_factor);
       last_overflow = iteration;
-    } else if (int64_t(iteration - last_overflow) % int64_t(step_window) == 0) {
+    } else if (step_window >= 1 && int64_t(iteration - last_overflow) % int64_t(step_window) == 0) {
       scale = clip(scale * step_factor);
     }
     iteration += 1;

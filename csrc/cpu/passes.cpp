@@ -39,6 +39,22 @@ void for_each_range(const Item* items, int64_t count, int64_t unit, int threads,
   for (int t = 0; t < threads; ++t) share(t);
 }
 
+// A model's small tensors lie scattered, too short for the processor to guess the next one's
+// address: its first elements are asked for while this one is updated. (Over large tensors hints
+// cost speed.)
+void prefetch(const Slot& slot) {
+  constexpr int64_t kElements = 256;
+  const auto lines = [&](const void* data, int64_t width) {
+    const int64_t bytes = (slot.size < kElements ? slot.size : kElements) * width;
+    for (int64_t i = 0; data && i < bytes; i += 64)
+      __builtin_prefetch(static_cast<const char*>(data) + i, 1);
+  };
+  lines(slot.grad.data, 2);
+  lines(slot.weight.data, 2);
+  lines(slot.master, 4);
+  for (const float* state : slot.state) lines(state, 4);
+}
+
 template <class Rule>
 struct Loop;  // the apply loop of a rule, out of the table
 #define AMP_MP_LOOP(Rule, op)                   \
@@ -94,6 +110,7 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
   }
   const auto loop = Loop<Rule>::get();
   for_each_range(slots, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
+    if (i + 1 < count) prefetch(slots[i + 1]);
     const bool negate = hypers[slots[i].group].maximize;
     loop(slots[i], begin, end, rules[i], float(negate ? -multiplier : multiplier));
   });

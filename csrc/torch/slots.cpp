@@ -77,15 +77,16 @@ void Slots::check() const {
   check_no_overlap(written);
 }
 
-Slots::Seen Slots::look(const at::Tensor& t) {
-  uint64_t layout = 0;  // sizes and strides, mixed
-  for (int64_t d = 0; d < t.dim(); ++d)
-    layout = (layout * 31 + uint64_t(t.size(d))) * 31 + uint64_t(t.stride(d));
-  return {t.const_data_ptr(), layout, t.scalar_type()};
+uint64_t Slots::shape_of(const at::Tensor& param) {
+  auto mixed = uint64_t(param.scalar_type());
+  for (int64_t d = 0; d < param.dim(); ++d)
+    mixed = (mixed * 31 + uint64_t(param.size(d))) * 31 + uint64_t(param.stride(d));
+  return mixed;
 }
 
 void Slots::remember() {
-  seen_.clear();
+  shapes_.clear();
+  memory_.clear();
   slots_.clear();
   for (int64_t i = 0; i < size(); ++i) {
     Slot s = {};
@@ -102,7 +103,8 @@ void Slots::remember() {
     s.clock = reinterpret_cast<Clock*>(clocks_[i].mutable_data_ptr<double>());
     s.group = int32_t(groups_[i]);
     slots_.push_back(s);
-    for_each_tensor(i, [&](const at::Tensor& t) { seen_.push_back(look(t)); });
+    shapes_.push_back(shape_of(params_[i]));
+    for_each_tensor(i, [&](const at::Tensor& t) { memory_.push_back(t.const_data_ptr()); });
   }
 }
 
@@ -113,11 +115,32 @@ Tensors Slots::grads() const {
   return grads;
 }
 
+// Between two steps a model's tensors have left the cache, and each look at one is a chain of
+// misses: asking ahead takes a third off the cost of a step of many small tensors.
+void Slots::prefetch(int64_t near, int64_t far) const {
+  constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
+  if (near < size())
+    for_each_tensor(near, [](const at::Tensor& t) {
+      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    });
+  if (far < size())
+    for_each_tensor(far, [](const at::Tensor& t) {
+      const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
+      for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+    });
+}
+
 std::vector<Slot> Slots::plan(Tensors& kept) {
-  const Seen* seen = seen_.data();
+  size_t at = 0;
   bool moved = false;
-  for (int64_t i = 0; i < size(); ++i)
-    for_each_tensor(i, [&](const at::Tensor& t) { moved = moved || !(look(t) == *seen++); });
+  for (int64_t i = 0; i < size(); ++i) {
+    prefetch(i + 2, i + 4);
+    moved = moved || shape_of(params_[i]) != shapes_[i];
+    for_each_tensor(i, [&](const at::Tensor& t) {
+      moved = moved || t.const_data_ptr() != memory_[at];
+      ++at;
+    });
+  }
   if (moved) {  // p.data = ..., model.to(...): legal, if what is there now fits together
     if (!params_.empty()) device_ = params_[0].device();
     check();

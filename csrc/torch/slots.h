@@ -34,16 +34,10 @@ class Slots {
   void bump_versions() const;
 
  private:
-  struct Seen {
-    const void* data;
-    uint64_t layout;
-    at::ScalarType dtype;
-    bool operator==(const Seen&) const = default;
-  };
-
   void check() const;
   void remember();
-  static Seen look(const at::Tensor& t);
+  void prefetch(int64_t near, int64_t far) const;
+  static uint64_t shape_of(const at::Tensor& param);  // dtype, sizes and strides, mixed
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 
@@ -52,8 +46,10 @@ class Slots {
   std::vector<int64_t> groups_;
   std::vector<std::string> names_;
   at::Device device_;
-  std::vector<Seen> seen_;   // of every tensor, as check() saw it
-  std::vector<Slot> slots_;  // of every parameter, without its gradient
+  // What check() saw, to notice what has moved since.
+  std::vector<uint64_t> shapes_;     // of every parameter
+  std::vector<const void*> memory_;  // of every tensor
+  std::vector<Slot> slots_;          // of every parameter, without its gradient
 };
 
 }  // namespace amp_mp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,17 +119,16 @@ class AmpHandle:
             optimizer: the optimizer, or all of them, that own what this loss has gradients for.
 
         Raises:
-            TypeError: an optimizer is an FP16_Optimizer, whose backward() scales itself.
+            TypeError: something is no torch.optim.Optimizer, say an FP16_Optimizer, whose
+                backward() scales itself.
         """
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        if isinstance(optimizer, FP16_Optimizer):
-            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
+        optimizers = _checked(optimizer)
         policy = self.loss_scaler
         with torch.autocast(self.device_type, enabled=False):
             if isinstance(policy, Static) and policy.scale == 1:
                 yield loss
                 return
-            params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+            params = _parameters(optimizers)
             with scaled_backward(params):
                 yield loss.float() * policy.scale
                 found_inf = unscale_(gradients_of(params), policy.scale)
@@ -150,6 +149,25 @@ class AmpHandle:
             self._active = False
             self._hook.remove()
             self._switch(*self._before)
+
+
+def _checked(optimizer: Any) -> list[Optimizer]:
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for each in optimizers:
+        if isinstance(each, FP16_Optimizer):
+            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                "scale_loss: optimizer must be a torch.optim.Optimizer or several of them, "
+                f"found {type(each).__name__}"
+            )
+    return optimizers
+
+
+def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+    """Each once, also where optimizers share it."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return list({id(p): p for group in groups for p in group["params"]}.values())
 
 
 def _skip_next_step(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.master.gradients import copy_all_, gradients_of, has_overflow, scaled_backward
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.originals import LOW_PRECISION, take_original
 from amp_mp.scaling.policies import Policy, Static, apex_policy
 
@@ -80,15 +81,17 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         masters: list[Tensor] = []
         whole: list[Tensor] = []
         params = group["params"]
+        fused = isinstance(self.optimizer, FusedOptimizer)
         for i, param in enumerate(params):
             if not param.requires_grad:
                 continue
             if param.dtype == torch.float32:
                 whole.append(param)
                 continue
-            master = nn.Parameter(take_original(param))
-            if param in self.optimizer.state:
-                state = self.optimizer.state.pop(param)
+            state = self.optimizer.state.pop(param, None)
+            own = state.pop("master", None) if state and fused else None  # ours has one already
+            master = nn.Parameter(take_original(param) if own is None else own)
+            if state is not None:
                 self.optimizer.state[master] = {k: _widen(v) for k, v in state.items()}
             params[i] = master
             low.append(param)
@@ -111,11 +114,16 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             retain_graph: as in Tensor.backward.
         """
         # float32 parameters are their own masters: what earlier calls have unscaled is set aside,
-        # so that every gradient is divided by the scale exactly once.
-        with scaled_backward([] if self._pending else _flat(self.fp32_from_fp32_groups)):
-            self._pending = True
+        # so that every gradient is divided by the scale exactly once. Where unscaling is put off,
+        # they are scaled again, to be unscaled with the others.
+        whole = [] if self._pending else _flat(self.fp32_from_fp32_groups)
+        if not update_master_grads:
+            copy_all_(gradients_of(whole), gradients_of(whole), multiplier=self.loss_scale)
+            self._pending, whole = True, []
+        with scaled_backward(whole):
             scaled_loss = loss.float() * self.loss_scale
             torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
+            self._pending = True
             if update_master_grads:
                 self.update_master_grads()
 
@@ -205,6 +213,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
                 before = self.loss_scale
                 self.loss_scaler.update(True)
                 if self.loss_scale == before:
+                    self.overflow = False  # the error tells of it; the next step starts afresh
                     raise RuntimeError(
                         "the closure's gradients are inf or NaN even at the lowest loss scale, "
                         f"{before}; no scale can cure that, look for the NaN in the model"
@@ -289,8 +298,13 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a snapshot; the model's own state is loaded separately, as ever.
 
-        Raises ValueError, before anything is changed, where groups or shapes differ.
+        Raises ValueError, before anything is changed, where groups, shapes or the kind of loss
+        scale differ, or something is missing.
         """
+        needed = {"loss_scaler", "overflow", "optimizer_state_dict", "fp32_from_fp16"}
+        missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
+        if missing:
+            raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
         saved = state_dict["fp32_from_fp16"]
         shapes = [[tuple(m.shape) for m in group] for group in saved]
         own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
@@ -299,8 +313,13 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
                 f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
                 f"this optimizer has {own}; nothing was loaded"
             )
+        before = self.loss_scaler.state_dict()
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self.optimizer.load_state_dict(_snapshot(state_dict["optimizer_state_dict"]))
+        try:
+            self.optimizer.load_state_dict(_snapshot(state_dict["optimizer_state_dict"]))
+        except ValueError:  # torch's, of param_groups that do not fit
+            self.loss_scaler.load_state_dict(before)
+            raise
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         for master, value in zip(_flat(self.fp32_from_fp16_groups), _flat(saved), strict=True):

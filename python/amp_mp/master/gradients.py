@@ -29,14 +29,19 @@ def scaled_backward(params: Iterable[Tensor]) -> Iterator[None]:
     """Sets aside the gradients there are, true ones, and adds them to what the block leaves.
 
     Inside, backward makes scaled gradients alone, so that unscaling them touches nothing twice.
+    An exception in the block leaves the gradients that there were.
     """
-    aside = [(p, p.grad) for p in params if p.grad is not None]
+    aside = [(p, p.grad) for p in params]
     for param, _ in aside:
         param.grad = None
     try:
         yield
-    finally:
+    except BaseException:
         for param, grad in aside:
+            param.grad = grad
+        raise
+    for param, grad in aside:
+        if grad is not None:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from amp_mp.optim.originals import LOW_PRECISION, keep_original
+from amp_mp.optim.originals import LOW_PRECISION, keep_original, rounded
 
 # Statistics and small affine weights, where low precision saves nothing and costs accuracy.
 NORMALISATIONS: tuple[type[nn.Module], ...] = (
@@ -18,6 +18,10 @@ NORMALISATIONS: tuple[type[nn.Module], ...] = (
     nn.RMSNorm,
     nn.modules.batchnorm._NormBase,
 )
+
+# Of these, the ones that torch can give low-precision inputs beside float32 weights on a CPU, which
+# saves the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
+MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 def prepare(
@@ -37,7 +41,7 @@ def prepare(
             hooks live on.
         dtype: torch.bfloat16 or torch.float16.
         keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules
-            and parameters ("head", "blocks.*.norm1", "*.bias"). Default: normalisation layers. A
+            and parameters ("head", "blocks.*.norm1"). Default: normalisation layers. A
             kept module computes in float32 and returns the dtype it was given.
 
     Raises:
@@ -48,17 +52,18 @@ def prepare(
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
     if isinstance(keep_fp32, str | type):
         keep_fp32 = [keep_fp32]
-    kept_modules, kept_names = _select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
-    own = {id(t) for m in kept_modules for t in (*m.parameters(), *m.buffers())}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype != torch.float32 or id(tensor) in own or name in kept_names:
+    kept_modules, kept = _select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype != torch.float32 or id(tensor) in kept:
             continue
         if isinstance(tensor, nn.Parameter):
             keep_original(tensor)
-        tensor.data = tensor.detach().to(dtype)
+        tensor.data = rounded(tensor.detach(), dtype)
         if tensor.grad is not None:
             tensor.grad = None  # of the old dtype, and of a model that is no more
     for module in kept_modules:
+        if _enter_float32 in module._forward_pre_hooks.values():
+            continue  # prepared before
         module.register_forward_pre_hook(_enter_float32, with_kwargs=True)
         module.register_forward_hook(_leave_float32)
     return model
@@ -66,34 +71,38 @@ def prepare(
 
 def _select(
     model: nn.Module, wanted: Iterable[type[nn.Module] | str]
-) -> tuple[list[nn.Module], set[str]]:
-    """The modules and the parameter names that stay float32."""
+) -> tuple[list[nn.Module], set[int]]:
+    """The modules that stay float32, and the ids of all tensors that do."""
     modules: dict[int, nn.Module] = {}
-    names: set[str] = set()
-    all_names = [n for n, _ in (*model.named_parameters(), *model.named_buffers())]
+    tensors: set[int] = set()
+    named: dict[str, Tensor] = {}  # a tied weight has several names
+    named.update(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
     for entry in wanted:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
         elif isinstance(entry, str):
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
-            matching = fnmatch.filter(all_names, entry)
+            matching = fnmatch.filter(named, entry)
             if not found and not matching:
                 raise ValueError(
                     f"keep_fp32: {entry!r} matches no module or parameter of the model"
                 )
             modules |= found
-            names |= set(matching)
+            tensors |= {id(named[name]) for name in matching}
         else:
             raise TypeError(f"keep_fp32 takes nn.Module types and strings, found {entry!r}")
-    return list(modules.values()), names
+    for module in modules.values():
+        tensors |= {id(t) for t in (*module.parameters(), *module.buffers())}
+    return list(modules.values()), tensors
 
 
 def _enter_float32(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Casts low-precision inputs up. On a CPU normalisations mix dtypes themselves, faster."""
+    """Casts low-precision inputs up, unless the module itself does."""
     inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_low(a)]
-    native = isinstance(module, NORMALISATIONS) and all(a.device.type == "cpu" for a in inputs)
+    native = isinstance(module, MIXING) and all(a.device.type == "cpu" for a in inputs)
     if not inputs or native:
         _entered.pop(module, None)
         return args, kwargs

@@ -50,6 +50,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.check_overflow = check_overflow
         self._step_supports_amp_scaling = amp_scaling
+        self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._forget()
         super().__init__(params, defaults)
 
@@ -179,13 +180,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Unpickles, or as torch does, reloads; what was derived is built anew."""
         super().__setstate__(state)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            for name in self._own_defaults:
+                group.setdefault(name, self.defaults[name])
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles and the fused optimizers' own arguments."""
-        own = ("max_grad_norm", "check_overflow", "_step_supports_amp_scaling")
+        own = ("max_grad_norm", "check_overflow", "_step_supports_amp_scaling", "_own_defaults")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 
 import torch
@@ -18,6 +19,12 @@ def keep_original(param: Tensor) -> None:
     _originals[param] = param.detach()
 
 
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 tensor as a weight of the dtype: nearest even, float16 saturating, NaN staying."""
+    limit = torch.finfo(dtype).max if dtype == torch.float16 else math.inf
+    return value.clamp(-limit, limit).to(dtype)
+
+
 def take_original(param: Tensor) -> Tensor:
     """A new float32 master for a low-precision parameter, same shape, layout and device.
 
@@ -27,6 +34,6 @@ def take_original(param: Tensor) -> Tensor:
     if original is not None and original.shape == param.shape:
         master = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
         master.copy_(original)
-        if torch.equal(master.to(param.dtype), param.detach()):
+        if torch.equal(rounded(master, param.dtype), param.detach()):
             return master
     return param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)

@@ -57,8 +57,8 @@ class Policy:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where the snapshot was taken.
 
-        Raises ValueError, before anything is changed, for another policy's snapshot or missing
-        numbers.
+        Raises ValueError, before anything is changed, for another policy's snapshot, or a number
+        that is missing or makes no sense.
         """
         name = state_dict.get("policy")
         missing = [field for field in self._fields if field not in state_dict]
@@ -67,7 +67,13 @@ class Policy:
                 f"state_dict: expected a snapshot of {type(self).__name__} with "
                 f"{', '.join(self._fields)}; found policy {name!r}, missing {missing}"
             )
-        self._state[1:] = torch.tensor([state_dict[f] for f in self._fields], dtype=torch.float64)
+        values = {field: state_dict[field] for field in self._fields}
+        self._check(values)
+        self._state[1:] = torch.tensor(list(values.values()), dtype=torch.float64)
+
+    def _check(self, values: dict[str, Any]) -> None:
+        """Raises ValueError for a snapshot's number that makes no sense."""
+        check_scale(values["scale"], "scale")
 
     def __repr__(self) -> str:
         """The policy with its numbers."""
@@ -128,9 +134,9 @@ class Backoff(Policy):
                 "scale_min <= init_scale <= scale_max must hold, "
                 f"found {scale_min}, {start}, {scale_max}"
             )
-        if not (math.isfinite(step_factor) and step_factor > 1):
+        if check_scale(step_factor, "step_factor") <= 1:
             raise ValueError(f"step_factor must be above 1, found {step_factor!r}")
-        if step_window != int(step_window) or step_window < 1:
+        if check_scale(step_window, "step_window") % 1 != 0:
             raise ValueError(f"step_window must be a whole number from 1 on, found {step_window!r}")
         super().__init__(
             scale=start,
@@ -141,6 +147,14 @@ class Backoff(Policy):
             iteration=0,
             last_overflow=-1,
         )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        super()._check(values)
+        Backoff(*(values[name] for name in self._fields[1:5]))
+        for name in ("iteration", "last_overflow"):
+            count = values[name]
+            if not (isinstance(count, int | float) and -1 <= count < 2**53):
+                raise ValueError(f"{name} must be a count of steps, found {count!r}")
 
 
 def make_policy(loss_scale: float | str | Policy, dynamic: Policy | None = None) -> Policy:
@@ -165,7 +179,7 @@ def make_policy(loss_scale: float | str | Policy, dynamic: Policy | None = None)
             f'loss_scale: unknown scaling algorithm {loss_scale!r}; expected "dynamic", "Backoff", '
             "a number, or a policy of amp_mp.scaling"
         )
-    return Static(loss_scale)
+    return Static(check_scale(loss_scale, "loss_scale"))
 
 
 def apex_policy(
@@ -190,7 +204,10 @@ def apex_policy(
             f"dynamic_loss_args: unknown {sorted(given)}; "
             "known are init_scale, scale_factor, scale_window"
         )
-    preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
+    try:
+        preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
+    except ValueError as error:  # Apex's names are others
+        raise ValueError(f"dynamic_loss_args: {error}") from None
     if loss_scale is not None:
         return make_policy(loss_scale, preset)
     return preset if dynamic else make_policy(check_scale(static, "static_loss_scale"))

@@ -1,0 +1,45 @@
+"""For every test: the devices there are, a fixed seed, and no autocast state left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device type there is."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _autocast_is_left_as_it_was() -> Iterator[None]:
+    before = autocast_state()
+    yield
+    after = autocast_state()
+    _restore(before)  # one test's fault is not the next one's
+    assert after == before
+
+
+def autocast_state() -> tuple[bool, dict[str, tuple[bool, torch.dtype]]]:
+    """All of this thread's: whether weights are cached, and for each device on or off and dtype."""
+    devices = ("cpu", "cuda")
+    return torch.is_autocast_cache_enabled(), {
+        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
+    }
+
+
+def _restore(state: tuple[bool, dict[str, tuple[bool, torch.dtype]]]) -> None:
+    torch.set_autocast_cache_enabled(state[0])
+    for device, (enabled, dtype) in state[1].items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)

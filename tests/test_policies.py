@@ -1,0 +1,294 @@
+"""Loss-scale policies: Backoff against its definition, snapshots, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import amp_mp as amp
+from amp_mp.scaling import Backoff, Policy, Static, make_policy
+from amp_mp.scaling.policies import apex_policy
+
+
+@dataclass
+class BackoffByDefinition:
+    """OpenSeq2Seq's rule in its own words, the iteration read before it is incremented."""
+
+    scale: float
+    scale_min: float = 1.0
+    scale_max: float = 2.0**24
+    step_factor: float = 2.0
+    step_window: int = 2000
+    iteration: int = 0
+    last_overflow: int = -1
+
+    def clip(self, scale: float) -> float:
+        return min(max(scale, self.scale_min), self.scale_max)
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale = self.clip(self.scale / self.step_factor)
+            self.last_overflow = self.iteration
+        elif (self.iteration - self.last_overflow) % self.step_window == 0:
+            self.scale = self.clip(self.scale * self.step_factor)
+        self.iteration += 1
+
+
+def apex_preset() -> Policy:
+    return apex_policy(1.0, True, None, None)
+
+
+PAIRS: dict[str, Callable[[], tuple[Policy, BackoffByDefinition]]] = {
+    "defaults": lambda: (Backoff(), BackoffByDefinition(2.0**24)),
+    "a short window, from below": lambda: (
+        Backoff(scale_min=2.0, scale_max=2.0**10, step_window=7, init_scale=16.0),
+        BackoffByDefinition(16.0, 2.0, 2.0**10, 2.0, 7),
+    ),
+    "a window of one": lambda: (
+        Backoff(step_window=1, init_scale=1.0),
+        BackoffByDefinition(1.0, step_window=1),
+    ),
+    "a factor that rounds": lambda: (
+        Backoff(scale_min=0.25, scale_max=1e6, step_factor=1.7, step_window=50),
+        BackoffByDefinition(1e6, 0.25, 1e6, 1.7, 50),
+    ),
+    "Apex's": lambda: (
+        apex_preset(),
+        BackoffByDefinition(2.0**32, 1.0, float("inf"), step_window=1000),
+    ),
+}
+
+
+def script(length: int, share: float, seed: int) -> list[bool]:
+    """Overflows, in bursts and far apart: of random density, and so of any gap length."""
+    source = random.Random(seed)
+    overflows: list[bool] = []
+    while len(overflows) < length:
+        density = share * source.choice([0.0, 0.1, 1.0, 10.0])
+        overflows += [source.random() < density for _ in range(source.randrange(1, 3000))]
+    return overflows[:length]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_backoff_equals_its_definition_step_by_step(name: str) -> None:
+    policy, definition = PAIRS[name]()
+    overflows = script(20_000, 0.01, seed=1)
+    assert 100 < sum(overflows) < 10_000
+    found, wanted = [policy.scale], [definition.scale]
+    for overflow in overflows:
+        policy.update(overflow)
+        definition.update(overflow)
+        found.append(policy.scale)
+        wanted.append(definition.scale)
+    assert found == wanted
+    assert len(set(found)) > 5  # the script moved it, up and down
+
+
+@pytest.mark.parametrize("before", [[], [True], [False, True], [True, False, True]])
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_scale_grows_after_exactly_a_window_of_clean_steps_and_every_further_one(
+    window: int, before: list[bool]
+) -> None:
+    policy = Backoff(step_window=window, init_scale=2.0**12)
+    for overflow in before:
+        policy.update(overflow)
+    start, found = policy.scale, []
+    for _ in range(3 * window):
+        policy.update(False)
+        found.append(policy.scale)
+    assert found == [start * 2.0 ** ((i + 1) // window) for i in range(3 * window)]
+
+
+def test_apex_preset_starts_at_2_to_32_grows_every_1000_and_stops_falling_at_1() -> None:
+    policy = apex_preset()
+    assert policy.scale == 2.0**32
+    for _ in range(999):
+        policy.update(False)
+    assert policy.scale == 2.0**32
+    policy.update(False)
+    assert policy.scale == 2.0**33
+    for _ in range(40):
+        policy.update(True)
+    assert policy.scale == 1.0
+
+
+def test_apex_preset_has_no_ceiling_but_that_of_a_normal_reciprocal() -> None:
+    policy = apex_policy(1.0, True, {"init_scale": 2.0**125, "scale_window": 1}, None)
+    for _ in range(3):
+        policy.update(False)
+    smallest_normal = 2.0**-126
+    assert 1 / policy.scale == smallest_normal
+
+
+def test_scale_stays_between_its_limits() -> None:
+    policy = Backoff(scale_min=3.0, scale_max=20.0, step_factor=4.0, step_window=1, init_scale=10.0)
+    policy.update(False)
+    assert policy.scale == 20.0
+    for wanted in (5.0, 3.0, 3.0):
+        policy.update(True)
+        assert policy.scale == wanted
+
+
+def test_a_static_scale_never_moves() -> None:
+    policy = Static(128.0)
+    for overflow in script(3000, 0.01, seed=2):
+        policy.update(overflow)
+    assert policy.scale == 128.0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_verdict_may_be_a_tensor_and_any_count_above_zero_is_an_overflow(
+    device: str, value: float, shape: tuple[int, ...]
+) -> None:
+    policy = Backoff(init_scale=8.0)
+    policy.update(torch.full(shape, value, device=device))
+    assert policy.scale == (8.0 if value == 0 else 4.0)
+
+
+def test_the_scale_can_be_set_and_moves_on_from_there() -> None:
+    policy = Backoff()
+    policy.scale = 64
+    assert policy.scale == 64.0
+    policy.update(True)
+    assert policy.scale == 32.0
+
+
+# Snapshots.
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6, 7, 50, 501])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_snapshot_continues_exactly_where_it_was_taken(name: str, steps: int) -> None:
+    policy, _ = PAIRS[name]()
+    overflows = script(2000, 0.03, seed=3)
+    for overflow in overflows[:steps]:
+        policy.update(overflow)
+    saved = policy.state_dict()
+    other, _ = PAIRS[name]()
+    other.update(True)
+    other.load_state_dict(json.loads(json.dumps(saved)))  # plain numbers survive any format
+    for overflow in overflows[steps:]:
+        policy.update(overflow)
+        other.update(overflow)
+        assert other.scale == policy.scale
+    assert other.state_dict() == policy.state_dict() != saved
+
+
+def test_a_snapshot_does_not_follow_its_policy() -> None:
+    policy = Backoff()
+    saved = policy.state_dict()
+    policy.update(True)
+    assert saved["scale"] == 2.0**24
+
+
+BAD_SNAPSHOTS: dict[str, tuple[dict[str, Any], str]] = {
+    "of another policy": (Static(4.0).state_dict(), "Static"),
+    "of nothing": ({}, "policy"),
+    "without a number": (
+        {k: v for k, v in Backoff().state_dict().items() if k != "step_window"},
+        "step_window",
+    ),
+    "NaN as scale": ({**Backoff().state_dict(), "scale": float("nan")}, "scale"),
+    "a word as scale": ({**Backoff().state_dict(), "scale": "large"}, "scale"),
+    "an empty window": ({**Backoff().state_dict(), "step_window": 0}, "step_window"),
+    "limits the wrong way round": ({**Backoff().state_dict(), "scale_min": 2.0**30}, "scale_min"),
+    "a negative iteration": ({**Backoff().state_dict(), "iteration": -5}, "iteration"),
+    "an iteration that is none": ({**Backoff().state_dict(), "last_overflow": None}, "overflow"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+def test_a_bad_snapshot_is_refused_and_nothing_changed(name: str) -> None:
+    snapshot, word = BAD_SNAPSHOTS[name]
+    policy = Backoff(init_scale=4.0)
+    policy.update(True)
+    before = policy.state_dict()
+    with pytest.raises(ValueError, match=word):
+        policy.load_state_dict(snapshot)
+    assert policy.state_dict() == before
+
+
+# Arguments.
+
+
+def test_make_policy_takes_numbers_names_and_policies() -> None:
+    own, preset = Backoff(init_scale=2.0), Backoff(init_scale=4.0)
+    assert make_policy(own) is own
+    assert make_policy("dynamic", preset) is preset
+    assert make_policy("dynamic").state_dict() == Backoff().state_dict()
+    for name in ("Backoff", "backoff", " BACKOFF "):
+        assert make_policy(name, preset).state_dict() == Backoff().state_dict()
+    for number in (128, 128.0):
+        assert make_policy(number).state_dict() == Static(128.0).state_dict()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "2", None, True])
+@pytest.mark.parametrize("name", ["scale_min", "scale_max", "step_factor", "step_window"])
+def test_backoff_names_the_argument_that_is_no_positive_number(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        Backoff(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"step_factor": 1.0}, "step_factor"),
+        ({"step_window": 2.5}, "step_window"),
+        ({"step_window": 0.5}, "step_window"),
+        ({"init_scale": -1.0}, "init_scale"),
+        ({"init_scale": 0.5}, "init_scale"),
+        ({"init_scale": 2.0**25}, "init_scale"),
+        ({"scale_min": 8.0, "scale_max": 4.0}, "scale_min"),
+    ],
+)
+def test_backoff_names_the_argument_that_does_not_fit(
+    arguments: dict[str, float], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        Backoff(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -2.0, float("inf"), float("nan"), "2", None, True])
+def test_a_scale_that_is_no_positive_number_is_refused_by_name(value: Any) -> None:
+    policy = Backoff()
+    with pytest.raises(ValueError, match=r"^scale must"):
+        Static(value)
+    with pytest.raises(ValueError, match=r"^scale must"):
+        policy.scale = value
+    assert policy.scale == 2.0**24
+
+
+@pytest.mark.parametrize("value", ["LogMin", "128", "", 0, float("nan"), None, True])
+def test_make_policy_names_loss_scale_when_it_is_none(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^loss_scale"):
+        make_policy(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"static_loss_scale": 0}, "static_loss_scale"),
+        ({"static_loss_scale": "128"}, "static_loss_scale"),
+        ({"loss_scale": -1.0}, "loss_scale"),
+        ({"loss_scale": "auto"}, "loss_scale"),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 3}}, "window"),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 0}}, "init_scale"),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_factor": 1}}, "factor"),
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 0}}, "window"),
+    ],
+)
+def test_fp16_optimizer_names_the_scale_argument_and_leaves_the_optimizer_alone(
+    arguments: dict[str, Any], name: str
+) -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    inner = torch.optim.SGD([param], lr=1.0)
+    with pytest.raises(ValueError, match=name):
+        amp.FP16_Optimizer(inner, **arguments)
+    assert inner.param_groups[0]["params"][0] is param
