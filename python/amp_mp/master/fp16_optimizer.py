@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.master.gradients import copy_all_, gradients_of, has_overflow, scaled_backward
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.originals import LOW_PRECISION, take_original
+from amp_mp.master.masters import Masters, snapshot
 from amp_mp.scaling.policies import Policy, Static, apex_policy
 
 
@@ -59,46 +58,15 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     ) -> None:
         """See the class."""
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
-        _check_dtypes(init_optimizer)
+        self._masters = Masters(init_optimizer)
         self.optimizer = init_optimizer
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, Static)
         self.overflow = False
         self.first_closure_call_this_step = True
-        self.fp16_groups: list[list[Tensor]] = []  # the model's low-precision parameters
-        self.fp32_from_fp16_groups: list[list[Tensor]] = []  # their masters
-        self.fp32_from_fp32_groups: list[list[Tensor]] = []  # the model's float32 parameters
-        for group in init_optimizer.param_groups:
-            self._adopt(group)
         if verbose:
-            masters = sum(map(len, self.fp32_from_fp16_groups))
-            whole = sum(map(len, self.fp32_from_fp32_groups))
+            masters, whole = len(self._masters.pairs()), len(self._masters.whole())
             print(f"FP16_Optimizer: {masters} parameters with float32 masters, {whole} float32")
-
-    def _adopt(self, group: dict[str, Any]) -> None:
-        """Puts masters into a group's list, in order, and moves the optimizer's state to them."""
-        low: list[Tensor] = []
-        masters: list[Tensor] = []
-        whole: list[Tensor] = []
-        params = group["params"]
-        fused = isinstance(self.optimizer, FusedOptimizer)
-        for i, param in enumerate(params):
-            if not param.requires_grad:
-                continue
-            if param.dtype == torch.float32:
-                whole.append(param)
-                continue
-            state = self.optimizer.state.pop(param, None)
-            own = state.pop("master", None) if state and fused else None  # ours has one already
-            master = nn.Parameter(take_original(param) if own is None else own)
-            if state is not None:
-                self.optimizer.state[master] = {k: _widen(v) for k, v in state.items()}
-            params[i] = master
-            low.append(param)
-            masters.append(master)
-        self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(whole)
 
     # Gradients.
 
@@ -116,7 +84,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         # float32 parameters are their own masters: what earlier calls have unscaled is set aside,
         # so that every gradient is divided by the scale exactly once. Where unscaling is put off,
         # they are scaled again, to be unscaled with the others.
-        whole = [] if self._pending else _flat(self.fp32_from_fp32_groups)
+        whole = [] if self._pending else self._masters.whole()
         if not update_master_grads:
             copy_all_(gradients_of(whole), gradients_of(whole), multiplier=self.loss_scale)
             self._pending, whole = True, []
@@ -135,8 +103,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
 
         A dynamic scale checks them first; on overflow `overflow` is set and nothing is copied.
         """
-        pairs = self._pairs()
-        whole = gradients_of(_flat(self.fp32_from_fp32_groups))
+        pairs = self._masters.pairs()
+        whole = gradients_of(self._masters.whole())
         if self.dynamic_loss_scale:
             self.overflow = has_overflow(gradients_of(p for p, _ in pairs) + whole)
             if self.overflow:
@@ -194,7 +162,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             self._report(before)
             return None
         result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
-        self._masters_to_model()
+        self._masters.to_model()
         return result
 
     def _report(self, before: float) -> None:
@@ -206,7 +174,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
-                self._masters_to_model()
+                self._masters.to_model()
             self.first_closure_call_this_step = False
             loss = closure()
             while self.overflow:
@@ -228,15 +196,11 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         finally:
             self.first_closure_call_this_step = True
 
-    @torch.no_grad()
-    def _masters_to_model(self) -> None:
-        copy_all_(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), saturate=True)
-
     def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
         """Clears the gradients of masters and model parameters; the second spelling is torch's."""
         drop = set_grads_to_None or set_to_none
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for param in params + _flat(self.fp16_groups):
+        for param in params + [low for low, _ in self._masters.pairs()]:
             if param.grad is None:
                 continue
             if drop:
@@ -246,6 +210,21 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         self._pending = False
 
     # What passes through.
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's low-precision parameters, a list a group."""
+        return self._masters.fp16_groups
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, in the same order."""
+        return self._masters.fp32_from_fp16_groups
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The model's float32 parameters, their own masters."""
+        return self._masters.fp32_from_fp32_groups
 
     @property
     def loss_scale(self) -> float:
@@ -275,11 +254,10 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         """As torch's, with masters for what is in low precision."""
         self.optimizer.add_param_group(param_group)
         try:
-            _check_dtypes(self.optimizer)
+            self._masters.adopt(self.optimizer.param_groups[-1:])
         except TypeError:
             self.optimizer.param_groups.pop()
             raise
-        self._adopt(self.optimizer.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
@@ -288,10 +266,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
-            "optimizer_state_dict": _snapshot(self.optimizer.state_dict()),
-            "fp32_from_fp16": [
-                [m.detach().clone() for m in group] for group in self.fp32_from_fp16_groups
-            ],
+            "optimizer_state_dict": snapshot(self.optimizer.state_dict()),
+            "fp32_from_fp16": snapshot(self._masters.fp32_from_fp16_groups),
         }
 
     @torch.no_grad()
@@ -305,25 +281,17 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
         if missing:
             raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
-        saved = state_dict["fp32_from_fp16"]
-        shapes = [[tuple(m.shape) for m in group] for group in saved]
-        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
-        if shapes != own:
-            raise ValueError(
-                f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
-                f"this optimizer has {own}; nothing was loaded"
-            )
+        self._masters.check(state_dict["fp32_from_fp16"])
         before = self.loss_scaler.state_dict()
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         try:
-            self.optimizer.load_state_dict(_snapshot(state_dict["optimizer_state_dict"]))
+            self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
         except ValueError:  # torch's, of param_groups that do not fit
             self.loss_scaler.load_state_dict(before)
             raise
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
-        for master, value in zip(_flat(self.fp32_from_fp16_groups), _flat(saved), strict=True):
-            master.copy_(value)
+        self._masters.load(state_dict["fp32_from_fp16"])
 
     def __getstate__(self) -> Any:
         """Refuses, as Apex's: a pickled copy would part from its model."""
@@ -332,35 +300,3 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def __setstate__(self, state: Any) -> None:
         """Refuses, as Apex's."""
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(_flat(self.fp16_groups), _flat(self.fp32_from_fp16_groups), strict=True))
-
-
-def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if param.requires_grad and param.dtype not in (*LOW_PRECISION, torch.float32):
-                raise TypeError(
-                    f"parameter {position} of group {index} (shape {tuple(param.shape)}) has dtype "
-                    f"{param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
-                )
-
-
-def _widen(value: Any) -> Any:
-    """Optimizer state for a float32 master."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
-
-
-def _snapshot(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _snapshot(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_snapshot(v) for v in value)
-    return value
-
-
-def _flat(groups: list[list[Any]]) -> list[Any]:
-    return [item for group in groups for item in group]

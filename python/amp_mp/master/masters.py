@@ -1,0 +1,117 @@
+"""The pairs of low-precision parameters and float32 masters in a wrapped optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from amp_mp.master.gradients import copy_all_
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.originals import LOW_PRECISION, take_original
+
+
+class Masters:
+    """Puts masters in the place of an optimizer's low-precision parameters, and knows both.
+
+    The lists have one list a param_group, in order. Raises TypeError, before anything is changed,
+    for a trainable parameter that is neither float16, bfloat16 nor float32.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """See the class."""
+        self._optimizer = optimizer
+        self.fp16_groups: list[list[Tensor]] = []  # the model's low-precision parameters
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []  # their masters
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []  # the model's float32 parameters
+        self.adopt(optimizer.param_groups)
+
+    def adopt(self, groups: list[dict[str, Any]]) -> None:
+        """Takes groups in: their lists get masters, in place, and the state moves to them."""
+        for index, group in enumerate(groups, start=len(self.fp16_groups)):
+            _check_dtypes(index, group["params"])
+        for group in groups:
+            self._adopt(group["params"])
+
+    def _adopt(self, params: list[Tensor]) -> None:
+        low: list[Tensor] = []
+        masters: list[Tensor] = []
+        whole: list[Tensor] = []
+        all_state = self._optimizer.state
+        fused = isinstance(self._optimizer, FusedOptimizer)
+        for i, param in enumerate(params):
+            if not param.requires_grad:
+                continue
+            if param.dtype == torch.float32:
+                whole.append(param)
+                continue
+            state = all_state.pop(param, None)
+            own = state.pop("master", None) if state and fused else None  # ours has one already
+            master = nn.Parameter(take_original(param) if own is None else own)
+            if state is not None:
+                all_state[master] = {k: _widen(v) for k, v in state.items()}
+            params[i] = master
+            low.append(param)
+            masters.append(master)
+        self.fp16_groups.append(low)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(whole)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Every low-precision parameter with its master."""
+        groups = zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
+        return [pair for low, masters in groups for pair in zip(low, masters, strict=True)]
+
+    def whole(self) -> list[Tensor]:
+        """Every float32 parameter."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @torch.no_grad()
+    def to_model(self) -> None:
+        """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
+        pairs = self.pairs()
+        copy_all_([low for low, _ in pairs], [master for _, master in pairs], saturate=True)
+
+    def check(self, saved: list[list[Tensor]]) -> None:
+        """Raises ValueError if a snapshot of the masters has other groups or shapes."""
+        shapes = [[tuple(m.shape) for m in group] for group in saved]
+        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
+        if shapes != own:
+            raise ValueError(
+                f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
+                f"this optimizer has {own}; nothing was loaded"
+            )
+
+    @torch.no_grad()
+    def load(self, saved: list[list[Tensor]]) -> None:
+        """Copies a snapshot of the masters that has been checked."""
+        for own, group in zip(self.fp32_from_fp16_groups, saved, strict=True):
+            for master, value in zip(own, group, strict=True):
+                master.copy_(value)
+
+
+def _check_dtypes(index: int, params: list[Tensor]) -> None:
+    for position, param in enumerate(params):
+        if param.requires_grad and param.dtype not in (*LOW_PRECISION, torch.float32):
+            raise TypeError(
+                f"parameter {position} of group {index} (shape {tuple(param.shape)}) has dtype "
+                f"{param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
+            )
+
+
+def _widen(value: Any) -> Any:
+    """Optimizer state for a float32 master."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
+
+
+def snapshot(value: Any) -> Any:
+    """A copy with every tensor in it cloned: lists, tuples and dicts are entered."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: snapshot(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(snapshot(v) for v in value)
+    return value
