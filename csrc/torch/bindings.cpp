@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "cpu/kernels.h"
+#include "torch/autocast.h"
+#include "torch/cast_cache.h"
 #include "torch/ops.h"
 
 namespace py = pybind11;
@@ -134,6 +136,29 @@ PYBIND11_MODULE(_C, m) {
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
   m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
         py::call_guard<py::gil_scoped_release>());
+
+  auto c = m.def_submodule("casting");
+  c.def("policy_names", &casting::policy_names);
+  c.def("set_policy", &casting::set_policy, py::arg("device"), py::arg("op"), py::arg("policy"));
+  c.def(
+      "policies",
+      [](const std::string& device) {
+        py::dict rows;
+        for (const casting::Row& row : casting::policies(device))
+          rows[py::str(row.op)] = row.policy;
+        return rows;
+      },
+      py::arg("device"));
+  c.def("uninstall", &casting::uninstall);
+  c.def("clear_cache", &casting::clear);
+  c.def("cached_count", &casting::cached_count);
+  c.def("set_trace", [](int mode) { casting::set_trace(casting::Trace(mode)); }, py::arg("mode"));
+  c.def("take_log", [] {
+    py::list rows;
+    for (const casting::Cast& x : casting::take_log())
+      rows.append(py::make_tuple(x.op, x.argument, x.from, x.to));
+    return rows;
+  });
 
 #define AMP_MP_BIND(Rule, op)                                                        \
   m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \

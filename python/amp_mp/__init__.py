@@ -36,7 +36,22 @@ _check_torch()
 
 from amp_mp import optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
-from amp_mp.casting import autocast, disable_casts, init  # noqa: E402
+from amp_mp.casting import (  # noqa: E402
+    autocast,
+    clear_cache,
+    disable_casts,
+    explain,
+    float_function,
+    half_function,
+    init,
+    policies,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+    set_policy,
+    uninstall,
+)
 from amp_mp.master import FP16_Optimizer, prepare  # noqa: E402
 from amp_mp.scaling import GradScaler  # noqa: E402
 
@@ -46,9 +61,20 @@ __all__ = [
     "__version__",
     "autocast",
     "build_info",
+    "clear_cache",
     "disable_casts",
+    "explain",
+    "float_function",
+    "half_function",
     "init",
     "optim",
+    "policies",
     "prepare",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scaling",
+    "set_policy",
+    "uninstall",
 ]

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
+from amp_mp import _C
 from amp_mp.casting.autocast import resolve
+from amp_mp.casting.policies import install, set_verbose
+from amp_mp.casting.steps import install_step_hooks
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
 from amp_mp.scaling.policies import Backoff, Policy, Static, make_policy
@@ -23,7 +26,9 @@ def init(
     enabled: bool = True,
     enable_caching: bool = True,
     verbose: bool = False,
+    allow_banned: bool = False,
     *,
+    policies: str = "apex",
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     loss_scale: float | str | Policy | None = None,
@@ -38,7 +43,10 @@ def init(
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
         enable_caching: cast each weight once an iteration, until an optimizer steps.
-        verbose: say what was switched on.
+        verbose: say what was switched on, and print every cast to stderr.
+        allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
+        policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",
+            torch's own lists. One table is in force in a process; `amp.set_policy` changes it.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         loss_scale: a number, "dynamic", "Backoff" or a policy; default: "dynamic" for float16
@@ -54,6 +62,8 @@ def init(
     preset = Backoff(init_scale=2.0**16)
     default = "dynamic" if low == torch.float16 else 1.0
     policy = make_policy(default if loss_scale is None else loss_scale, preset)
+    install(policies, device, allow_banned)
+    set_verbose(verbose)
     if verbose:
         print(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
     return AmpHandle(device, low, enable_caching, policy)
@@ -88,8 +98,7 @@ class AmpHandle:
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_cache_enabled(),
         )
-        # Weights cast before a step are stale after it, and torch clears only where a region ends.
-        self._hook = register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        install_step_hooks()
         self._active = True
         self._switch(True, dtype, caching)
 
@@ -98,6 +107,7 @@ class AmpHandle:
         torch.set_autocast_dtype(self.device_type, dtype)
         torch.set_autocast_cache_enabled(caching)
         torch.clear_autocast_cache()
+        _C.casting.clear_cache()
 
     def is_active(self) -> bool:
         """Whether casts are on here and now: not after _deactivate, nor inside scale_loss."""
@@ -144,11 +154,12 @@ class AmpHandle:
                 _skip_next_step(each)
 
     def _deactivate(self) -> None:
-        """Puts the thread's autocast state back as it was before init."""
+        """Puts the thread's autocast state back; every operator does what torch does."""
         if self._active:
             self._active = False
-            self._hook.remove()
             self._switch(*self._before)
+            install("stock", self.device_type)
+            set_verbose(False)
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:

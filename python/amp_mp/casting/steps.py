@@ -1,0 +1,83 @@
+"""Casts are off while an optimizer steps, and casts of weights do not outlive the step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from amp_mp import _C
+
+_installed = False
+_lock = threading.Lock()
+
+
+class _Arguments(tuple[Any, ...]):
+    """A step's positional arguments, which also hold what autocast was before.
+
+    Post-hooks do not run where a step raises. The tuple lives in the frame that called the step, so
+    its end restores the state all the same.
+    """
+
+    before: dict[str, bool]
+
+    def restore(self) -> None:
+        before, self.before = self.before, {}
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
+
+    def __del__(self) -> None:
+        self.restore()
+
+
+def install_step_hooks() -> None:
+    """Once a process: hooks on every optimizer's step."""
+    global _installed
+    with _lock:
+        if not _installed:
+            register_optimizer_step_pre_hook(_before)
+            register_optimizer_step_post_hook(_after)
+            _installed = True
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    on = {d: True for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not on:
+        return None
+    if callable(closure):  # its forward is the model's: with casts
+        wrapped = _with_casts(closure, on)
+        args = (args[0], wrapped, *args[2:]) if len(args) > 1 else args
+        kwargs = {**kwargs, "closure": wrapped} if "closure" in kwargs else kwargs
+    guarded = _Arguments(args)
+    guarded.before = on
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    return guarded, kwargs
+
+
+def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(args, _Arguments):
+        args.restore()
+    torch.clear_autocast_cache()
+    _C.casting.clear_cache()
+
+
+def _with_casts(closure: Callable[[], Any], on: dict[str, bool]) -> Callable[[], Any]:
+    def wrapped() -> Any:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+        try:
+            return closure()
+        finally:
+            for device in on:
+                torch.set_autocast_enabled(device, False)
+
+    return wrapped

@@ -1,0 +1,117 @@
+"""The two named tables of operators, group by group, with the reason for each.
+
+Operators are dispatcher names without overload ("aten::sum" is sum, sum.dim_IntList and so on):
+every spelling is meant: torch., Tensor., F., torch.linalg., a module, C++. The in-place form of an
+operator on a list (`exp_`) is on it too. Names that the running torch lacks are passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that are treated alike, and why."""
+
+    policy: str
+    reason: str
+    ops: tuple[str, ...]
+
+
+def _ops(names: str) -> tuple[str, ...]:
+    return tuple(f"aten::{name}" for name in names.split())
+
+
+# Apex's lists of 2018 and what they missed, on CPU and CUDA alike.
+APEX = (
+    Group(
+        "low_precision",
+        "matrix products and convolutions: fast in low precision, with float32 sums inside",
+        _ops(
+            "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+            "conv_tbc convolution _convolution linear prelu addmm _addmm_activation addmv "
+            "addr addbmm baddbmm bmm matmul mm mv linalg_vecdot einsum chain_matmul "
+            "linalg_multi_dot inner outer scaled_dot_product_attention "
+            "_native_multi_head_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+            "_thnn_fused_lstm_cell _thnn_fused_gru_cell"
+        ),
+    ),
+    Group(
+        "float32",
+        "functions that leave float16's range or lose its digits",
+        _ops(
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh "
+            "tan pow softplus renorm cdist pdist dist logsumexp"
+        ),
+    ),
+    Group(
+        "float32",
+        "normalisation: sums of squares and small differences",
+        _ops(
+            "layer_norm native_layer_norm rms_norm group_norm native_group_norm "
+            "cosine_similarity norm frobenius_norm nuclear_norm linalg_norm std var "
+            "std_mean var_mean"
+        ),
+    ),
+    Group(
+        "set_output_dtype",
+        "sums: float32 inside and out, without a float32 copy of what is summed",
+        _ops(
+            "softmax log_softmax sum mean prod cumsum cumprod linalg_vector_norm linalg_matrix_norm"
+        ),
+    ),
+    Group(
+        "float32",
+        "losses: logarithms and sums over a batch",
+        _ops(
+            "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d l1_loss mse_loss "
+            "smooth_l1_loss huber_loss kl_div poisson_nll_loss cosine_embedding_loss "
+            "hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
+            "multi_margin_loss soft_margin_loss triplet_margin_loss "
+            "binary_cross_entropy_with_logits ctc_loss"
+        ),
+    ),
+    Group(
+        "float32",
+        "interpolation and grids: coordinates need float32's digits",
+        _ops(
+            "grid_sampler upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+            "upsample_linear1d upsample_bilinear2d upsample_trilinear3d "
+            "upsample_bicubic2d"
+        ),
+    ),
+    Group(
+        "widest",
+        "several tensors of one dtype are asked for, and torch does not promote by itself",
+        _ops(
+            "addcdiv addcmul cross bilinear dot vdot tensordot index_put scatter_add cat "
+            "stack lerp index_copy"
+        ),
+    ),
+    Group(
+        "banned",
+        "the logarithm of a rounded probability: use binary_cross_entropy_with_logits",
+        _ops("binary_cross_entropy"),
+    ),
+)
+
+# What torch's own lists cast to low precision, and leave in float32, per device. Under "torch" only
+# these get our kernels, for the cast cache; everything else is torch's.
+TORCH_LOW = {
+    "cpu": _ops(
+        "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm "
+        "linalg_vecdot baddbmm addmm _addmm_activation addbmm linear _convolution.deprecated "
+        "matmul conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input "
+        "prelu scaled_dot_product_attention _native_multi_head_attention"
+    ),
+    "cuda": _ops(
+        "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr "
+        "matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
+        "linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell "
+        "rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention "
+        "scaled_dot_product_attention cudnn_convolution cudnn_convolution_transpose"
+    ),
+}
+TORCH_WIDEST = _ops("stack cat")

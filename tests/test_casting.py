@@ -1,0 +1,521 @@
+"""The op-policy table: what runs in which precision, however it is spelled."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_mp as amp
+from amp_mp import _C
+from amp_mp.casting.policies import install
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture
+def apex(device: str) -> Iterator[str]:
+    """Casts on for the test, with Apex's table; everything as before afterwards."""
+    handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0)
+    yield device
+    handle._deactivate()
+    amp.uninstall()
+
+
+class Seen(TorchDispatchMode):
+    """The dtypes of floating tensors that reach operators below autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        dtypes = {a.dtype for a in flat if isinstance(a, Tensor) and a.is_floating_point()}
+        self.ops.setdefault(func._schema.name.split("::")[1], set()).update(dtypes)
+        return func(*args, **(kwargs or {}))
+
+
+def ran(call: Callable[[], Any], ops: str) -> set[torch.dtype]:
+    """The dtypes that any of the named operators received during the call."""
+    with Seen() as seen:
+        call()
+    found = [seen.ops[name] for name in ops.split() if name in seen.ops]
+    assert found, f"none of {ops} among {sorted(seen.ops)}"
+    return set().union(*found)
+
+
+class Data:
+    """Tensors to call operators with: a* float32, h* low precision."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.a, self.b = torch.rand(8, 8, device=device) + 0.1, torch.rand(8, 8, device=device)
+        self.v, self.w3 = torch.rand(8, device=device), torch.rand(4, 8, 8, device=device)
+        self.image = torch.rand(2, 4, 6, 6, device=device)
+        self.kernel = torch.rand(4, 4, 3, 3, device=device)
+        self.line, self.line_kernel = torch.rand(2, 4, 9, device=device), self.kernel[..., 0]
+        self.target = torch.randint(0, 8, (8,), device=device)
+        self.h, self.g = self.a.to(LOW), self.b.to(LOW)
+
+
+Call = Callable[[Data], Any]
+PRODUCTS: dict[str, tuple[Call, str]] = {
+    "torch.mm": (lambda d: torch.mm(d.a, d.b), "mm"),
+    "Tensor.mm": (lambda d: d.a.mm(d.b), "mm"),
+    "@": (lambda d: d.a @ d.b, "mm"),
+    "torch.matmul": (lambda d: torch.matmul(d.a, d.b), "mm"),
+    "Tensor.matmul": (lambda d: d.a.matmul(d.b), "mm"),
+    "torch.linalg.matmul": (lambda d: torch.linalg.matmul(d.a, d.b), "mm"),
+    "mixed matmul": (lambda d: torch.matmul(d.a, d.g), "mm"),
+    "torch.mv": (lambda d: torch.mv(d.a, d.v), "mv addmv"),
+    "torch.addmm": (lambda d: torch.addmm(d.a, d.a, d.b), "addmm"),
+    "torch.addmv": (lambda d: torch.addmv(d.v, d.a, d.v), "addmv"),
+    "torch.addr": (lambda d: torch.addr(d.a, d.v, d.v), "addr mul"),
+    "torch.bmm": (lambda d: torch.bmm(d.w3, d.w3), "bmm"),
+    "torch.baddbmm": (lambda d: torch.baddbmm(d.w3, d.w3, d.w3), "baddbmm"),
+    "torch.addbmm": (lambda d: torch.addbmm(d.a, d.w3, d.w3), "addbmm"),
+    "torch.einsum": (lambda d: torch.einsum("ij,jk->ik", d.a, d.b), "bmm mm"),
+    "torch.chain_matmul": (lambda d: torch.chain_matmul(d.a, d.b, d.a), "mm"),
+    "torch.linalg.multi_dot": (lambda d: torch.linalg.multi_dot([d.a, d.b, d.a]), "mm"),
+    "torch.inner": (lambda d: torch.inner(d.a, d.b), "mm"),
+    "torch.outer": (lambda d: torch.outer(d.v, d.v), "mul"),
+    "F.linear": (lambda d: functional.linear(d.a, d.b), "mm"),
+    "F.linear with bias": (lambda d: functional.linear(d.a, d.b, d.v), "addmm"),
+    "F.conv1d": (lambda d: functional.conv1d(d.line, d.line_kernel), "convolution"),
+    "F.conv2d": (lambda d: functional.conv2d(d.image, d.kernel), "convolution"),
+    "torch.conv2d": (lambda d: torch.conv2d(d.image, d.kernel), "convolution"),
+    "F.conv2d same": (
+        lambda d: functional.conv2d(d.image, d.kernel, padding="same"),
+        "convolution",
+    ),
+    "F.conv_transpose2d": (lambda d: functional.conv_transpose2d(d.image, d.kernel), "convolution"),
+    "F.conv_transpose1d": (
+        lambda d: functional.conv_transpose1d(d.line, d.line_kernel),
+        "convolution",
+    ),
+    "F.prelu": (lambda d: functional.prelu(d.a, d.v), "_prelu_kernel"),
+}
+POINTWISE = "acos cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan"
+METHODS = "acos exp log rsqrt sinh std var"
+SENSITIVE: dict[str, tuple[Call, str]] = {
+    **{
+        f"torch.{name}": (lambda d, name=name: getattr(torch, name)(d.h), name)
+        for name in POINTWISE.split()
+    },
+    **{
+        f"Tensor.{name}": (lambda d, name=name: getattr(d.h, name)(), name)
+        for name in METHODS.split()
+    },
+    "torch.pow": (lambda d: torch.pow(d.h, 2), "pow"),
+    "**": (lambda d: d.h**2, "pow"),
+    "2 **": (lambda d: 2**d.h, "pow"),
+    "tensor ** tensor": (lambda d: d.h**d.g, "pow"),
+    "torch.dist": (lambda d: torch.dist(d.h, d.g), "dist"),
+    "torch.cdist": (lambda d: torch.cdist(d.h, d.g), "_euclidean_dist _cdist_forward"),
+    "torch.logsumexp": (lambda d: torch.logsumexp(d.h, 1), "logsumexp"),
+    "torch.std_mean": (lambda d: torch.std_mean(d.h), "std_mean var_mean"),
+    "torch.renorm": (lambda d: torch.renorm(d.h, 2, 0, 1.0), "renorm"),
+    "F.layer_norm": (lambda d: functional.layer_norm(d.h, (8,)), "native_layer_norm"),
+    "torch.layer_norm": (lambda d: torch.layer_norm(d.h, (8,)), "native_layer_norm"),
+    "F.group_norm": (lambda d: functional.group_norm(d.image.to(LOW), 2), "native_group_norm"),
+    "F.cosine_similarity": (lambda d: functional.cosine_similarity(d.h, d.g), "linalg_vector_norm"),
+    "F.softplus": (lambda d: functional.softplus(d.h), "softplus"),
+    "F.mse_loss": (lambda d: functional.mse_loss(d.h, d.g), "mse_loss"),
+    "F.l1_loss": (lambda d: functional.l1_loss(d.h, d.g), "sub"),
+    "F.smooth_l1_loss": (lambda d: functional.smooth_l1_loss(d.h, d.g), "smooth_l1_loss"),
+    "F.huber_loss": (lambda d: functional.huber_loss(d.h, d.g), "huber_loss"),
+    "F.kl_div": (lambda d: functional.kl_div(d.h, d.g, reduction="sum"), "mul xlogy"),
+    "F.cross_entropy": (lambda d: functional.cross_entropy(d.h, d.target), "_log_softmax"),
+    "nn.CrossEntropyLoss": (lambda d: nn.CrossEntropyLoss()(d.h, d.target), "_log_softmax"),
+    "F.nll_loss": (lambda d: functional.nll_loss(d.h, d.target), "nll_loss_forward"),
+    "F.binary_cross_entropy_with_logits": (
+        lambda d: functional.binary_cross_entropy_with_logits(d.h, d.g),
+        "binary_cross_entropy_with_logits",
+    ),
+}
+WIDE_RESULTS: dict[str, Call] = {
+    "F.softmax": lambda d: functional.softmax(d.h, -1),
+    "torch.softmax": lambda d: torch.softmax(d.h, -1),
+    "Tensor.softmax": lambda d: d.h.softmax(-1),
+    "F.softmin": lambda d: functional.softmin(d.h, -1),
+    "F.log_softmax": lambda d: functional.log_softmax(d.h, -1),
+    "Tensor.log_softmax": lambda d: d.h.log_softmax(-1),
+    "torch.sum": lambda d: torch.sum(d.h),
+    "Tensor.sum dim": lambda d: d.h.sum(1),
+    "torch.mean": lambda d: torch.mean(d.h),
+    "Tensor.mean dim": lambda d: d.h.mean(1, keepdim=True),
+    "torch.prod": lambda d: torch.prod(d.h),
+    "torch.cumsum": lambda d: torch.cumsum(d.h, 0),
+    "torch.cumprod": lambda d: torch.cumprod(d.h, 0),
+    "torch.norm": lambda d: torch.norm(d.h),
+    "Tensor.norm": lambda d: d.h.norm(),
+    "torch.linalg.norm": lambda d: torch.linalg.norm(d.h),
+    "torch.linalg.vector_norm": lambda d: torch.linalg.vector_norm(d.h),
+    "F.normalize": lambda d: functional.normalize(d.h),
+    "torch.cat": lambda d: torch.cat([d.a, d.h]),
+    "torch.cat(tensors=)": lambda d: torch.cat(tensors=[d.a, d.h]),
+    "torch.stack": lambda d: torch.stack((d.h, d.a)),
+    "torch.addcmul": lambda d: torch.addcmul(d.a, d.h, d.h),
+    "torch.addcdiv": lambda d: torch.addcdiv(d.h, d.a, d.h),
+    "torch.dot": lambda d: torch.dot(d.v, d.v.to(LOW)),
+    "torch.cross": lambda d: torch.cross(d.a[:, :3], d.h[:, :3], dim=1),
+    "torch.lerp": lambda d: torch.lerp(d.a, d.h, 0.5),
+    "a + h": lambda d: d.a + d.h,
+    "a * h": lambda d: d.a * d.h,
+}
+
+
+@pytest.mark.parametrize("spelling", PRODUCTS)
+def test_products_run_in_low_precision(apex: str, spelling: str) -> None:
+    call, ops = PRODUCTS[spelling]
+    assert ran(lambda: call(Data(apex)), ops) == {LOW}
+
+
+@pytest.mark.parametrize("spelling", SENSITIVE)
+def test_sensitive_functions_run_in_float32(apex: str, spelling: str) -> None:
+    call, ops = SENSITIVE[spelling]
+    assert ran(lambda: call(Data(apex)), ops) == {torch.float32}
+
+
+@pytest.mark.parametrize("spelling", WIDE_RESULTS)
+def test_sums_and_mixtures_come_out_in_float32(apex: str, spelling: str) -> None:
+    assert WIDE_RESULTS[spelling](Data(apex)).dtype == torch.float32
+
+
+def test_what_is_on_no_list_float64_and_the_users_dtype_are_left_alone(apex: str) -> None:
+    d = Data(apex)
+    assert torch.relu(d.h).dtype == LOW
+    assert (d.h + d.g).dtype == LOW
+    assert torch.mm(d.a.double(), d.b.double()).dtype == torch.float64
+    assert d.h.sum(dtype=LOW).dtype == LOW
+    assert torch.exp(torch.ones(2, device=apex, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_the_callers_lists_are_not_changed(apex: str) -> None:
+    d = Data(apex)
+    tensors = [d.a, d.h]
+    torch.cat(tensors)
+    assert tensors[0] is d.a
+    assert tensors[1] is d.h
+
+
+def test_in_place_and_out_follow_what_is_written(apex: str) -> None:
+    d = Data(apex)
+    with pytest.raises(RuntimeError, match=r"cannot call aten::exp_.*BFloat16.*new tensor"):
+        d.h.exp_()
+    assert d.a.clone().exp_().dtype == torch.float32
+    out = torch.empty(8, 8, device=apex)
+    torch.mm(d.h, d.g, out=out)
+    assert out.dtype == torch.float32
+    d.a.clone().addmm_(d.h, d.g)
+
+
+def test_banned_functions_raise_with_the_recipe_unless_allowed(device: str) -> None:
+    p, y = torch.rand(4, device=device), torch.ones(4, device=device)
+    for allowed in (False, True):
+        handle = amp.init(device_type=device, dtype=LOW, allow_banned=allowed)
+        try:
+            assert functional.binary_cross_entropy(p, y).dtype == torch.float32
+            if allowed:
+                loss = functional.binary_cross_entropy(p.to(LOW), y.to(LOW))
+                assert loss.dtype == torch.float32
+            else:
+                with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+                    nn.BCELoss()(p.to(LOW), y.to(LOW))
+        finally:
+            handle._deactivate()
+            amp.uninstall()
+
+
+def test_deactivated_is_stock_torch_and_uninstalled_leaves_no_trace(device: str) -> None:
+    d = Data(device)
+    key = "AutocastCPU" if device == "cpu" else "AutocastCUDA"
+    before = torch._C._dispatch_dump_table("aten::gelu"), torch._C._dispatch_dump_table("aten::mm")
+    with torch.autocast(device, LOW):
+        stock = torch.mm(d.a, d.b).dtype, torch.exp(d.h).dtype, functional.softmax(d.h, -1).dtype
+    for _ in range(3):  # repeated init does not stack
+        handle = amp.init(device_type=device, dtype=LOW)
+    assert torch.exp(d.h).dtype == torch.float32
+    handle._deactivate()
+    torch.set_autocast_enabled(device, False)
+    with torch.autocast(device, LOW):
+        found = torch.mm(d.a, d.b).dtype, torch.exp(d.h).dtype, functional.softmax(d.h, -1).dtype
+    assert found == stock
+    amp.uninstall()
+    after = torch._C._dispatch_dump_table("aten::gelu"), torch._C._dispatch_dump_table("aten::mm")
+    assert after == before, key
+    assert amp.policies(device) == {}
+
+
+def test_users_change_policies_before_and_after_init_and_for_a_block(device: str) -> None:
+    d = Data(device)
+    amp.set_policy("aten::gelu", "float32", device)
+    handle = amp.init(device_type=device, dtype=LOW)
+    try:
+        assert functional.gelu(d.h).dtype == torch.float32
+        with amp.set_policy("aten::gelu", "stock"), amp.set_policy("aten::exp", "unchanged"):
+            assert functional.gelu(d.h).dtype == LOW
+            assert torch.exp(d.h).dtype == LOW
+        assert functional.gelu(d.h).dtype == torch.float32
+        assert torch.exp(d.h).dtype == torch.float32
+        assert amp.policies(device)["aten::gelu"] == "float32"
+    finally:
+        handle._deactivate()
+        amp.uninstall()
+
+
+def test_an_operator_of_another_library_takes_a_policy(apex: str) -> None:
+    library = torch.library.Library("amp_mp_test", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeExplicitAutograd")
+    with amp.set_policy("amp_mp_test::twice", "low_precision"):
+        assert torch.ops.amp_mp_test.twice(torch.ones(2, device=apex)).dtype == LOW
+    assert torch.ops.amp_mp_test.twice(torch.ones(2, device=apex)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("aten::gelu", "fast"), "policy must be one of stock"),
+        (("aten::no_such_op", "float32"), "torch has no operator 'aten::no_such_op'"),
+        (("gelu", "float32"), 'expected a name like "aten::gelu"'),
+        (("aten::gelu", "float32", "tpu"), 'device must be "cpu" or "cuda"'),
+    ],
+)
+def test_bad_policies_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        amp.set_policy(*arguments)
+
+
+# The cache: right where torch 2.13's is not; each test shows torch's failure first.
+
+
+@pytest.fixture(params=["torch", "apex"])
+def cached(device: str, request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    yield lambda: install(request.param, device)
+    amp.uninstall()
+    amp.clear_cache()
+
+
+def test_nested_regions_of_two_dtypes(device: str, cached: Callable[[], None]) -> None:
+    linear, x = nn.Linear(8, 8).to(device), torch.ones(2, 8, device=device)
+
+    def nested() -> tuple[torch.dtype, torch.dtype]:
+        with torch.autocast(device, torch.bfloat16):
+            first = linear(x).dtype
+            with torch.autocast(device, torch.float16):
+                return first, linear(x).dtype
+
+    with pytest.raises(RuntimeError):
+        nested()
+    cached()
+    assert nested() == (torch.bfloat16, torch.float16)
+
+
+def test_a_weight_updated_inside_a_region_is_cast_again(
+    device: str, cached: Callable[[], None]
+) -> None:
+    def run() -> tuple[float, float]:
+        linear = nn.Linear(4, 4, bias=False).to(device)
+        x = torch.ones(1, 4, device=device)
+        with torch.autocast(device, LOW):
+            before = linear(x).float().sum().item()
+            with torch.no_grad():
+                linear.weight.zero_()
+            return before, linear(x).float().sum().item()
+
+    before, after = run()
+    assert after == before != 0, "torch is stale here"
+    cached()
+    before, after = run()
+    assert after == 0 != before
+
+
+def test_threads_with_different_dtypes(device: str, cached: Callable[[], None]) -> None:
+    cached()
+    linear, x = nn.Linear(16, 16).to(device), torch.ones(4, 16, device=device)
+    found: list[bool] = []
+
+    def work(dtype: torch.dtype) -> None:
+        for _ in range(50):
+            with torch.autocast(device, dtype):
+                found.append(linear(x).dtype == dtype)
+
+    dtypes = (torch.float16, torch.bfloat16) * 3
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in dtypes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 300
+    assert all(found)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_no_stale_weight_after_a_fused_step(apex: str, kind: type) -> None:
+    linear = nn.Linear(8, 8, bias=False).to(apex)
+    optimizer = kind(linear.parameters(), lr=0.5, fused=True)  # does not bump versions
+    x = torch.ones(1, 8, device=apex)
+    linear(x).sum().backward()
+    optimizer.step()
+    wanted = (x.to(LOW) @ linear.weight.detach().to(LOW).t()).float()
+    assert torch.equal(linear(x).float(), wanted)
+
+
+def test_gradients_reach_the_float32_weight_and_accumulate(apex: str) -> None:
+    linear = nn.Linear(8, 8).to(apex)
+    x = torch.randn(3, 8, device=apex)
+    for _ in range(2):
+        linear(x).float().sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+    # d/dW of a sum is a sum of rows of x: three bfloat16 numbers, added in bfloat16's product
+    wanted = 2 * x.to(LOW).float().sum(0).expand(8, 8)
+    torch.testing.assert_close(linear.weight.grad, wanted, rtol=2 * 2.0**-8, atol=2.0**-7)
+
+
+def test_a_weight_is_cast_once_over_timesteps_and_micro_batches(apex: str) -> None:
+    cell = nn.RNNCell(8, 8).to(apex)
+    hidden = torch.zeros(2, 8, device=apex)
+    x = torch.ones(2, 8, device=apex)
+    with Seen() as seen:
+        for _ in range(2):
+            for _ in range(5):
+                hidden = cell(x, hidden.detach())
+    assert _C.casting.cached_count() == 4  # two weights, two biases
+    assert LOW in seen.ops["addmm"] or LOW in seen.ops.get("mm", set())
+
+
+def test_the_cache_does_not_keep_models_alive(apex: str) -> None:
+    for _ in range(200):
+        nn.Linear(4, 4).to(apex)(torch.ones(1, 4, device=apex))
+    assert _C.casting.cached_count() < 100
+
+
+# Steps, losses, functions
+
+
+def test_casts_are_off_in_a_step_and_on_in_its_closure(apex: str) -> None:
+    d = Data(apex)
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.inside = torch.mm(d.a, d.b).dtype
+            self.closure = closure()
+            self.after = torch.mm(d.a, d.b).dtype
+            if self.closure is None:
+                raise ArithmeticError("a step that fails")
+
+    optimizer = Watching([nn.Parameter(d.a)])
+    optimizer.step(lambda: torch.mm(d.a, d.b).dtype)
+    assert (optimizer.inside, optimizer.closure, optimizer.after) == (
+        torch.float32,
+        LOW,
+        torch.float32,
+    )
+    assert torch.mm(d.a, d.b).dtype == LOW
+    with pytest.raises(ArithmeticError):
+        optimizer.step(lambda: None)
+    assert torch.mm(d.a, d.b).dtype == LOW, "casts are on again after a step that raised"
+
+
+def test_explain_lists_the_casts(apex: str) -> None:
+    d = Data(apex)
+    casts = amp.explain(lambda: torch.exp(torch.mm(d.a, d.g)))
+    assert [tuple(c) for c in casts] == [
+        ("aten::mm", "self", "Float", "BFloat16"),
+        ("aten::exp", "self", "BFloat16", "Float"),
+    ]
+    assert amp.explain(torch.mm, d.h, d.g) == []
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_user_functions_cast_containers_and_keep_their_names(apex: str) -> None:
+    @amp.half_function
+    def half(x: Any, *, more: Any) -> Any:
+        """What it does."""
+        return x, more
+
+    a = torch.ones(2, device=apex)
+    pair, more = half(Pair(a, [a]), more={"k": (a, 3, a.double())})
+    assert isinstance(pair, Pair)
+    assert (pair.first.dtype, pair.second[0].dtype, more["k"][0].dtype) == (LOW, LOW, LOW)
+    assert more["k"][1] == 3
+    assert more["k"][2].dtype == torch.float64
+    assert (half.__name__, half.__doc__) == ("half", "What it does.")
+    assert amp.float_function(lambda x: x)(a.to(LOW)).dtype == torch.float32
+    widest = amp.promote_function(lambda x, y: (x.dtype, y.dtype))(a, a.to(LOW))
+    assert widest == (torch.float32, torch.float32)
+    with amp.disable_casts(apex):
+        assert half(a, more=None)[0].dtype == torch.float32
+
+
+def test_registered_functions_of_a_module(apex: str) -> None:
+    class Library:
+        scale = staticmethod(lambda x: x * 2)
+
+    amp.register_half_function(Library, "scale")
+    assert Library.scale(torch.ones(2, device=apex)).dtype == LOW
+    with pytest.raises(ValueError, match="No function named missing"):
+        amp.register_float_function(Library, "missing")
+
+
+def test_autograd_functions_get_gradients_in_their_arguments_dtypes(apex: str) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            assert grad.dtype == x.dtype == LOW
+            return 2 * grad * x
+
+    square = amp.half_function(Square.apply)
+    x = torch.full((3,), 3.0, device=apex, requires_grad=True)
+    square(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert x.grad.tolist() == [6.0] * 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(apex: str, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)).to(apex)
+    x = torch.randn(4, 8, device=apex, requires_grad=True)
+    grads = []
+    for through in (
+        net,
+        lambda y: torch.utils.checkpoint.checkpoint(net, y, use_reentrant=reentrant),
+    ):
+        net.zero_grad()
+        through(x).float().sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for plain, checkpointed in zip(*grads, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_a_compiled_model_equals_eager_and_follows_a_changed_policy(apex: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(apex)
+    x = torch.randn(4, 8, device=apex)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), net(x))
+    gelu = torch.compile(functional.gelu, backend="aot_eager", fullgraph=True)
+    assert gelu(x.to(LOW)).dtype == LOW
+    with amp.set_policy("aten::gelu", "float32"):
+        assert gelu(x.to(LOW)).dtype == torch.float32
+    torch._dynamo.reset()
