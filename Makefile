@@ -49,7 +49,7 @@ clean:
 build: $(VENV)/built
 
 $(VENV)/built: $(VENV)/tools $(NATIVE)
-	MAX_JOBS=$(JOBS) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	AMP_MP_WERROR=1 MAX_JOBS=$(JOBS) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(VENV)/tools: pyproject.toml

@@ -56,7 +56,7 @@ class Settings:
         default="adamw",
         metadata=_option("torch-adamw is PyTorch's own fused AdamW, float32 only", OPTIMIZERS),
     )
-    steps: int = field(default=220, metadata=_option("optimizer steps of the whole run"))
+    steps: int = field(default=250, metadata=_option("optimizer steps of the whole run"))
     lr: float = field(
         default=1.5e-3, metadata=_option("peak learning rate, between warm-up and cosine decay")
     )
@@ -71,7 +71,7 @@ class Settings:
     device: str = field(
         default="", metadata=_option("cpu, cuda, cuda:1, ...; by default cuda if there is one")
     )
-    eval_every: int = field(default=55, metadata=_option("steps between validation losses"))
+    eval_every: int = field(default=50, metadata=_option("steps between validation losses"))
     checkpoint: Path | None = field(
         default=None, metadata=_option("file to save the run to, on the way and at the end")
     )

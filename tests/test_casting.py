@@ -519,3 +519,33 @@ def test_a_compiled_model_equals_eager_and_follows_a_changed_policy(apex: str) -
     with amp.set_policy("aten::gelu", "float32"):
         assert gelu(x.to(LOW)).dtype == torch.float32
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("more", [{}, {"bidirectional": True, "num_layers": 2}], ids=["", "deep"])
+def test_recurrent_layers_run_packed_or_not_and_train(
+    device: str, dtype: torch.dtype, layer: type, more: dict[str, Any]
+) -> None:
+    """Also where oneDNN has no float16 for them, at which torch 2.13 raises."""
+    torch.manual_seed(0)
+    net, x = layer(8, 16, **more).to(device), torch.randn(5, 3, 8, device=device)
+    exact = net(x)[0]
+    handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0)
+    try:
+        found = net(x)[0]
+        packed = nn.utils.rnn.pack_padded_sequence(x, [5, 4, 2])
+        assert net(packed)[0].data.shape[0] == 11
+        found.float().sum().backward()
+    finally:
+        handle._deactivate()
+        amp.uninstall()
+    # outputs are at most 1; weights, inputs and five steps of state are rounded, 2^-8 each
+    torch.testing.assert_close(found.float(), exact, rtol=0, atol=16 * 2.0**-8)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_run_in_low_precision(apex: str, cell: type) -> None:
+    out = cell(8, 16).to(apex)(torch.randn(3, 8, device=apex))
+    assert (out[0] if isinstance(out, tuple) else out).dtype == LOW

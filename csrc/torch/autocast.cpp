@@ -138,6 +138,7 @@ struct Kernel : c10::OperatorKernel {
     switch (policy) {
       case Policy::low_precision: to = low; break;
       case Policy::float32: to = at::kFloat; break;
+      case Policy::bfloat16_only: to = low == at::kBFloat16 ? low : at::kFloat; break;
       case Policy::widest: to = widest(*e, stack); break;
       case Policy::set_output_dtype: set_dtype(schema, stack); break;
       case Policy::banned: refuse(schema, stack); break;
@@ -230,8 +231,9 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
 }  // namespace
 
 const std::vector<std::string>& policy_names() {
-  static const std::vector<std::string> names = {
-      "stock", "unchanged", "low_precision", "float32", "widest", "set_output_dtype", "banned"};
+  static const std::vector<std::string> names = {"stock",   "unchanged",    "low_precision",
+                                                 "float32", "widest",       "set_output_dtype",
+                                                 "banned",  "bfloat16_only"};
   return names;
 }
 

@@ -18,6 +18,7 @@ enum class Policy : int {
   widest,            // to the widest dtype among the arguments
   set_output_dtype,  // arguments as they are, `dtype=` float32 unless given
   banned,            // refuses low-precision arguments
+  bfloat16_only,     // to the autocast dtype if that is bfloat16, else to float32
 };
 
 // The policies' names, in the order of the enum.

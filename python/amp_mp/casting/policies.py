@@ -78,6 +78,7 @@ def _rows(table: str, device: str, allow_banned: bool) -> dict[str, str]:
         return {}
     if table == "torch":
         low = {op: "low_precision" for name in TORCH_LOW[device] for op in _exactly(name)}
+        low |= dict.fromkeys(_exactly("aten::mkldnn_rnn_layer"), "bfloat16_only")
         return low | {op: "widest" for name in TORCH_WIDEST for op in _exactly(name)}
     rows = {}
     for group in APEX:
@@ -172,7 +173,8 @@ def set_policy(op: str, policy: str, device: str | None = None) -> _Change:
         op: "aten::gelu" for all its overloads and its in-place form, "aten::sum.dim_IntList" for
             one overload, "mylib::myop" for an operator of your own.
         policy: "low_precision", "float32", "widest", "set_output_dtype" (float32 results without
-            casting the arguments), "unchanged", "banned", or "stock" for what torch does.
+            casting the arguments), "bfloat16_only", "unchanged", "banned", or "stock" for what
+            torch does.
         device: "cpu" or "cuda"; both if not given.
 
     Returns:

@@ -90,6 +90,11 @@ APEX = (
         ),
     ),
     Group(
+        "bfloat16_only",
+        "oneDNN's recurrent layers: few CPUs have them in float16",
+        _ops("mkldnn_rnn_layer"),
+    ),
+    Group(
         "banned",
         "the logarithm of a rounded probability: use binary_cross_entropy_with_logits",
         _ops("binary_cross_entropy"),
