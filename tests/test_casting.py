@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -549,3 +550,70 @@ def test_recurrent_layers_run_packed_or_not_and_train(
 def test_recurrent_cells_run_in_low_precision(apex: str, cell: type) -> None:
     out = cell(8, 16).to(apex)(torch.randn(3, 8, device=apex))
     assert (out[0] if isinstance(out, tuple) else out).dtype == LOW
+
+
+def test_function_transforms_see_the_same_casts(apex: str) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 8).to(apex), torch.randn(4, 8, device=apex)
+    params = dict(net.named_parameters())
+
+    def loss(p: dict[str, Tensor], y: Tensor) -> Tensor:
+        return torch.func.functional_call(net, p, (y,)).float().square().sum()
+
+    net(x).float().square().sum().backward()
+    grads = torch.func.grad(loss)(params, x)
+    assert torch.equal(grads["weight"], net.weight.grad)
+    rows = torch.vmap(lambda row: net(row))(x)
+    # vmap takes linear apart before autocast sees it, here as in torch: a product and a float32 sum
+    torch.testing.assert_close(rows, net(x).float(), rtol=2.0**-7, atol=2.0**-7)
+    value, tangent = torch.func.jvp(lambda y: net(y).float(), (x,), (torch.ones_like(x),))
+    assert torch.equal(value, net(x).float())
+    assert tangent.isfinite().all()
+
+
+def test_an_exported_model_follows_autocast_as_the_model_does(apex: str) -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)).to(apex), torch.randn(4, 8, device=apex)
+    wanted = net(x)
+    exported = torch.export.export(net, (x,)).module()
+    assert torch.equal(exported(x), wanted)
+    with amp.disable_casts(apex):
+        assert torch.equal(exported(x), net(x))
+
+
+def train_on_a_rank(rank: int, wrap: str, path: str) -> None:
+    """Two steps of a model that is replicated or sharded over two processes."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=2
+    )
+    amp.init(device_type="cpu", dtype=LOW, loss_scale=1.0)
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    if wrap == "ddp":
+        net = nn.parallel.DistributedDataParallel(net)
+    elif wrap == "fsdp2":
+        fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = net(x)
+        assert out.dtype == LOW
+        out.float().square().mean().backward()
+        optimizer.step()
+    values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    torch.save([v.detach().clone() for v in values], f"{path}.{wrap}.{rank}")
+    torch.distributed.barrier()  # a rank that leaves early takes the others' connections along
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_distributed_models_train_as_alone(wrap: str, tmp_path: Any) -> None:
+    """The same batch on both ranks: the mean gradient is each rank's own."""
+    for name in ("alone", wrap):
+        torch.multiprocessing.spawn(train_on_a_rank, (name, str(tmp_path / name)), nprocs=2)
+    alone = torch.load(tmp_path / "alone.alone.0")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{wrap}.{wrap}.{rank}")
+        for a, b in zip(alone, found, strict=True):
+            # the mean of two equal gradients; float32 sums in another order at most
+            torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)

@@ -34,12 +34,15 @@ struct Entry {
   bool writes = false;
 };
 
-std::mutex mutex;
-std::map<std::pair<std::string, std::string>, std::unique_ptr<Entry>>
-    entries;  // by device, operator
-std::vector<std::unique_ptr<torch::Library>> registrations;
+// Never destroyed: threads may still be in a kernel when the process ends, and the dispatcher may
+// be gone by then.
+using Entries = std::map<std::pair<std::string, std::string>, std::unique_ptr<Entry>>;
+std::mutex& mutex = *new std::mutex;
+Entries& entries = *new Entries;  // by device and operator
+std::vector<std::unique_ptr<torch::Library>>& registrations =
+    *new std::vector<std::unique_ptr<torch::Library>>;
 std::atomic<Trace> trace{Trace::off};
-std::vector<Cast> log;
+std::vector<Cast>& log = *new std::vector<Cast>;
 
 bool is_low(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16; }
 

@@ -2,10 +2,12 @@
 
 #include <ATen/CachedTensorUtils.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <unordered_map>
 
 #include "torch/checks.h"
@@ -13,22 +15,40 @@
 namespace amp_mp::casting {
 namespace {
 
-using torch::autograd::AutogradContext;
+using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Gives a copy that exists already the history of a cast. Saves nothing for backward, so that one
-// node serves iteration after iteration.
-struct Link : torch::autograd::Function<Link> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& leaf,
-                            const at::Tensor& copy) {
-    context->saved_data["dtype"] = int64_t(leaf.scalar_type());
-    return copy.alias();
+// The history of a cast: gradients in the leaf's dtype. Saves nothing for backward.
+struct CastBackward : Node {
+  at::ScalarType dtype = at::kFloat;
+
+  variable_list apply(variable_list&& grads) override {
+    return {grads[0].defined() ? grads[0].to(dtype) : at::Tensor()};
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto dtype = at::ScalarType(context->saved_data["dtype"].toInt());
-    return {grads[0].defined() ? grads[0].to(dtype) : at::Tensor(), at::Tensor()};
-  }
+  std::string name() const override { return "AmpCastBackward"; }
 };
+
+// torch moved nodes from shared_ptr to intrusive_ptr; this is right with either.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <class Pointer>
+Pointer make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(new CastBackward, [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<CastBackward>();
+  }
+}
+
+// A copy that exists already, with the history of a cast from the leaf. By hand, since a custom
+// autograd::Function costs five times as much, at every pass and weight.
+at::Tensor link(const at::Tensor& leaf, const at::Tensor& copy) {
+  NodePointer node = make_node<NodePointer>();
+  node->set_next_edges(torch::autograd::collect_next_edges(leaf));
+  at::Tensor linked = copy.detach();
+  torch::autograd::set_history(linked, node);
+  return linked;
+}
 
 using Owner = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
@@ -55,8 +75,9 @@ struct Hash {
   }
 };
 
-std::mutex mutex;
-std::unordered_map<Key, Entry, Hash> entries;
+// Never destroyed: at the end of the process tensors would outlive what they need to be freed.
+std::mutex& mutex = *new std::mutex;
+std::unordered_map<Key, Entry, Hash>& entries = *new std::unordered_map<Key, Entry, Hash>;
 
 bool is_cacheable(const at::Tensor& t, at::ScalarType dtype) {
   return t.requires_grad() && t.is_leaf() && t.scalar_type() == at::kFloat &&
@@ -97,7 +118,7 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
   if (!with_grad) return e.copy;
   if (e.linked)
     if (auto alive = e.linked->lock()) return at::Tensor(std::move(alive));
-  at::Tensor linked = Link::apply(tensor, e.copy);
+  at::Tensor linked = link(tensor, e.copy);
   e.linked = Owner(linked.getIntrusivePtr());
   return linked;
 }
