@@ -6,6 +6,7 @@ update itself is in csrc/core/rules.h.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from amp_mp import _C
 from amp_mp.optim.state import Bucket, all_current, gather_buckets, restore_state
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(torch.optim.Optimizer, ABC):
     """Base of the fused optimizers, a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout; gradients any of the
@@ -63,14 +64,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What a subclass gives.
 
+    @abstractmethod
     def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
-        raise NotImplementedError  # pragma: no cover
+        """A param_group's numbers."""
 
+    @abstractmethod
     def _operator(self) -> Callable[..., None]:
-        raise NotImplementedError  # pragma: no cover
+        """The native operator."""
 
+    @abstractmethod
     def _states(self) -> tuple[str, ...]:
-        raise NotImplementedError  # pragma: no cover
+        """The names of the operator's states, in its order."""
 
     # The step.
 
