@@ -3,8 +3,7 @@ found, CUDA kernels. Metadata is in pyproject.toml.
 
 Environment: AMP_MP_CUDA=1 demands CUDA, 0 leaves it out; TORCH_CUDA_ARCH_LIST chooses architectures
 (default 7.5;8.0;9.0;10.0+PTX); AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and MAX_JOBS
-as usual. Whether this machine has a GPU
-is never asked: machines that build often have none.
+as usual. Whether this machine has a GPU is never asked: machines that build often have none.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -66,12 +67,12 @@ template <class F>
 void map_tensors(const Entry& e, Stack* stack, const F& f) {
   const size_t count = e.written.size(), first = stack->size() - count;
   for (size_t i = 0; i < count; ++i) {
+    if (e.written[i]) continue;
     IValue& value = (*stack)[first + i];
     const auto one = [&](const at::Tensor& t) {
       return is_eligible(t, e.device) ? f(t, i) : at::Tensor();
     };
     if (value.isTensor()) {
-      if (e.written[i]) continue;
       if (at::Tensor cast = one(value.toTensor()); cast.defined()) value = std::move(cast);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> mapped;  // the caller's list stays as it is
@@ -192,8 +193,8 @@ DispatchKey key_of(const std::string& device) {
 
 // Null where the running torch has no such operator.
 Entry* find_or_register(const std::string& device, const std::string& name) {
-  auto& slot = entries[{device, name}];
-  if (slot) return slot.get();
+  const auto known = entries.find({device, name});
+  if (known != entries.end()) return known->second.get();
   const size_t dot = name.find('.'), colons = name.find("::");
   TORCH_CHECK_VALUE(colons != std::string::npos,
                     "op must look like \"aten::mm\" or \"aten::sum.dim_IntList\", found \"", name,
@@ -201,10 +202,7 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
   const std::string base = name.substr(0, dot),
                     overload = dot == std::string::npos ? "" : name.substr(dot + 1);
   const auto op = c10::Dispatcher::singleton().findSchema({base, overload});
-  if (!op) {
-    entries.erase({device, name});
-    return nullptr;
-  }
+  if (!op) return nullptr;
   auto entry = std::make_unique<Entry>();
   entry->name = name;
   entry->key = key_of(device);
@@ -227,8 +225,7 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
   library->impl(name.substr(colons + 2).c_str(),
                 torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(entry.get())));
   registrations.push_back(std::move(library));
-  slot = std::move(entry);
-  return slot.get();
+  return entries.emplace(std::pair(device, name), std::move(entry)).first->second.get();
 }
 
 }  // namespace
@@ -244,10 +241,8 @@ std::string set_policy(const std::string& device, const std::string& op,
                        const std::string& policy) {
   const auto& names = policy_names();
   const auto found = std::find(names.begin(), names.end(), policy);
-  std::string known;
-  for (const std::string& name : names) known += (known.empty() ? "" : ", ") + name;
-  TORCH_CHECK_VALUE(found != names.end(), "policy must be one of ", known, "; found \"", policy,
-                    '"');
+  TORCH_CHECK_VALUE(found != names.end(), "policy must be one of ", c10::Join(", ", names),
+                    "; found \"", policy, '"');
   const std::lock_guard<std::mutex> lock(mutex);
   Entry* entry = find_or_register(device, op);
   if (!entry) return "";

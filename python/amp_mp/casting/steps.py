@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from amp_mp import _C
+from amp_mp.casting.policies import DEVICES
 
 _installed = False
 _lock = threading.Lock()
@@ -26,12 +27,11 @@ class _Arguments(tuple[Any, ...]):
     its end restores the state all the same.
     """
 
-    before: dict[str, bool]
+    on: list[str]  # device types to switch on again
 
     def restore(self) -> None:
-        before, self.before = self.before, {}
-        for device, enabled in before.items():
-            torch.set_autocast_enabled(device, enabled)
+        on, self.on = self.on, []
+        _switch(on, True)
 
     def __del__(self) -> None:
         self.restore()
@@ -48,7 +48,7 @@ def install_step_hooks() -> None:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    on = {d: True for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+    on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not on:
         return None
@@ -57,9 +57,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         args = (args[0], wrapped, *args[2:]) if len(args) > 1 else args
         kwargs = {**kwargs, "closure": wrapped} if "closure" in kwargs else kwargs
     guarded = _Arguments(args)
-    guarded.before = on
-    for device in on:
-        torch.set_autocast_enabled(device, False)
+    guarded.on = on
+    _switch(on, False)
     return guarded, kwargs
 
 
@@ -70,14 +69,17 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     _C.casting.clear_cache()
 
 
-def _with_casts(closure: Callable[[], Any], on: dict[str, bool]) -> Callable[[], Any]:
+def _switch(devices: list[str], enabled: bool) -> None:
+    for device in devices:
+        torch.set_autocast_enabled(device, enabled)
+
+
+def _with_casts(closure: Callable[[], Any], on: list[str]) -> Callable[[], Any]:
     def wrapped() -> Any:
-        for device in on:
-            torch.set_autocast_enabled(device, True)
+        _switch(on, True)
         try:
             return closure()
         finally:
-            for device in on:
-                torch.set_autocast_enabled(device, False)
+            _switch(on, False)
 
     return wrapped
