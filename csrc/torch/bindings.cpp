@@ -150,8 +150,14 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("device"));
   c.def("uninstall", &casting::uninstall);
-  c.def("clear_cache", &casting::clear);
-  c.def("cached_count", &casting::cached_count);
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  c.def("clear_cache", &casting::clear, ReleaseGil());
+  c.def("optimizer_stepped", &casting::optimizer_stepped, ReleaseGil());
+  c.def("cached", [] {
+    py::dict rows;
+    for (const auto& [tensor, copy] : casting::cached()) rows[py::cast(tensor)] = copy;
+    return rows;
+  });
   c.def("set_trace", [](int mode) { casting::set_trace(casting::Trace(mode)); }, py::arg("mode"));
   c.def("take_log", [] {
     py::list rows;

@@ -204,7 +204,7 @@ void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& ve
   if (plan.empty()) return;
   const at::Device device = slots.device();
   const Verdict* v = verdict_of(verdict, device);
-  if (device.is_cpu() && v->found_inf != 0) return;
+  if (device.is_cpu() && v->found_inf != 0) return slots.finish(false);
   const auto count = int64_t(plan.size());
   const at::Tensor rules = scratch(count * int64_t(sizeof(Rule)), device);
   on(
@@ -214,7 +214,7 @@ void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& ve
                          at::get_num_threads());
       },
       AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), v, data_of<Rule>(rules), stream)));
-  slots.bump_versions();
+  slots.finish(true);
 }
 
 #define AMP_MP_INSTANTIATE(Rule, op) \

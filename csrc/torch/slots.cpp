@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include "torch/cast_cache.h"
+
 namespace amp_mp {
 namespace {
 
@@ -146,13 +148,17 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     check();
     remember();
   }
+  copies_ = casting::copies_to_write(params_);
   std::vector<Slot> slots;
   slots.reserve(params_.size());
   kept.reserve(params_.size());  // pointers into it stay good
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& param = params_[i];
     const at::Tensor* grad = &param.grad();
-    if (!grad->defined()) continue;
+    if (!grad->defined()) {
+      copies_[size_t(i)].reset();
+      continue;
+    }
     const auto label = [&] { return Label{"the gradient", i, &names_[i]}; };
     if (is_subclass(*grad) || grad->layout() != at::kStrided) check_plain(*grad, label());
     if (grad->device() != device_) check_device(*grad, device_, label());
@@ -165,13 +171,18 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     }
     slots.push_back(slots_[size_t(i)]);
     slots.back().grad = span_of(*grad, label());
+    if (copies_[size_t(i)].defined() && !masters_[size_t(i)].defined())
+      slots.back().weight = span_of(copies_[size_t(i)], label());
   }
   return slots;
 }
 
-void Slots::bump_versions() const {
-  for (int64_t i = 0; i < size(); ++i)
-    if (params_[i].grad().defined()) for_each_tensor(i, bump_version);
+void Slots::finish(bool written) {
+  if (written)
+    for (int64_t i = 0; i < size(); ++i)
+      if (params_[i].grad().defined()) for_each_tensor(i, bump_version);
+  casting::copies_written(params_, copies_);
+  copies_.clear();  // to be held by the cache alone again
 }
 
 }  // namespace amp_mp

@@ -27,11 +27,12 @@ class Slots {
   const std::vector<std::string>& names() const { return names_; }
 
   // The slots of the parameters with a gradient. A gradient of another layout than its parameter's
-  // is copied to `kept`, which has to outlive the slots' use.
+  // is copied to `kept`, which has to outlive the slots' use. A float32 parameter whose
+  // low-precision copy autocast has cached gets it as its weight: the step writes both.
   std::vector<Slot> plan(Tensors& kept);
 
-  // Of every tensor a step writes.
-  void bump_versions() const;
+  // After the slots of plan() have been written, or not been: counts the writes.
+  void finish(bool written);
 
  private:
   void check() const;
@@ -50,6 +51,7 @@ class Slots {
   std::vector<uint64_t> shapes_;     // of every parameter
   std::vector<const void*> memory_;  // of every tensor
   std::vector<Slot> slots_;          // of every parameter, without its gradient
+  Tensors copies_;                   // cached casts that the step under way writes
 };
 
 }  // namespace amp_mp

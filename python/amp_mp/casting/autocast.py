@@ -7,6 +7,9 @@ import warnings
 
 import torch
 
+from amp_mp.casting.policies import install_default
+from amp_mp.casting.steps import install_step_hooks
+
 DEFAULT_DTYPE = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
 
@@ -18,6 +21,9 @@ def autocast(
 ) -> torch.autocast:
     """A torch.autocast, for everything that understands one: checkpoint, compile, DDP.
 
+    The first one in a process puts the "torch" table in force, if no table is: torch's own lists,
+    and a cache of weight casts that outlives the region. Call it before worker threads run.
+
     Args:
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
@@ -28,6 +34,9 @@ def autocast(
         ValueError: another device type or dtype.
     """
     device, low = resolve(device_type, dtype)
+    if enabled and not torch.compiler.is_compiling():
+        install_step_hooks()
+        install_default("torch", device)
     return torch.autocast(device, dtype=low, enabled=enabled, cache_enabled=cache_enabled)
 
 

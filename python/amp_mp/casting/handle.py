@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.casting.autocast import resolve
+from amp_mp.casting.autocast import disable_casts, resolve
+from amp_mp.casting.optim_wrapper import OptimWrapper
 from amp_mp.casting.policies import install, set_verbose
+from amp_mp.casting.scaled_loss import scaled_loss
 from amp_mp.casting.steps import install_step_hooks
-from amp_mp.master.fp16_optimizer import FP16_Optimizer
-from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
 from amp_mp.scaling.policies import Backoff, Policy, Static, make_policy
-
-logger = logging.getLogger("amp_mp")
 
 
 def init(
@@ -72,6 +69,9 @@ def init(
 class NoOpHandle:
     """What init(enabled=False) returns: every use leaves the script as it was."""
 
+    has_cache = False
+    device_type = "cpu"
+
     def is_active(self) -> bool:
         """False."""
         return False
@@ -81,8 +81,41 @@ class NoOpHandle:
         """The loss itself."""
         yield loss
 
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """A wrapper that scales nothing."""
+        return OptimWrapper(optimizer, Static(), num_loss, self.device_type)
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """Empty."""
+        return {}
+
+    def _clear_cache(self) -> None:
+        """Nothing to do."""
+
+    def _disable_casts(self) -> Any:
+        """A block like any other."""
+        return nullcontext()
+
     def _deactivate(self) -> None:
         """Nothing to do."""
+
+
+class DefaultScaler:
+    """The handle's loss scale under Apex's name for it."""
+
+    def __init__(self, policy: Policy) -> None:
+        """policy: what keeps the scale."""
+        self._policy = policy
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; settable, ValueError for what is no scale."""
+        return self._policy.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._policy.scale = value
 
 
 class AmpHandle:
@@ -92,7 +125,9 @@ class AmpHandle:
         """Use init."""
         self.device_type = device_type
         self.dtype = dtype
+        self.has_cache = caching
         self.loss_scaler = policy
+        self._default_scaler: DefaultScaler | None = DefaultScaler(policy)
         self._before = (
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
@@ -106,8 +141,7 @@ class AmpHandle:
         torch.set_autocast_enabled(self.device_type, enabled)
         torch.set_autocast_dtype(self.device_type, dtype)
         torch.set_autocast_cache_enabled(caching)
-        torch.clear_autocast_cache()
-        _C.casting.clear_cache()
+        self._clear_cache()
 
     def is_active(self) -> bool:
         """Whether casts are on here and now: not after _deactivate, nor inside scale_loss."""
@@ -122,7 +156,7 @@ class AmpHandle:
         On exit the gradients of the optimizer's parameters are divided by the scale, in place and
         each exactly once, also where several losses add up before a step: clip and inspect them as
         usual. If one is inf or NaN the scale falls and the next step of the optimizer changes
-        nothing.
+        nothing. Calling backward() on the loss itself inside gives a warning.
 
         Args:
             loss: the loss, any floating dtype; it is multiplied in float32.
@@ -131,27 +165,45 @@ class AmpHandle:
         Raises:
             TypeError: something is no torch.optim.Optimizer, say an FP16_Optimizer, whose
                 backward() scales itself.
+            RuntimeError: an optimizer has been wrapped; then each has its own scale_loss.
         """
-        optimizers = _checked(optimizer)
-        policy = self.loss_scaler
-        with torch.autocast(self.device_type, enabled=False):
-            if isinstance(policy, Static) and policy.scale == 1:
-                yield loss
-                return
-            params = _parameters(optimizers)
-            with scaled_backward(params):
-                yield loss.float() * policy.scale
-                found_inf = unscale_(gradients_of(params), policy.scale)
-            before = policy.scale
-            policy.update(found_inf)
-        if found_inf:
-            logger.warning(
-                "Gradient overflow, skipping update, reducing loss scale from %g to %g",
-                before,
-                policy.scale,
+        if self._default_scaler is None:
+            raise RuntimeError(
+                "handle.scale_loss cannot be used after handle.wrap_optimizer: every wrapped "
+                "optimizer has loss scales of its own. Call scale_loss of the wrapped optimizer"
             )
-            for each in optimizers:
-                _skip_next_step(each)
+        with scaled_loss(loss, optimizer, self.loss_scaler, self.device_type) as scaled:
+            yield scaled
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with a loss scale of its own for each of its losses.
+
+        From then on scale_loss is that of the wrapped optimizers; the handle's own raises.
+
+        Args:
+            optimizer: a torch.optim.Optimizer.
+            num_loss: how many losses go backward between two steps.
+
+        Raises:
+            TypeError, ValueError: another optimizer or count.
+        """
+        wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
+        self._default_scaler = None
+        return wrapper
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """The weights that have a low-precision copy at the moment, and the copies."""
+        return _C.casting.cached()
+
+    def _clear_cache(self) -> None:
+        """Drops the copies of weights: after weights were changed through `.data`."""
+        torch.clear_autocast_cache()
+        _C.casting.clear_cache()
+
+    def _disable_casts(self) -> Any:
+        """A block without casts; they are on again after it, also after an exception."""
+        return disable_casts(self.device_type)
 
     def _deactivate(self) -> None:
         """Puts the thread's autocast state back; every operator does what torch does."""
@@ -160,52 +212,3 @@ class AmpHandle:
             self._switch(*self._before)
             install("stock", self.device_type)
             set_verbose(False)
-
-
-def _checked(optimizer: Any) -> list[Optimizer]:
-    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    for each in optimizers:
-        if isinstance(each, FP16_Optimizer):
-            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
-        if not isinstance(each, Optimizer):
-            raise TypeError(
-                "scale_loss: optimizer must be a torch.optim.Optimizer or several of them, "
-                f"found {type(each).__name__}"
-            )
-    return optimizers
-
-
-def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
-    """Each once, also where optimizers share it."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    return list({id(p): p for group in groups for p in group["params"]}.values())
-
-
-def _skip_next_step(optimizer: Optimizer) -> None:
-    """Makes one step do nothing: gradients are set aside before it and put back after it.
-
-    step itself is never replaced, so schedulers and wrappers see a step like any other.
-    """
-    if getattr(optimizer, "_amp_mp_skips", False):
-        return  # two overflows before a step are one skip
-    optimizer._amp_mp_skips = True  # type: ignore[attr-defined]
-    aside: list[tuple[Tensor, Tensor]] = []
-
-    def before(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    aside.append((param, param.grad))
-                    param.grad = None
-
-    def after(*_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        optimizer._amp_mp_skips = False  # type: ignore[attr-defined]
-        for param, grad in aside:
-            param.grad = grad
-
-    handles = [
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
-    ]

@@ -73,6 +73,12 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
     _changed()
 
 
+def install_default(table: str, device: str) -> None:
+    """Puts the table in force unless one is, or was and has been deactivated."""
+    if device not in _active:
+        install(table, device)
+
+
 def _rows(table: str, device: str, allow_banned: bool) -> dict[str, str]:
     if table == "stock":
         return {}

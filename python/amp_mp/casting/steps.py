@@ -1,4 +1,4 @@
-"""Casts are off while an optimizer steps, and casts of weights do not outlive the step."""
+"""Casts are off while an optimizer steps; afterwards only casts that it wrote itself are kept."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(args, _Arguments):
         args.restore()
     torch.clear_autocast_cache()
-    _C.casting.clear_cache()
+    _C.casting.optimizer_stepped()
 
 
 def _switch(devices: list[str], enabled: bool) -> None:

@@ -1,0 +1,117 @@
+"""The block in which a scaled loss goes backward, and the skipped step after an overflow."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from amp_mp.master.fp16_optimizer import FP16_Optimizer
+from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
+from amp_mp.scaling.policies import Policy, Static
+
+logger = logging.getLogger("amp_mp")
+
+
+@contextmanager
+def scaled_loss(
+    loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], policy: Policy, device_type: str
+) -> Iterator[Tensor]:
+    """Yields loss times scale, casts off; on exit unscales, moves the scale, maybe skips a step.
+
+    What it promises is said at AmpHandle.scale_loss.
+    """
+    optimizers = _checked(optimizer)
+    with torch.autocast(device_type, enabled=False):
+        if isinstance(policy, Static) and policy.scale == 1:
+            yield loss
+            return
+        params = _parameters(optimizers)
+        with scaled_backward(params), _warning_if_unscaled(loss):
+            yield loss.float() * policy.scale
+            found_inf = unscale_(gradients_of(params), policy.scale)
+        before = policy.scale
+        policy.update(found_inf)
+    if found_inf:
+        logger.warning(
+            "Gradient overflow, skipping update, reducing loss scale from %g to %g",
+            before,
+            policy.scale,
+        )
+        for each in optimizers:
+            skip_next_step(each)
+
+
+@contextmanager
+def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
+    """Inside, loss.backward() says that the scaled loss was meant, and does it all the same."""
+    true = loss.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "amp_mp: backward() was called on the unscaled loss inside a scale_loss block, which "
+            "will divide its gradients by the scale; call scaled_loss.backward() instead",
+            stacklevel=2,
+        )
+        true(*args, **kwargs)
+
+    loss.backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del loss.backward  # type: ignore[method-assign]
+
+
+def _checked(optimizer: Any) -> list[Optimizer]:
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for each in optimizers:
+        if isinstance(each, FP16_Optimizer):
+            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                "scale_loss: optimizer must be a torch.optim.Optimizer or several of them, "
+                f"found {type(each).__name__}"
+            )
+    return optimizers
+
+
+def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+    """Each once, also where optimizers share it."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return list({id(p): p for group in groups for p in group["params"]}.values())
+
+
+def skip_next_step(optimizer: Optimizer) -> None:
+    """Makes one step do nothing: gradients are set aside before it and put back after it.
+
+    step itself is never replaced, so schedulers and wrappers see a step like any other.
+    """
+    if getattr(optimizer, "_amp_mp_skips", False):
+        return  # two overflows before a step are one skip
+    optimizer._amp_mp_skips = True  # type: ignore[attr-defined]
+    aside: list[tuple[Tensor, Tensor]] = []
+
+    def before(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    aside.append((param, param.grad))
+                    param.grad = None
+
+    def after(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        optimizer._amp_mp_skips = False  # type: ignore[attr-defined]
+        for param, grad in aside:
+            param.grad = grad
+
+    handles = [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(after),
+    ]
