@@ -11,14 +11,15 @@
 namespace amp_mp::casting {
 
 enum class Policy : int {
-  stock,             // what torch's autocast does with it
-  unchanged,         // no casts, as if it were on no list
-  low_precision,     // to the autocast dtype
-  float32,           // low precision to float32
-  widest,            // to the widest dtype among the arguments
-  set_output_dtype,  // arguments as they are, `dtype=` float32 unless given
-  banned,            // refuses low-precision arguments
-  bfloat16_only,     // to the autocast dtype if that is bfloat16, else to float32
+  stock,                   // what torch's autocast does with it
+  unchanged,               // no casts, as if it were on no list
+  low_precision,           // to the autocast dtype
+  float32,                 // low precision to float32
+  widest,                  // to the widest dtype among the arguments
+  set_output_dtype,        // arguments as they are, `dtype=` float32 unless given
+  banned,                  // refuses low-precision arguments
+  bfloat16_only,           // to the autocast dtype if that is bfloat16, else to float32
+  low_precision_if_large,  // matrix products on a CPU: in float32 where that is faster (product.h)
 };
 
 // The policies' names, in the order of the enum.

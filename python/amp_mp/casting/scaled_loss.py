@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def scaled_loss(
 @contextmanager
 def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
     """Inside, loss.backward() says that the scaled loss was meant, and does it all the same."""
-    true = loss.backward
+    true: Callable[..., None] = loss.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
         warnings.warn(
@@ -65,7 +65,7 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        del loss.backward  # type: ignore[method-assign]
+        del loss.backward
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:

@@ -26,15 +26,22 @@ def _ops(names: str) -> tuple[str, ...]:
 # Apex's lists of 2018 and what they missed, on CPU and CUDA alike.
 APEX = (
     Group(
+        "low_precision_if_large",
+        "matrix products: fast in low precision, with float32 sums inside; on a CPU only from a "
+        "size on, and never for a matrix and a vector",
+        _ops(
+            "linear matmul mm bmm addmm _addmm_activation addbmm baddbmm mv addmv "
+            "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+        ),
+    ),
+    Group(
         "low_precision",
-        "matrix products and convolutions: fast in low precision, with float32 sums inside",
+        "convolutions, attention and other products, likewise",
         _ops(
             "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-            "conv_tbc convolution _convolution linear prelu addmm _addmm_activation addmv "
-            "addr addbmm baddbmm bmm matmul mm mv linalg_vecdot einsum chain_matmul "
+            "conv_tbc convolution _convolution prelu addr linalg_vecdot einsum chain_matmul "
             "linalg_multi_dot inner outer scaled_dot_product_attention "
-            "_native_multi_head_attention lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
-            "_thnn_fused_lstm_cell _thnn_fused_gru_cell"
+            "_native_multi_head_attention _thnn_fused_lstm_cell _thnn_fused_gru_cell"
         ),
     ),
     Group(
@@ -50,16 +57,14 @@ APEX = (
         "normalisation: sums of squares and small differences",
         _ops(
             "layer_norm native_layer_norm rms_norm group_norm native_group_norm "
-            "cosine_similarity norm frobenius_norm nuclear_norm linalg_norm std var "
-            "std_mean var_mean"
+            "cosine_similarity norm frobenius_norm nuclear_norm linalg_norm linalg_matrix_norm "
+            "std var std_mean var_mean"
         ),
     ),
     Group(
         "set_output_dtype",
         "sums: float32 inside and out, without a float32 copy of what is summed",
-        _ops(
-            "softmax log_softmax sum mean prod cumsum cumprod linalg_vector_norm linalg_matrix_norm"
-        ),
+        _ops("softmax log_softmax sum mean prod cumsum cumprod linalg_vector_norm"),
     ),
     Group(
         "float32",
@@ -77,15 +82,16 @@ APEX = (
         "interpolation and grids: coordinates need float32's digits",
         _ops(
             "grid_sampler upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-            "upsample_linear1d upsample_bilinear2d upsample_trilinear3d "
-            "upsample_bicubic2d"
+            "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+            "upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
+            "upsample_bicubic2d _upsample_bicubic2d_aa"
         ),
     ),
     Group(
         "widest",
         "several tensors of one dtype are asked for, and torch does not promote by itself",
         _ops(
-            "addcdiv addcmul cross bilinear dot vdot tensordot index_put scatter_add cat "
+            "addcdiv addcmul cross linalg_cross bilinear dot vdot tensordot index_put scatter_add cat "
             "stack lerp index_copy"
         ),
     ),
