@@ -1,7 +1,7 @@
 """Every operator of Apex's lists in every spelling it has, as expressions to evaluate.
 
-a, b, v, ... are float32, h, hv, ... the same in low precision; see `tensors`. An operator of the table
-that is missing here, and a spelling that torch has, are noticed by test_casting_lists.py.
+a, b, v, ... are float32, h, hv, ... the same in low precision; see `tensors`. An operator of the
+table that is missing here, and a spelling that torch has, are noticed by test_casting_lists.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ conv_transpose3d: torch.conv_transpose3d(volume, k3) | F.conv_transpose3d(volume
     | nn.ConvTranspose3d(4, 4, 3).to(device)(volume)
 conv_tbc: torch.conv_tbc(time, kt, bias) | F.conv_tbc(time, kt, bias)
 convolution: torch.convolution(image, k2, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-_convolution: torch._convolution(image, k2, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, True, True)
+_convolution: torch._convolution(image, k2, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+    False, False, True, True)
 prelu: torch.prelu(a, v) | a.prelu(v) | F.prelu(a, v) | nn.PReLU().to(device)(a)
 addr: torch.addr(a, v, v) | a.addr(v, v)
 linalg_vecdot: torch.linalg.vecdot(a, b)
@@ -160,11 +161,13 @@ huber_loss: F.huber_loss(h, g) | nn.HuberLoss()(h, g)
 kl_div: torch.kl_div(h, g) | F.kl_div(h, g, reduction='sum') | nn.KLDivLoss(reduction='sum')(h, g)
 poisson_nll_loss: torch.poisson_nll_loss(h, g, True, False, 1e-8, 1) | F.poisson_nll_loss(h, g)
     | nn.PoissonNLLLoss()(h, g)
-cosine_embedding_loss: torch.cosine_embedding_loss(h, g, signs) | F.cosine_embedding_loss(h, g, hsigns)
+cosine_embedding_loss: torch.cosine_embedding_loss(h, g, signs)
+    | F.cosine_embedding_loss(h, g, hsigns)
     | nn.CosineEmbeddingLoss()(h, g, hsigns)
 hinge_embedding_loss: torch.hinge_embedding_loss(h, hsigns) | F.hinge_embedding_loss(h, hsigns)
     | nn.HingeEmbeddingLoss()(h, hsigns)
-margin_ranking_loss: torch.margin_ranking_loss(hv, hv, hsigns) | F.margin_ranking_loss(hv, hv, hsigns)
+margin_ranking_loss: torch.margin_ranking_loss(hv, hv, hsigns)
+    | F.margin_ranking_loss(hv, hv, hsigns)
     | nn.MarginRankingLoss()(hv, hv, hsigns)
 multilabel_margin_loss: F.multilabel_margin_loss(h, multi) | nn.MultiLabelMarginLoss()(h, multi)
 multi_margin_loss: F.multi_margin_loss(h, target) | nn.MultiMarginLoss()(h, target)
@@ -220,8 +223,9 @@ vdot: torch.vdot(hv, v) | v.vdot(hv)
 tensordot: torch.tensordot(a, h, 1)
 index_put: torch.index_put(a, (target,), h) | a.index_put((target,), h)
 scatter_add: torch.scatter_add(a, 0, index, h) | a.scatter_add(0, index, h)
-cat: torch.cat([a, h]) | torch.concat([h, a]) | torch.concatenate([a, h]) | torch.cat(tensors=[a, h])
-    | torch.hstack([a, h]) | torch.vstack([a, h]) | torch.dstack([a, h]) | torch.column_stack([a, h])
+cat: torch.cat([a, h]) | torch.concat([h, a]) | torch.concatenate([a, h])
+    | torch.cat(tensors=[a, h]) | torch.hstack([a, h]) | torch.vstack([a, h])
+    | torch.dstack([a, h]) | torch.column_stack([a, h])
 stack: torch.stack([a, h]) | torch.stack((h, a), dim=1)
 lerp: torch.lerp(a, h, 0.5) | a.lerp(h, 0.5) | torch.lerp(h, a, b)
 index_copy: torch.index_copy(a, 0, target, h) | a.index_copy(0, target, h)

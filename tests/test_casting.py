@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.casting.policies import install
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision
@@ -173,111 +171,6 @@ def test_bad_policies_are_refused_by_name(arguments: tuple[str, ...], message: s
         amp.set_policy(*arguments)
 
 
-# The cache: right where torch 2.13's is not; each test shows torch's failure first.
-
-
-@pytest.fixture(params=["torch", "apex"])
-def cached(device: str, request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
-    yield lambda: install(request.param, device)
-    amp.uninstall()
-    amp.clear_cache()
-
-
-def test_nested_regions_of_two_dtypes(device: str, cached: Callable[[], None]) -> None:
-    linear, x = nn.Linear(SIZE, SIZE).to(device), torch.ones(ROWS, SIZE, device=device)
-
-    def nested() -> tuple[torch.dtype, torch.dtype]:
-        with torch.autocast(device, torch.bfloat16):
-            first = linear(x).dtype
-            with torch.autocast(device, torch.float16):
-                return first, linear(x).dtype
-
-    with pytest.raises(RuntimeError):
-        nested()
-    cached()
-    assert nested() == (torch.bfloat16, torch.float16)
-
-
-def test_a_weight_updated_inside_a_region_is_cast_again(
-    device: str, cached: Callable[[], None]
-) -> None:
-    def run() -> tuple[float, float]:
-        linear = nn.Linear(SIZE, SIZE, bias=False).to(device)
-        x = torch.ones(ROWS, SIZE, device=device)
-        with torch.autocast(device, LOW):
-            before = linear(x).float().sum().item()
-            with torch.no_grad():
-                linear.weight.zero_()
-            return before, linear(x).float().sum().item()
-
-    before, after = run()
-    assert after == before != 0, "torch is stale here"
-    cached()
-    before, after = run()
-    assert after == 0 != before
-
-
-def test_threads_with_different_dtypes(device: str, cached: Callable[[], None]) -> None:
-    cached()
-    linear, x = nn.Linear(SIZE, SIZE).to(device), torch.ones(ROWS, SIZE, device=device)
-    found: list[bool] = []
-
-    def work(dtype: torch.dtype) -> None:
-        for _ in range(50):
-            with torch.autocast(device, dtype):
-                found.append(linear(x).dtype == dtype)
-
-    dtypes = (torch.float16, torch.bfloat16) * 3
-    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in dtypes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 300
-    assert all(found)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
-def test_no_stale_weight_after_a_fused_step(apex: str, kind: type) -> None:
-    linear = nn.Linear(SIZE, SIZE, bias=False).to(apex)
-    optimizer = kind(linear.parameters(), lr=0.5, fused=True)  # does not bump versions
-    x = torch.ones(ROWS, SIZE, device=apex)
-    linear(x).sum().backward()
-    optimizer.step()
-    wanted = (x.to(LOW) @ linear.weight.detach().to(LOW).t()).float()
-    assert torch.equal(linear(x).float(), wanted)
-
-
-def test_gradients_reach_the_float32_weight_and_accumulate(apex: str) -> None:
-    linear = nn.Linear(SIZE, SIZE).to(apex)
-    x = torch.randn(ROWS, SIZE, device=apex)
-    for _ in range(2):
-        linear(x).float().sum().backward()
-    assert linear.weight.grad is not None
-    assert linear.weight.grad.dtype == torch.float32
-    # d/dW of a sum is a sum of rows of x: bfloat16 numbers, added in float32 and rounded once
-    wanted = 2 * x.to(LOW).float().sum(0).expand(SIZE, SIZE)
-    torch.testing.assert_close(linear.weight.grad, wanted, rtol=2 * 2.0**-8, atol=2.0**-7)
-
-
-def test_a_weight_is_cast_once_over_timesteps_and_micro_batches(apex: str) -> None:
-    cell = nn.RNNCell(SIZE, SIZE).to(apex)
-    hidden = torch.zeros(ROWS, SIZE, device=apex)
-    x = torch.ones(ROWS, SIZE, device=apex)
-    with Seen() as seen:
-        for _ in range(2):
-            for _ in range(5):
-                hidden = cell(x, hidden.detach())
-    assert len(_C.casting.cached()) == 4  # two weights, two biases
-    assert LOW in seen.ops["addmm"] or LOW in seen.ops.get("mm", set())
-
-
-def test_the_cache_does_not_keep_models_alive(apex: str) -> None:
-    for _ in range(200):
-        nn.Linear(SIZE, SIZE).to(apex)(torch.ones(ROWS, SIZE, device=apex))
-    assert len(_C.casting.cached()) < 100
-
-
 # Steps, losses, functions
 
 
@@ -309,10 +202,37 @@ def test_explain_lists_the_casts(apex: str) -> None:
     d = Data(apex)
     casts = amp.explain(lambda: torch.exp(torch.mm(d.a, d.g)))
     assert [tuple(c) for c in casts] == [
-        ("aten::mm", "self", "Float", "BFloat16"),
-        ("aten::exp", "self", "BFloat16", "Float"),
+        ("aten::mm", "self", "Float", "BFloat16", False),
+        ("aten::exp", "self", "BFloat16", "Float", False),
     ]
+    assert str(casts).splitlines()[1].split() == ["aten::mm", "self", "Float", "BFloat16"]
     assert amp.explain(torch.mm, d.h, d.g) == []
+    linear = nn.Linear(SIZE, SIZE, bias=False).to(apex)
+    found = [amp.explain(linear, d.a)[-1] for _ in range(2)]
+    assert [(cast.argument, cast.cached) for cast in found] == [("weight", False), ("weight", True)]
+
+
+def test_policies_print_as_a_table(apex: str) -> None:
+    lines = str(amp.policies(apex)).splitlines()
+    assert lines[0].split() == ["operator", "policy"]
+    assert ["aten::exp", "float32"] in [line.split() for line in lines]
+
+
+def test_verbose_prints_the_casts_that_are_computed(
+    device: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0, verbose=True)
+    try:
+        linear = nn.Linear(SIZE, SIZE, bias=False).to(device)
+        x = torch.ones(ROWS, SIZE, device=device, dtype=LOW)
+        linear(x)
+        linear(x)
+    finally:
+        handle._deactivate()
+        amp.uninstall()
+    printed = capfd.readouterr()
+    assert "loss scale" in printed.out
+    assert printed.err.splitlines() == ["amp_mp: aten::linear(weight): Float -> BFloat16"]
 
 
 Pair = namedtuple("Pair", "first second")

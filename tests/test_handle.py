@@ -461,3 +461,122 @@ def test_what_is_no_optimizer_is_refused_by_name(start: Start, device: str, wron
         handle.scale_loss(weight_on(device).sum(), wrong),
     ):
         pass
+
+
+# Apex's other names.
+
+
+def test_the_handle_has_apexs_members(start: Start, device: str) -> None:
+    handle = start(dtype=torch.bfloat16, loss_scale=8.0)
+    assert handle.has_cache
+    linear = nn.Linear(256, 256).to(device)
+    linear(torch.ones(64, 256, device=device))
+    assert {id(tensor) for tensor in handle.cache} == {id(p) for p in linear.parameters()}
+    assert all(copy.dtype == torch.bfloat16 for copy in handle.cache.values())
+    handle._clear_cache()
+    assert handle.cache == {}
+    assert handle._default_scaler.loss_scale == 8.0
+    handle._default_scaler.loss_scale = 4.0
+    assert handle.loss_scaler.scale == 4.0
+    with pytest.raises(ValueError, match="above 0"):
+        handle._default_scaler.loss_scale = 0.0
+
+
+def test_casts_are_on_again_after_an_exception_in_disable_casts(start: Start, device: str) -> None:
+    handle = start(dtype=torch.bfloat16)
+    for block in (handle._disable_casts, lambda: amp.disable_casts(device)):
+        with pytest.raises(ZeroDivisionError), block():
+            1 // (not handle.is_active() and 0)
+        assert handle.is_active()
+
+
+def test_backward_on_the_unscaled_loss_warns_and_works(start: Start, device: str) -> None:
+    handle = start(dtype=torch.bfloat16, loss_scale=8.0)
+    weight = weight_on(device)
+    optimizer, loss = torch.optim.SGD([weight]), weight.sum()
+    with handle.scale_loss(loss, optimizer), pytest.warns(UserWarning, match="unscaled loss"):
+        loss.backward(retain_graph=True)
+    assert weight.grad is not None
+    assert bool((weight.grad == 1 / 8).all()), "as the warning says"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss.backward()  # outside the block it is an ordinary loss
+
+
+def test_a_wrapped_optimizer_scales_each_loss_by_its_own_scale(start: Start, device: str) -> None:
+    handle = start(loss_scale=Backoff(init_scale=16.0))
+    a, b = weight_on(device), weight_on(device)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([a, b], lr=1.0), num_loss=2)
+    with pytest.raises(RuntimeError, match=r"after handle\.wrap_optimizer"):
+        handle.scale_loss(a.sum(), optimizer.optimizer).__enter__()
+    before = a.detach().clone()
+    with optimizer.scale_loss(a.sum()) as scaled:
+        scaled.backward()
+    with optimizer.scale_loss((a + b).sum() * float("inf")) as scaled:
+        scaled.backward()
+    assert [policy.scale for policy in optimizer.loss_scalers] == [16.0, 8.0]
+    with pytest.raises(RuntimeError, match=r"num_loss=2 times before a step.*num_loss=3"):
+        optimizer.scale_loss(a.sum()).__enter__()
+    optimizer.step()
+    assert torch.equal(a, before), "one loss has overflowed"
+    optimizer.zero_grad()
+    for loss in (a.sum(), (a + b).sum()):
+        with optimizer.scale_loss(loss) as scaled:
+            scaled.backward()
+    assert a.grad is not None
+    assert bool((a.grad == 2).all()), "each unscaled once, by its own scale"
+    optimizer.step()
+    assert torch.equal(a, before - 2)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    with pytest.raises(NotImplementedError, match="FP16_Optimizer"):
+        optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("num_loss", [0, -1, 1.5, True])
+def test_a_wrong_number_of_losses_is_refused(start: Start, device: str, num_loss: Any) -> None:
+    handle = start(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="num_loss must be a whole number above 0"):
+        handle.wrap_optimizer(torch.optim.SGD([weight_on(device)]), num_loss)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, found list"):
+        handle.wrap_optimizer([], 1)
+
+
+def test_a_disabled_handle_has_the_same_members() -> None:
+    handle, weight = amp.init(enabled=False), nn.Parameter(torch.ones(2))
+    assert (handle.has_cache, handle.cache) == (False, {})
+    handle._clear_cache()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+    loss = weight.sum()
+    with handle._disable_casts(), optimizer.scale_loss(loss) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    optimizer.step()
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_the_gradient_of_a_float32_island_is_exact(start: Start, device: str) -> None:
+    """Backward under casts recomputes in low precision what forward computed in float32."""
+    weight = nn.Parameter(torch.randn(256, 256, device=device))
+    x = torch.randn(256, 256, device=device)
+
+    def island() -> Tensor:
+        with amp.disable_casts(device):
+            return (x @ weight).square().mean()
+
+    island().backward()
+    wanted, weight.grad = weight.grad, None
+    assert wanted is not None
+    handle = start(dtype=torch.bfloat16, loss_scale=8.0)
+
+    def error() -> float:
+        assert weight.grad is not None
+        found, weight.grad = weight.grad, None
+        return float((found - wanted).norm() / wanted.norm())
+
+    island().backward()
+    assert 5e-4 < error() < 5e-3, "bfloat16 products: two roundings of 2^-9 an element"
+    amp.backward(island())
+    assert error() == 0
+    with handle.scale_loss(island(), torch.optim.SGD([weight])) as scaled:
+        scaled.backward()
+    assert error() == 0

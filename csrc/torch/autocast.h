@@ -41,12 +41,14 @@ std::vector<Row> policies(const std::string& device);
 // Takes every kernel of ours out again: the dispatch tables are as before. Single-threaded use.
 void uninstall();
 
-// Reports every cast while on: appended to a list that take_log() empties, or printed.
+// Reports casts while on: all of them to a list that take_log() empties, or those that are
+// computed, not found in the cache, to stderr.
 enum class Trace : int { off, print, record };
 void set_trace(Trace trace);
 
 struct Cast {
   std::string op, argument, from, to;
+  bool cached;  // nothing was computed
 };
 std::vector<Cast> take_log();
 

@@ -26,9 +26,10 @@ bool is_eligible(const at::Tensor& t, at::DeviceType device) {
          t.device().type() == device;
 }
 
-void note(const Entry& e, const std::string& argument, at::ScalarType from, at::ScalarType to) {
-  const Cast cast{e.name, argument, c10::toString(from), c10::toString(to)};
-  if (trace.load() == Trace::print)
+void note(const Entry& e, const std::string& argument, at::ScalarType from, at::ScalarType to,
+          bool cached) {
+  const Cast cast{e.name, argument, c10::toString(from), c10::toString(to), cached};
+  if (trace.load() == Trace::print && !cached)
     fprintf(stderr, "amp_mp: %s(%s): %s -> %s\n", cast.op.c_str(), cast.argument.c_str(),
             cast.from.c_str(), cast.to.c_str());
   const std::lock_guard<std::mutex> lock(mutex);
@@ -69,9 +70,11 @@ void map_tensors(const Entry& e, Stack* stack, const F& f) {
 void cast_all(const Entry& e, const c10::FunctionSchema& schema, Stack* stack, at::ScalarType to) {
   map_tensors(e, stack, [&](const at::Tensor& t, size_t argument) {
     if (t.scalar_type() == to) return at::Tensor();
+    bool cached = false;
+    at::Tensor result = cast(t, to, &cached);
     if (trace.load(std::memory_order_relaxed) != Trace::off)
-      note(e, schema.arguments()[argument].name(), t.scalar_type(), to);
-    return cast(t, to);
+      note(e, schema.arguments()[argument].name(), t.scalar_type(), to, cached);
+    return result;
   });
 }
 

@@ -162,7 +162,7 @@ PYBIND11_MODULE(_C, m) {
   c.def("take_log", [] {
     py::list rows;
     for (const casting::Cast& x : casting::take_log())
-      rows.append(py::make_tuple(x.op, x.argument, x.from, x.to));
+      rows.append(py::make_tuple(x.op, x.argument, x.from, x.to, x.cached));
     return rows;
   });
 

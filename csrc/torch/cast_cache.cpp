@@ -142,12 +142,15 @@ at::Tensor find(const at::Tensor& tensor, const Key& key, bool with_grad) {
 
 }  // namespace
 
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   if (tensor.scalar_type() == dtype) return tensor;
   if (!is_cacheable(tensor, dtype)) return tensor.to(dtype);
   const bool with_grad = at::GradMode::is_enabled();
   const Key key{tensor.unsafeGetTensorImpl(), dtype};
-  if (at::Tensor found = find(tensor, key, with_grad); found.defined()) return found;
+  if (at::Tensor found = find(tensor, key, with_grad); found.defined()) {
+    if (cached) *cached = true;
+    return found;
+  }
   Entry entry{Owner(tensor.getIntrusivePtr()), tensor._version(), tensor.const_data_ptr(), {}, {}};
   entry.copy = tensor.detach().to(dtype);
   at::Tensor result = with_grad ? link(tensor, entry.copy) : entry.copy;

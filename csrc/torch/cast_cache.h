@@ -13,8 +13,9 @@
 
 namespace amp_mp::casting {
 
-// The tensor in another dtype, with its autograd history; from the cache where that is right.
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);
+// The tensor in another dtype, with its autograd history; from the cache where that is right, which
+// `*cached` then tells.
+at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached = nullptr);
 
 // Copies of `tensors` that whoever changes them should write along: then no cast is left to do.
 // Undefined where there is none, or where somebody else still holds its memory, say a graph that

@@ -38,6 +38,7 @@ from amp_mp import optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
 from amp_mp.casting import (  # noqa: E402
     autocast,
+    backward,
     clear_cache,
     disable_casts,
     explain,
@@ -60,6 +61,7 @@ __all__ = [
     "GradScaler",
     "__version__",
     "autocast",
+    "backward",
     "build_info",
     "clear_cache",
     "disable_casts",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_mp.casting.policies import install_default
 from amp_mp.casting.steps import install_step_hooks
@@ -43,6 +45,21 @@ def autocast(
 def disable_casts(device_type: str | None = None) -> torch.autocast:
     """A region without casts on the device type."""
     return torch.autocast(resolve(device_type, None)[0], enabled=False)
+
+
+def backward(loss: Tensor, **kwargs: Any) -> None:
+    """loss.backward() with casts off, for who trains under amp.init without scaling the loss.
+
+    Backward has to run as the graph was recorded. With casts on, the products in the backward pass
+    of what was computed in float32 would run in low precision: gradients off by 1e-3. scale_loss
+    does the same.
+
+    Args:
+        loss: what to differentiate.
+        kwargs: as torch.Tensor.backward takes them.
+    """
+    with disable_casts(loss.device.type):
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
 
 def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:

@@ -40,7 +40,7 @@ def init(
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
         enable_caching: cast each weight once an iteration, until an optimizer steps.
-        verbose: say what was switched on, and print every cast to stderr.
+        verbose: say what was switched on, and print every cast that is computed to stderr.
         allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
         policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",
             torch's own lists. One table is in force in a process; `amp.set_policy` changes it.

@@ -6,26 +6,18 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from amp_mp import _C
+from amp_mp.casting.show import Cast, CastTable, PolicyTable
 from amp_mp.casting.tables import APEX, TORCH_LOW, TORCH_WIDEST
 
 DEVICES = ("cpu", "cuda")
 
 
 OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/autocast.h, Trace
-
-
-class Cast(NamedTuple):
-    """One cast: the operator, its argument, and the dtypes."""
-
-    op: str
-    argument: str
-    from_dtype: str
-    to_dtype: str
 
 
 _verbose = False
@@ -106,7 +98,7 @@ def _overload_policy(op: str, policy: str) -> str:
     return "float32" if policy == "set_output_dtype" and base.endswith("_") else policy
 
 
-def policies(device: str | None = None) -> dict[str, str]:
+def policies(device: str | None = None) -> PolicyTable:
     """The operators that have a policy of ours, by overload, and which: a table to print or search.
 
     Args:
@@ -116,7 +108,7 @@ def policies(device: str | None = None) -> dict[str, str]:
         ValueError: another device.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return _C.casting.policies(_check_device(device))
+    return PolicyTable(_C.casting.policies(_check_device(device)))
 
 
 def uninstall() -> None:
@@ -131,11 +123,11 @@ def uninstall() -> None:
     _changed()
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cast]:
-    """Calls the function once and returns the casts its operators made, in order.
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTable:
+    """Calls the function once and returns the casts its operators made, a table to print.
 
-    Only operators with a policy of ours report, and a weight whose cast is in the cache still does:
-    what is told is which dtype each argument was turned into. Use it in a region with casts on.
+    Only operators with a policy of ours report. A weight whose cast was in the cache is there too,
+    marked so. Use it in a region with casts on.
     """
     _C.casting.take_log()
     _C.casting.set_trace(RECORD)
@@ -143,7 +135,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cas
         function(*args, **kwargs)
     finally:
         _C.casting.set_trace(PRINT if _verbose else OFF)
-    return [Cast(*row) for row in _C.casting.take_log()]
+    return CastTable(Cast(*row) for row in _C.casting.take_log())
 
 
 def set_verbose(verbose: bool) -> None:

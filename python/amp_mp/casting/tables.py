@@ -91,8 +91,8 @@ APEX = (
         "widest",
         "several tensors of one dtype are asked for, and torch does not promote by itself",
         _ops(
-            "addcdiv addcmul cross linalg_cross bilinear dot vdot tensordot index_put scatter_add cat "
-            "stack lerp index_copy"
+            "addcdiv addcmul cross linalg_cross bilinear dot vdot tensordot index_put scatter_add "
+            "cat stack lerp index_copy"
         ),
     ),
     Group(
