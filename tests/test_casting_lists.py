@@ -139,6 +139,27 @@ def test_every_operator_of_the_table_is_here() -> None:
     assert there - INTERNAL - {"mkldnn_rnn_layer"} == set(ALL)
 
 
+@each(ALL)
+def test_the_torch_table_is_torchs_own(names: dict[str, Any], expression: str) -> None:
+    """The same dtypes, or the same kind of error, as without amp_mp."""
+
+    def outcome() -> Any:
+        try:
+            found = computed(expression, names)
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error)
+        return found.taken, found.given
+
+    with torch.autocast(names["device"], LOW):
+        wanted = outcome()
+    try:
+        with amp.autocast(names["device"], LOW):
+            assert amp.policies(names["device"])["aten::mm"] == "low_precision"
+            assert outcome() == wanted
+    finally:
+        amp.uninstall()
+
+
 def spellings(name: str) -> Iterator[str]:
     """As regular expressions, every way this torch has to call an operator by its own name."""
     short = name.removeprefix("linalg_")
