@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import amp_mp as amp
-from amp_mp.scaling import Backoff, Policy, Static, make_policy
-from amp_mp.scaling.policies import apex_policy
+from amp_mp import _C
+from amp_mp.scaling import (
+    AdaptiveGradScale,
+    Backoff,
+    Hysteresis,
+    LogMax,
+    LogNormal,
+    Policy,
+    Static,
+    from_state_dict,
+    make_policy,
+)
+from amp_mp.scaling.make import apex_policy
+from amp_mp.scaling.policies import NO_CEILING
 
 
 @dataclass
@@ -292,3 +306,261 @@ def test_fp16_optimizer_names_the_scale_argument_and_leaves_the_optimizer_alone(
     with pytest.raises(ValueError, match=name):
         amp.FP16_Optimizer(inner, **arguments)
     assert inner.param_groups[0]["params"][0] is param
+
+
+# Hysteresis: both readings, from their sources' own words.
+
+
+@dataclass
+class ApexHysteresis:
+    """NVIDIA/apex update_scale_hysteresis: found_inf takes one off the tracker; while it is still
+    above zero only the growth tracker is reset; any clean step refills it."""
+
+    scale: float
+    growth: float
+    backoff: float
+    interval: int
+    hysteresis: int
+    floor: float = 1.0
+    growth_tracker: int = 0
+
+    def __post_init__(self) -> None:
+        self.tracker = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.tracker -= 1
+            self.growth_tracker = 0
+            if self.tracker <= 0:
+                self.scale = max(self.scale * self.backoff, self.floor)
+        else:
+            self.growth_tracker += 1
+            if self.growth_tracker == self.interval:
+                self.scale, self.growth_tracker = min(self.scale * self.growth, NO_CEILING), 0
+            self.refill()
+
+    def refill(self) -> None:
+        self.tracker = self.hysteresis
+
+
+class MegatronHysteresis(ApexHysteresis):
+    """Megatron-LM DynamicGradScaler: refilled only where the scale grows."""
+
+    def refill(self) -> None:
+        if self.growth_tracker == 0:
+            self.tracker = self.hysteresis
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+@pytest.mark.parametrize(("refill", "source"), [("clean_step", ApexHysteresis),
+                                                ("growth", MegatronHysteresis)])  # fmt: skip
+def test_hysteresis_equals_its_source_step_by_step(
+    refill: str, source: type[ApexHysteresis], patience: int
+) -> None:
+    policy = Hysteresis(2.0**10, 2.0, 0.5, 50, patience, refill=refill)
+    wanted = source(2.0**10, 2.0, 0.5, 50, patience)
+    for overflow in script(20_000, 0.02, seed=patience):
+        policy.update(overflow)
+        wanted.update(overflow)
+        assert policy.scale == wanted.scale
+    assert wanted.scale != 2.0**10
+
+
+def test_patience_of_one_is_torchs_own_rule() -> None:
+    policy = Hysteresis(2.0**16, growth_interval=7, hysteresis=1, scale_min=2.0**-100)
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for overflow in script(1_000, 0.3, seed=3):
+        policy.update(overflow)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 7)
+        assert policy.scale == float(scale) < 2.0**100
+
+
+# LogMax, against the recurrences in double.
+
+
+@dataclass
+class LogMaxByDefinition:
+    log_max: float = 16.0
+    beta1: float = 0.99
+    beta2: float = 0.999
+    z: float = 3.09
+    scale_min: float = 1.0
+    scale_max: float = 2.0**24
+    scale: float = 1.0
+    m: float = 0.0
+    s: float = 0.0
+    q: float = 0.0
+    steps: int = 0
+
+    def update(self, overflow: bool, largest: float) -> None:
+        if not overflow and largest == 0:
+            return
+        x = self.log_max if overflow else math.log2(largest)
+        self.steps += 1
+        self.m = self.beta1 * self.m + (1 - self.beta1) * x
+        self.s = self.beta2 * self.s + (1 - self.beta2) * x
+        self.q = self.beta2 * self.q + (1 - self.beta2) * x * x
+        corrected = 1 - self.beta2**self.steps
+        mean = self.m / (1 - self.beta1**self.steps)
+        variance = max(self.q / corrected - (self.s / corrected) ** 2, 0.0)
+        wanted = 2.0 ** (self.log_max - (mean + self.z * math.sqrt(variance)))
+        self.scale = min(max(wanted, self.scale_min), self.scale_max)
+
+
+def test_log_max_equals_its_definition() -> None:
+    policy, wanted = LogMax(), LogMaxByDefinition()
+    source = random.Random(5)
+    for step in range(20_000):
+        largest = 0.0 if step % 97 == 0 else 2.0 ** source.gauss(-3 + step / 4000, 1.0)
+        overflow = source.random() < 0.002
+        policy.update(overflow, largest)
+        wanted.update(overflow, largest)
+        # beta^t as running products against pow: 20,000 roundings of 2^-53 at most
+        assert policy.scale == pytest.approx(wanted.scale, rel=2e-6)
+    assert 1.0 < policy.scale < 2.0**24
+
+
+@pytest.mark.parametrize("spread", [0.25, 0.5, 1.0, 2.0])
+def test_log_max_overflows_once_in_a_thousand_steps(spread: float) -> None:
+    """2,000,000 log-normal maxima; overflow: the scaled maximum exceeds 2^log_max."""
+    steps = 2_000_000
+    exponents = np.random.default_rng(11).normal(-4.0, spread, steps)
+    told = LogMax(scale_min=2.0**-40, scale_max=2.0**40)  # of the true maximum, also on overflow
+    trained = LogMax(scale_min=2.0**-40, scale_max=2.0**40)  # of what a training run sees
+    counts = [0, 0]
+    states = [told._state, trained._state]
+    yes, no = torch.tensor(1.0), torch.tensor(0.0)
+    largest = torch.empty((), dtype=torch.float64)
+    for exponent in exponents.tolist():
+        largest.fill_(2.0**exponent)
+        for i, state in enumerate(states):
+            overflow = exponent + math.log2(float(state[1])) >= 16.0
+            counts[i] += overflow
+            _C.update_scale_(state, yes if overflow and i == 1 else no, largest)
+    rates = [count / steps for count in counts]
+    # The Gaussian tail at 3.09 is 0.0010008; moving estimates add a little. 2,000,000 steps have a
+    # standard deviation of 0.00002.
+    assert 0.00095 <= rates[0] <= 0.00120
+    assert rates[1] <= 0.00120
+
+
+def test_one_overflow_does_not_pin_log_max() -> None:
+    policy = LogMax()
+    source = random.Random(7)
+    for _ in range(3000):
+        policy.update(False, 2.0 ** source.gauss(4.0, 0.5))
+    before = policy.scale
+    policy.update(True)
+    dip = policy.scale
+    assert before / 3 < dip < before
+    for _ in range(300):
+        policy.update(False, 2.0 ** source.gauss(4.0, 0.5))
+    assert policy.scale > 0.8 * before
+
+
+def test_a_zero_gradient_leaves_log_max_as_it_was() -> None:
+    policy = LogMax()
+    policy.update(False, 0.5)
+    before = policy.state_dict()
+    policy.update(False, 0.0)
+    assert policy.state_dict() == before
+    with pytest.raises(ValueError, match="max_abs: LogMax follows"):
+        policy.update(False)
+    assert policy.state_dict() == before
+
+
+def test_adaptive_grad_scale_aims_at_four_times_its_target() -> None:
+    policy = AdaptiveGradScale(1000.0)
+    assert policy.scale == 1000.0  # also before the first step
+    for largest, scale in ((0.5, 8000.0), (4000.0, 1.0), (0.0, 1000.0)):
+        policy.update(False, largest)
+        assert policy.scale == scale
+
+
+# Every policy: devices, snapshots, bounds.
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "Backoff": lambda: Backoff(step_window=9),
+    "Apex's FP16_Optimizer": apex_preset,
+    "Apex's amp": lambda: Backoff(init_scale=2.0**16),
+    "Hysteresis, Apex": lambda: Hysteresis(growth_interval=9),
+    "Hysteresis, Megatron": lambda: Hysteresis(growth_interval=9, refill="growth"),
+    "LogMax": lambda: LogMax(),
+    "AdaptiveGradScale": lambda: AdaptiveGradScale(),
+}
+
+
+def observations(count: int) -> list[tuple[bool, float]]:
+    source = random.Random(13)
+    return [(o, 2.0 ** source.gauss(-2.0, 1.0)) for o in script(count, 0.02, seed=13)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_state_on_a_device_moves_as_on_the_host(name: str, device: str) -> None:
+    host, other = POLICIES[name](), POLICIES[name]().to(device)
+    for overflow, largest in observations(2_000):
+        host.update(overflow, largest)
+        other.update(
+            torch.tensor(float(overflow), device=device),
+            torch.tensor(largest, dtype=torch.float64, device=device),
+        )
+    assert other.scale == pytest.approx(host.scale, rel=1e-9 if name == "LogMax" else 0.0)
+    assert other.scale_tensor.device.type == device
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_snapshot_taken_at_any_step_continues_the_same(name: str) -> None:
+    steps = observations(300)
+    policy, found = POLICIES[name](), []
+    snapshots = []
+    for overflow, largest in steps:
+        snapshots.append(json.loads(json.dumps(policy.state_dict())))
+        policy.update(overflow, largest)
+        found.append(policy.scale)
+    for start in range(0, len(steps), 7):
+        resumed = from_state_dict(snapshots[start])
+        assert type(resumed) is type(policy)
+        for i in range(start, min(start + 40, len(steps))):
+            resumed.update(*steps[i])
+            assert resumed.scale == found[i]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_scale_beyond_its_bounds_cannot_be_set(name: str) -> None:
+    policy = POLICIES[name]()
+    before = policy.state_dict()
+    for value in (2.0**127, 2.0**-120):
+        with pytest.raises(ValueError, match="scale_min <= init_scale <= scale_max"):
+            policy.scale = value
+        assert policy.state_dict() == before
+    policy.scale = 2.0**8
+    assert policy.scale == 2.0**8
+
+
+def test_log_max_has_two_names_and_make_policy_knows_both() -> None:
+    assert LogNormal is LogMax
+    for name in ("LogMax", "lognormal", " LOGMAX "):
+        assert make_policy(name).state_dict() == LogMax().state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Hysteresis(growth_factor=1.0), "growth_factor"),
+        (lambda: Hysteresis(backoff_factor=1.0), "backoff_factor"),
+        (lambda: Hysteresis(growth_interval=0.5), "growth_interval"),  # type: ignore[arg-type]
+        (lambda: Hysteresis(hysteresis=0), "hysteresis"),
+        (lambda: Hysteresis(refill="never"), "refill"),
+        (lambda: LogMax(beta1=1.0), "beta1"),
+        (lambda: LogMax(beta2=-0.1), "beta2"),
+        (lambda: LogMax(log_max=math.inf), "log_max"),
+        (lambda: LogMax(overflow_std_dev="3"), "overflow_std_dev"),  # type: ignore[arg-type]
+        (lambda: LogMax(scale_min=0.0), "scale_min"),
+        (lambda: AdaptiveGradScale(target=0.0), "target"),
+        (lambda: from_state_dict({"policy": "Best"}), "policy must be one of Static, Backoff"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(make: Callable[[], Policy], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        make()

@@ -11,8 +11,8 @@ __global__ void decide_kernel(const Statistics* total, const float* scale, const
   if (threadIdx.x == 0) *verdict = amp_mp::decide(total, scale, found_inf, max_norm);
 }
 
-__global__ void update_scale_kernel(double* state, const float* found_inf) {
-  if (threadIdx.x == 0) amp_mp::update_scale(state, *found_inf != 0);
+__global__ void update_scale_kernel(double* state, const float* found_inf, const double* max_abs) {
+  if (threadIdx.x == 0) amp_mp::update_scale(state, *found_inf != 0, max_abs ? *max_abs : 0);
 }
 
 }  // namespace
@@ -23,9 +23,10 @@ const char* decide(const Statistics* total, const float* scale, const float* fou
                         found_inf, max_norm, verdict));
 }
 
-const char* update_scale(double* state, const float* found_inf, void* stream) {
-  return message(
-      launch(update_scale_kernel, 1, 32, static_cast<cudaStream_t>(stream), state, found_inf));
+const char* update_scale(double* state, const float* found_inf, const double* max_abs,
+                         void* stream) {
+  return message(launch(update_scale_kernel, 1, 32, static_cast<cudaStream_t>(stream), state,
+                        found_inf, max_abs));
 }
 
 }  // namespace amp_mp::cuda

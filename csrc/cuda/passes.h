@@ -24,6 +24,8 @@ template <class Rule>
 const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
                   Rule* rules, void* stream);
 
-const char* update_scale(double* state, const float* found_inf, void* stream);
+// max_abs may be null for policies that do not look at it.
+const char* update_scale(double* state, const float* found_inf, const double* max_abs,
+                         void* stream);
 
 }  // namespace amp_mp::cuda

@@ -135,6 +135,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
   m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
+        py::arg("max_abs") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");

@@ -221,19 +221,25 @@ void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& ve
   template void apply_<Rule>(Slots&, const std::vector<Hyper>&, const at::Tensor&);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
-void update_scale_(at::Tensor& policy, const at::Tensor& found_inf) {
+void update_scale_(at::Tensor& policy, const at::Tensor& found_inf,
+                   const std::optional<at::Tensor>& max_abs) {
   const at::Device device = policy.device();
-  auto* state = check_doubles<double>(policy, "policy", kFixedSize);
+  auto* state = check_doubles<double>(policy, "policy", 2);
   const float* f = optional_float(found_inf, device, "found_inf");
+  const double* m = nullptr;
+  if (max_abs.has_value()) {
+    check_device(*max_abs, device, {"max_abs"});
+    m = check_doubles<double>(*max_abs, "max_abs", 1);
+  }
   on(
       device,
       [&] {
-        TORCH_CHECK_VALUE(
-            Policy(int(state[0])) != Policy::backoff || policy.numel() == kBackoffSize,
-            "amp_mp: a Backoff policy has ", kBackoffSize, " numbers, found ", policy.numel());
-        update_scale(state, *f != 0);
+        const int size = policy_size(state[0]);
+        TORCH_CHECK_VALUE(policy.numel() == size, "amp_mp: policy ", state[0], " has ", size,
+                          " numbers, found ", policy.numel());
+        update_scale(state, *f != 0, m ? *m : 0);
       },
-      AMP_MP_CUDA(update_scale(state, f, stream)));
+      AMP_MP_CUDA(update_scale(state, f, m, stream)));
   bump_version(policy);
 }
 

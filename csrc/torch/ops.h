@@ -32,8 +32,10 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
 template <class Rule>
 void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& verdict);
 
-// Advances a loss-scale policy (core/scale.h). found_inf: float32 of one element, same device.
-void update_scale_(at::Tensor& policy, const at::Tensor& found_inf);
+// Advances a loss-scale policy (core/scale.h). found_inf: float32 of one element, max_abs: float64
+// of one element for the policies that look at it; both on the policy's device.
+void update_scale_(at::Tensor& policy, const at::Tensor& found_inf,
+                   const std::optional<at::Tensor>& max_abs);
 
 // Whether the CUDA kernels are in this build.
 bool has_cuda();

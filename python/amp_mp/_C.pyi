@@ -69,8 +69,8 @@ def copy_(
 ) -> None:
     """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
 
-def update_scale_(policy: Tensor, found_inf: Tensor) -> None:
-    """Advances a loss-scale policy's float64 state."""
+def update_scale_(policy: Tensor, found_inf: Tensor, max_abs: Tensor | None = None) -> None:
+    """Advances a loss-scale policy's float64 state; found_inf float32 [1], max_abs float64 [1]."""
 
 def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Tensors]) -> bool:
     """Whether dicts[i][keys[k]] is values[k][i] for all i and k; None means absent."""

@@ -191,15 +191,29 @@ void copy_both(const std::vector<size_t>& sizes) {
   std::printf("copy: %zu tensors\n", sizes.size());
 }
 
-void scale_both() {
-  BackoffScale host = {1, 65536, 1, 16777216, 2, 5, 0, -1}, device = host;
+template <class Scale>
+void scale_both(const Scale& start, const char* name) {
+  std::vector<double> host(sizeof start / sizeof(double)), device;
+  std::memcpy(host.data(), &start, sizeof start);
+  device = host;
   std::mt19937 random(1);
+  std::normal_distribution<double> exponent(-6, 2);
   for (int i = 0; i < 300; ++i) {
     const float found_inf = random() % 9 == 0 ? 2 : 0;  // two devices saw it
-    update_scale(&host.policy, found_inf != 0);
-    cuda::update_scale(&device.policy, &found_inf, nullptr);
-    expect(!std::memcmp(&host, &device, sizeof host), "update_scale", size_t(i));
+    const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
+    update_scale(host.data(), found_inf != 0, max_abs);
+    cuda::update_scale(device.data(), &found_inf, &max_abs, nullptr);
+    expect(host == device, name, size_t(i));
   }
+  expect(host[1] != start.scale, name, 0);
+}
+
+void scales_both() {
+  scale_both(BackoffScale{1, 65536, 1, 16777216, 2, 5, 0, -1}, "Backoff");
+  scale_both(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 0, 0, 2}, "hysteresis, Apex");
+  scale_both(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 1, 0, 2}, "hysteresis, Megatron");
+  scale_both(LogMaxScale{3, 1, 1e-9, 16777216, 16, .99, .999, 3.09, 0, 0, 0, 1, 1}, "LogMax");
+  scale_both(AdaptiveScale{4, 1000, 1, 16777216, 1000}, "adaptive");
 }
 
 }  // namespace
@@ -222,7 +236,7 @@ int main(int argc, char** argv) {
                    "SGD");  // more groups than a launch takes
   }
   copy_both(ragged);
-  scale_both();
+  scales_both();
   std::printf(failures ? "%d failures\n" : "all equal\n", failures);
   return failures != 0;
 }

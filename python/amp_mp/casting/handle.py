@@ -16,7 +16,7 @@ from amp_mp.casting.optim_wrapper import OptimWrapper
 from amp_mp.casting.policies import install, set_verbose
 from amp_mp.casting.scaled_loss import scaled_loss
 from amp_mp.casting.steps import install_step_hooks
-from amp_mp.scaling.policies import Backoff, Policy, Static, make_policy
+from amp_mp.scaling import Backoff, Policy, Static, make_policy
 
 
 def init(

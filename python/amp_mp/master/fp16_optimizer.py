@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.master.gradients import copy_all_, gradients_of, has_overflow, scaled_backward
 from amp_mp.master.masters import Masters, snapshot
-from amp_mp.scaling.policies import Policy, Static, apex_policy
+from amp_mp.scaling.make import apex_policy
+from amp_mp.scaling.policies import Policy, Static
 
 
 class FP16_Optimizer:  # noqa: N801 (Apex's name)

@@ -1,0 +1,265 @@
+"""Loss scales that move: each a class over a state machine of csrc/core/scale.h."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from amp_mp.scaling.policies import NO_CEILING, Policy, check_scale
+
+
+class Backoff(Policy):
+    """Divide the scale by step_factor on overflow, multiply it after step_window steps without one.
+
+    OpenSeq2Seq's rule, which is Apex's as well: at iteration i, counted from 0, the scale grows if
+    (i - iteration of the last overflow, at first -1) is a multiple of step_window. The scale stays
+    in [scale_min, scale_max] and starts at init_scale, by default scale_max.
+
+    Raises ValueError naming the argument that makes no sense.
+    """
+
+    _kind = 1
+    _fields = (
+        "scale",
+        "scale_min",
+        "scale_max",
+        "step_factor",
+        "step_window",
+        "iteration",
+        "last_overflow",
+    )
+
+    def __init__(
+        self,
+        scale_min: float = 1.0,
+        scale_max: float = 2.0**24,
+        step_factor: float = 2.0,
+        step_window: int = 2000,
+        *,
+        init_scale: float | None = None,
+    ) -> None:
+        """See the class."""
+        start = _check_bounds(scale_min, scale_max, init_scale, scale_max)
+        if check_scale(step_factor, "step_factor") <= 1:
+            raise ValueError(f"step_factor must be above 1, found {step_factor!r}")
+        _check_whole(step_window, "step_window")
+        super().__init__(
+            scale=start,
+            scale_min=scale_min,
+            scale_max=scale_max,
+            step_factor=step_factor,
+            step_window=step_window,
+            iteration=0,
+            last_overflow=-1,
+        )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        super()._check(values)
+        Backoff(*(values[name] for name in self._fields[1:5]), init_scale=values["scale"])
+        _check_counts(values, "iteration", "last_overflow")
+
+
+class Hysteresis(Policy):
+    """torch.amp's rule with a patience: the `hysteresis`-th overflow first lowers the scale.
+
+    An overflow takes 1 off the patience, and when none is left multiplies the scale by
+    backoff_factor. growth_interval clean steps in a row multiply it by growth_factor.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval: as torch.amp.GradScaler.
+        hysteresis: the patience; 1 is torch's rule.
+        refill: when the patience is full again: "clean_step", after any step without overflow
+            (Apex's update_scale_hysteresis), or "growth", only when the scale grows (Megatron-LM's
+            DynamicGradScaler).
+        scale_min, scale_max: bounds of the scale; the larger one keeps its reciprocal a normal
+            float32.
+
+    Raises:
+        ValueError: naming the argument that makes no sense.
+    """
+
+    _kind = 2
+    _fields = (
+        "scale",
+        "scale_min",
+        "scale_max",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "refill_on_growth",
+        "growth_tracker",
+        "hysteresis_tracker",
+    )
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 2,
+        *,
+        refill: str = "clean_step",
+        scale_min: float = 1.0,
+        scale_max: float = NO_CEILING,
+    ) -> None:
+        """See the class."""
+        start = _check_bounds(scale_min, scale_max, init_scale, init_scale)
+        if check_scale(growth_factor, "growth_factor") <= 1:
+            raise ValueError(f"growth_factor must be above 1, found {growth_factor!r}")
+        if check_scale(backoff_factor, "backoff_factor") >= 1:
+            raise ValueError(f"backoff_factor must be below 1, found {backoff_factor!r}")
+        _check_whole(growth_interval, "growth_interval")
+        _check_whole(hysteresis, "hysteresis")
+        if refill not in ("clean_step", "growth"):
+            raise ValueError(f'refill must be "clean_step" or "growth", found {refill!r}')
+        super().__init__(
+            scale=start,
+            scale_min=scale_min,
+            scale_max=scale_max,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            refill_on_growth=refill == "growth",
+            growth_tracker=0,
+            hysteresis_tracker=hysteresis,
+        )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        super()._check(values)
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+        bounds = {name: values[name] for name in ("scale_min", "scale_max")}
+        Hysteresis(*(values[name] for name in names), **bounds)
+        _check_counts(values, "growth_tracker")
+
+
+class LogMax(Policy):
+    """OpenSeq2Seq's LogMax, also LogNormal: the scale follows the distribution of max |g|.
+
+    x = log2 max |g| is taken to be normal. Its mean mu is an average over about 1 / (1 - beta1)
+    steps and its deviation sigma over 1 / (1 - beta2), both corrected for their start;
+
+        scale = 2^(log_max - (mu + overflow_std_dev sigma)), within [scale_min, scale_max]
+
+    so that overflow_std_dev = 3.09 means an overflow in a thousand steps. The first step is taken
+    at scale 1. An overflow enters as x = log_max; a step whose gradients are all zero leaves the
+    state alone.
+
+    Raises ValueError naming the argument that makes no sense.
+    """
+
+    _kind = 3
+    _fields = (
+        "scale",
+        "scale_min",
+        "scale_max",
+        "log_max",
+        "beta1",
+        "beta2",
+        "overflow_std_dev",
+        "mean",
+        "slow_mean",
+        "slow_square",
+        "missing",
+        "slow_missing",
+    )
+    needs_max_abs = True
+
+    def __init__(
+        self,
+        scale_min: float = 1.0,
+        scale_max: float = 2.0**24,
+        log_max: float = 16.0,
+        beta1: float = 0.99,
+        beta2: float = 0.999,
+        overflow_std_dev: float = 3.09,
+    ) -> None:
+        """See the class."""
+        start = _check_bounds(scale_min, scale_max, None, min(max(1.0, scale_min), scale_max))
+        for name, value in (("log_max", log_max), ("overflow_std_dev", overflow_std_dev)):
+            _check_finite(value, name)
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not 0 <= _check_finite(beta, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), found {beta!r}")
+        super().__init__(
+            scale=start,
+            scale_min=scale_min,
+            scale_max=scale_max,
+            log_max=log_max,
+            beta1=beta1,
+            beta2=beta2,
+            overflow_std_dev=overflow_std_dev,
+            mean=0,
+            slow_mean=0,
+            slow_square=0,
+            missing=1,
+            slow_missing=1,
+        )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        super()._check(values)
+        LogMax(*(values[name] for name in self._fields[1:7]))
+        _check_bounds(values["scale_min"], values["scale_max"], values["scale"], 1.0)
+        for name in self._fields[7:]:
+            _check_finite(values[name], name)
+
+
+class AdaptiveGradScale(Policy):
+    """NVCaffe's global_grad_scale_adaptive: the largest scaled gradient is to be 4 target.
+
+    scale = 4 target / max |g| of the step before, target where all gradients were zero, within
+    [scale_min, scale_max]; it starts at target.
+
+    Raises ValueError naming the argument that makes no sense.
+    """
+
+    _kind = 4
+    _fields = ("scale", "scale_min", "scale_max", "target")
+    needs_max_abs = True
+
+    def __init__(
+        self, target: float = 1000.0, scale_min: float = 2.0**-24, scale_max: float = NO_CEILING
+    ) -> None:
+        """See the class."""
+        start = _check_bounds(scale_min, scale_max, None, check_scale(target, "target"))
+        super().__init__(scale=start, scale_min=scale_min, scale_max=scale_max, target=target)
+
+    def _check(self, values: dict[str, Any]) -> None:
+        super()._check(values)
+        AdaptiveGradScale(values["target"], values["scale_min"], values["scale_max"])
+        _check_bounds(values["scale_min"], values["scale_max"], values["scale"], 1.0)
+
+
+def _check_bounds(
+    scale_min: float, scale_max: float, init_scale: float | None, default: float
+) -> float:
+    """The scale to start at, once the three are known to fit together."""
+    check_scale(scale_min, "scale_min")
+    check_scale(scale_max, "scale_max")
+    start = check_scale(default if init_scale is None else init_scale, "init_scale")
+    if not scale_min <= start <= scale_max:
+        raise ValueError(
+            "scale_min <= init_scale <= scale_max must hold, "
+            f"found {scale_min}, {start}, {scale_max}"
+        )
+    return start
+
+
+def _check_whole(value: float, name: str) -> None:
+    if check_scale(value, name) % 1 != 0:
+        raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}")
+
+
+def _check_finite(value: float, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, found {value!r}")
+    return value
+
+
+def _check_counts(values: dict[str, Any], *names: str) -> None:
+    for name in names:
+        count = values[name]
+        if not (isinstance(count, int | float) and -1 <= count < 2**53):
+            raise ValueError(f"{name} must be a count of steps, found {count!r}")
