@@ -346,8 +346,9 @@ def test_after_an_overflow_exactly_one_step_changes_nothing(
     with caplog.at_level(logging.WARNING, "amp_mp"):
         for _ in range(overflows):
             backward(handle, optimizer, weights, bad)
-    assert caplog.text.count("Gradient overflow, skipping update") == overflows
-    assert handle.loss_scaler.scale == 2.0**16 / 2**overflows
+    # one iteration, so one observation: told once, lowered once
+    assert caplog.text.count("Gradient overflow, skipping update") == 1
+    assert handle.loss_scaler.scale == 2.0**15
     grads = [w.grad for w in weights]
     before = raw_bytes([weights, optimizer.state_dict()["state"], grads])
     optimizer.step()
@@ -580,3 +581,47 @@ def test_the_gradient_of_a_float32_island_is_exact(start: Start, device: str) ->
     with handle.scale_loss(island(), torch.optim.SGD([weight])) as scaled:
         scaled.backward()
     assert error() == 0
+
+
+# One observation an iteration.
+
+
+def test_several_losses_before_a_step_move_the_scale_once(start: Start, device: str) -> None:
+    handle = start(loss_scale=Backoff(step_window=2, init_scale=64.0))
+    weight = weight_on(device)
+    optimizer, scales = torch.optim.SGD([weight], lr=0.0), []
+    for factors in ((1, 1), (1, 1), (1, float("inf")), (float("inf"), float("inf")), (1, 1)):
+        for factor in factors:
+            with handle.scale_loss((weight * factor).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        scales.append(handle.loss_scaler.scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scales == [64.0, 128.0, 64.0, 32.0, 32.0]
+
+
+def test_log_max_follows_the_gradients_through_the_handle(start: Start, device: str) -> None:
+    handle = start(loss_scale="LogMax")
+    weight = weight_on(device)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for _ in range(3):
+        with handle.scale_loss((weight * 2.0**-4).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # 2^(16 + 4), no spread yet; the corrected averages are quotients of roundings
+    assert handle.loss_scaler.scale == pytest.approx(2.0**20, rel=1e-12)
+
+
+def test_a_gradient_penalty_through_a_scaled_loss(start: Start, device: str) -> None:
+    """torch.autograd.grad of the scaled loss, divided by the scale, is the loss's own."""
+    handle = start(loss_scale=8.0)
+    weight = weight_on(device, 3.0)
+    optimizer = torch.optim.SGD([weight])
+    loss = weight.square().sum()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        (gradient,) = torch.autograd.grad(scaled_loss, [weight], create_graph=True)
+        penalty = (gradient / handle.loss_scaler.scale).square().sum()
+        (scaled_loss + penalty * handle.loss_scaler.scale).backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 2 * 3 + 8 * 3).all())  # d(w^2 + 4 w^2)/dw

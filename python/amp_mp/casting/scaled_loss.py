@@ -6,12 +6,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from amp_mp.casting.steps import steps_taken
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
 from amp_mp.scaling.policies import Policy, Static
@@ -35,17 +37,51 @@ def scaled_loss(
         params = _parameters(optimizers)
         with scaled_backward(params), _warning_if_unscaled(loss):
             yield loss.float() * policy.scale
-            found_inf = unscale_(gradients_of(params), policy.scale)
+            found_inf, max_abs = unscale_(gradients_of(params), policy.scale)
         before = policy.scale
-        policy.update(found_inf)
+        is_news = _observe(policy, found_inf, max_abs)
     if found_inf:
-        logger.warning(
-            "Gradient overflow, skipping update, reducing loss scale from %g to %g",
-            before,
-            policy.scale,
-        )
+        if is_news:
+            logger.warning(
+                "Gradient overflow, skipping update, reducing loss scale from %g to %g",
+                before,
+                policy.scale,
+            )
         for each in optimizers:
             skip_next_step(each)
+
+
+def _observe(policy: Policy, found_inf: bool, max_abs: float) -> bool:
+    """Moves the scale, once an iteration: several losses before a step are one observation.
+
+    The first one moves it at once, so that it has fallen when the block ends; a later one goes back
+    to where the iteration began and counts them all together. Returns whether this is the
+    iteration's first overflow.
+    """
+    last = _iterations.get(policy)
+    is_news = found_inf
+    if last is not None and last.steps == steps_taken():
+        is_news = found_inf and not last.found_inf
+        found_inf, max_abs = found_inf or last.found_inf, max(max_abs, last.max_abs)
+        policy.load_state_dict(last.before)
+        before = last.before
+    else:
+        before = policy.state_dict()
+    _iterations[policy] = _Iteration(steps_taken(), before, found_inf, max_abs)
+    policy.update(found_inf, max_abs)
+    return is_news
+
+
+class _Iteration(NamedTuple):
+    """What a policy has seen since the last step of any optimizer."""
+
+    steps: int
+    before: dict[str, Any]
+    found_inf: bool
+    max_abs: float
+
+
+_iterations: WeakKeyDictionary[Policy, _Iteration] = WeakKeyDictionary()
 
 
 @contextmanager

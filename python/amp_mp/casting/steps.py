@@ -17,6 +17,7 @@ from amp_mp import _C
 from amp_mp.casting.policies import DEVICES
 
 _installed = False
+_steps = 0
 _lock = threading.Lock()
 
 
@@ -47,6 +48,11 @@ def install_step_hooks() -> None:
             _installed = True
 
 
+def steps_taken() -> int:
+    """Steps of any optimizer since the hooks are there: what tells one iteration from the next."""
+    return _steps
+
+
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -63,6 +69,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    global _steps
+    _steps += 1
     if isinstance(args, _Arguments):
         args.restore()
     torch.clear_autocast_cache()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.master.gradients import copy_all_, gradients_of, has_overflow, scaled_backward
+from amp_mp.master.gradients import copy_all_, gradients_of, observe, scaled_backward
 from amp_mp.master.masters import Masters, snapshot
 from amp_mp.scaling.make import apex_policy
 from amp_mp.scaling.policies import Policy, Static
@@ -40,7 +40,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             without one.
         dynamic_loss_args: init_scale, scale_factor, scale_window to change that.
         verbose: say at construction what is wrapped.
-        loss_scale: instead of the three before: a number, "dynamic", "Backoff", or a policy.
+        loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
+            policy.
 
     Raises:
         TypeError: a trainable parameter is neither float16, bfloat16 nor float32.
@@ -96,6 +97,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             if update_master_grads:
                 self.update_master_grads()
 
+    _max_abs = 0.0  # the largest |g| of the last backward, unscaled
     _pending = False  # whether gradients of float32 parameters still carry the scale
 
     @torch.no_grad()
@@ -107,7 +109,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         pairs = self._masters.pairs()
         whole = gradients_of(self._masters.whole())
         if self.dynamic_loss_scale:
-            self.overflow = has_overflow(gradients_of(p for p, _ in pairs) + whole)
+            seen = gradients_of(p for p, _ in pairs) + whole
+            self.overflow, self._max_abs = observe(seen, self.loss_scale)
             if self.overflow:
                 return
         for param, master in pairs:
@@ -158,7 +161,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         a lower scale until it does not; RuntimeError says so if the scale is at its floor.
         """
         before = self.loss_scale
-        self.loss_scaler.update(self.overflow)
+        self.loss_scaler.update(self.overflow, self._max_abs)
         if self.overflow:
             self._report(before)
             return None
@@ -180,7 +183,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             loss = closure()
             while self.overflow:
                 before = self.loss_scale
-                self.loss_scaler.update(True)
+                self.loss_scaler.update(True, self._max_abs)
                 if self.loss_scale == before:
                     self.overflow = False  # the error tells of it; the next step starts afresh
                     raise RuntimeError(

@@ -45,20 +45,21 @@ def scaled_backward(params: Iterable[Tensor]) -> Iterator[None]:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def has_overflow(grads: list[Tensor]) -> bool:
-    """Whether any element is inf or NaN."""
-    rows = [_C.measure([grads[i] for i in indices])[-1, 2] for indices in by_device(grads)]
-    return any(bool(row > 0) for row in rows)
+def observe(grads: list[Tensor], scale: float) -> tuple[bool, float]:
+    """Whether an element is inf or NaN, and the largest finite |g| / scale: one native read."""
+    totals = [_C.measure([grads[i] for i in indices])[-1] for indices in by_device(grads)]
+    found = any(bool(total[2] > 0) for total in totals)
+    return found, max((float(total[1]) for total in totals), default=0.0) / scale
 
 
 @torch.no_grad()
-def unscale_(grads: list[Tensor], scale: float) -> bool:
-    """Divides the gradients by the scale in place; returns whether one was inf or NaN before."""
-    found = has_overflow(grads)
+def unscale_(grads: list[Tensor], scale: float) -> tuple[bool, float]:
+    """Divides the gradients by the scale in place; returns what observe saw before."""
+    seen = observe(grads, scale)
     for indices in by_device(grads):
         own = [grads[i] for i in indices]
         _C.copy_(own, own, multiplier=1.0 / scale)
-    return found
+    return seen
 
 
 def copy_all_(
