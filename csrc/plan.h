@@ -19,10 +19,10 @@ struct Span {
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {
   int64_t size;
-  Span grad;      // still scaled
-  Span weight;    // low-precision copy to write, data null where the master is the weight
-  float* master;  // float32
-  float* state[kMaxStates];  // float32, as many as the rule has
+  Span grad;               // still scaled
+  Span weight;             // low-precision copy to write, data null where the master is the weight
+  Span master;             // what the rule updates
+  Span state[kMaxStates];  // as many as the rule has
   Clock* clock;
   int32_t group;  // which Hyper
 };

@@ -131,6 +131,28 @@ def sgd(
     return w - F32(lr) * (g + F32(momentum) * buffer if nesterov else buffer), buffer
 
 
+def scaled_sgd(
+    g: Floats,
+    w: Floats,
+    buffer: Floats,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> tuple[Floats, Floats]:
+    """The same with the learning rate inside the buffer, as Caffe has it. Returns w, buffer."""
+    g = g + F32(weight_decay) * w
+    buffer = F32(momentum) * buffer + F32(lr) * g
+    return w - (F32(lr) * g + F32(momentum) * buffer if nesterov else buffer), buffer
+
+
+def store_root(x: Floats) -> Floats:
+    """What float16_root holds after storing x >= 0: the square of the rounded root."""
+    root = store(np.sqrt(x), "float16", saturating=True)
+    return root * root
+
+
 # Reductions
 
 

@@ -21,6 +21,11 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "sgd": (amp.optim.SGD, SGD),
     "nesterov": (amp.optim.SGD, {**SGD, "dampening": 0.0, "nesterov": True}),
     "plain_sgd": (amp.optim.SGD, {**SGD, "momentum": 0.0, "dampening": 0.0}),
+    "scaled": (amp.optim.SGD, {**SGD, "dampening": 0.0, "momentum_form": "scaled"}),
+    "scaled nesterov": (
+        amp.optim.SGD,
+        {**SGD, "dampening": 0.0, "nesterov": True, "momentum_form": "scaled"},
+    ),
 }
 
 
@@ -45,6 +50,11 @@ class Expected:
                     self.clock,
                     decoupled=self.rule == "adamw",
                     **numbers,
+                )
+            elif self.rule.startswith("scaled"):
+                names = ("lr", "momentum", "weight_decay", "nesterov")
+                self.weight, self.states[0] = reference.scaled_sgd(
+                    g, self.weight, self.states[0], **{name: numbers[name] for name in names}
                 )
             else:
                 self.clock.tick(0, 0)
@@ -164,3 +174,108 @@ def test_unscaling_and_clipping_are_one_multiplication(
     if max_norm is not None:
         # sqrt and one product in double, in either order: within an ulp or two
         assert optimizer.grad_norm == pytest.approx(norm, rel=4e-16)
+
+
+# Other storage: decoded, updated in float32, rounded once, saturating.
+
+FLOAT16 = {"momentum_buffer": "float16"}
+STORAGE: dict[str, tuple[str, dict[str, str]]] = {
+    "no master": ("sgd", {"master": "none"}),
+    "no master, half buffer": ("sgd", {"master": "none", **FLOAT16}),
+    "no master, half buffer, scaled": ("scaled nesterov", {"master": "none", **FLOAT16}),
+    "half buffer": ("nesterov", FLOAT16),
+    "half moments": ("adamw", {"exp_avg": "float16", "exp_avg_sq": "float16"}),
+    "half root": ("adam", {"exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+    "everything": ("adamw", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+}
+
+
+def stored(values: np.ndarray, how: str) -> np.ndarray:
+    if how == "float16_root":
+        return reference.store_root(values)
+    return reference.store(values, how, saturating=True)
+
+
+@pytest.mark.parametrize("weight_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", STORAGE)
+def test_every_storage_rounds_once_and_saturates(device: str, name: str, weight_dtype: str) -> None:
+    rule, storage = STORAGE[name]
+    for size in RAGGED[:-1]:
+        values = random(size, size + 1, 1e3)  # some beyond float16
+        param = torch.nn.Parameter(on(device, values, DTYPES[weight_dtype]))
+        want = Expected(rule, array(param))
+        kind, numbers = RULES[rule]
+        optimizer = kind([param], **numbers, **storage)
+        for step in range(STEPS):
+            param.grad = on(device, random(size, step, 10.0), DTYPES[weight_dtype])
+            want.step(array(param.grad), np.float32(1))
+            if "master" in storage:
+                want.weight = stored(want.weight, weight_dtype)
+            names = optimizer._states()
+            for i, state in enumerate(names):
+                want.states[i] = stored(want.states[i], storage.get(state, "float32"))
+            optimizer.step()
+        if size == 0:
+            continue
+        state = optimizer.state[param]
+        assert ("master" in state) == ("master" not in storage)
+        assert_same(array(param), stored(want.weight, weight_dtype), f"{name}: weight")
+        for i, key in enumerate(optimizer._states()):
+            how = storage.get(key, "float32")
+            found = array(state[key])
+            assert state[key].dtype == DTYPES[how.removesuffix("_root")]
+            assert_same(found * found if "root" in how else found, want.states[i], f"{name}: {key}")
+
+
+def test_a_root_keeps_what_a_square_would_lose(device: str) -> None:
+    """g = 1e-4: (1 - beta2) g^2 = 1e-11 is 0 in float16, and Adam's step then 100 times too long."""
+    steps = {}
+    for how in ("float32", "float16", "float16_root"):
+        param = torch.nn.Parameter(torch.zeros(1, device=device))
+        optimizer = amp.optim.Adam([param], lr=1e-3, exp_avg_sq=how)
+        for _ in range(2):  # the first step's v is read back by the second
+            param.grad = torch.full_like(param, 1e-4)
+            optimizer.step()
+        steps[how] = param.item()
+    assert steps["float16_root"] == pytest.approx(steps["float32"], rel=2e-3)
+    assert abs(steps["float16"]) > 1.2 * abs(steps["float32"])
+
+
+def test_states_of_another_width_are_converted_when_loaded(device: str) -> None:
+    def trained(**storage: str) -> amp.optim.AdamW:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(100, device=device))
+        optimizer = amp.optim.AdamW([param], lr=1e-2, **storage)
+        for _ in range(3):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+        return optimizer
+
+    source = trained()
+    target = trained(exp_avg="float16", exp_avg_sq="float16_root")
+    target.load_state_dict(source.state_dict())
+    (wide,), (narrow,) = source.state.values(), target.state.values()
+    assert torch.equal(narrow["exp_avg"], wide["exp_avg"].half())
+    assert torch.equal(narrow["exp_avg_sq"], wide["exp_avg_sq"].sqrt().half())
+    again = trained(exp_avg="float16", exp_avg_sq="float16_root")
+    again.load_state_dict(target.state_dict())
+    (same,) = again.state.values()
+    assert torch.equal(same["exp_avg_sq"], narrow["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: amp.optim.SGD(p, master="half"), 'master must be "float32" or "none"'),
+        (lambda p: amp.optim.AdamW(p, exp_avg="float16_root"), "exp_avg must be one of float32"),
+        (lambda p: amp.optim.AdamW(p, exp_avg_sq="int8"), "exp_avg_sq must be one of float32"),
+        (lambda p: amp.optim.SGD(p, momentum_form="new"), 'momentum_form must be "unscaled"'),
+        (
+            lambda p: amp.optim.SGD(p, momentum=0.9, dampening=0.1, momentum_form="scaled"),
+            'momentum_form="scaled" has no dampening',
+        ),
+    ],
+)
+def test_storage_that_is_none_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make([torch.nn.Parameter(torch.zeros(1))])

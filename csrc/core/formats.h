@@ -1,6 +1,7 @@
 #pragma once
 // How a number is stored. Conversions are integer code, so that every compiler and device gives the
 // same bits, NaN included: CUDA's own conversions map each NaN to 0x7FFF, _Float16 keeps a payload.
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -8,13 +9,18 @@
 
 namespace amp_mp {
 
-enum class Format : uint8_t { float32, float16, bfloat16 };
+// float16_root holds the square root of a number that is not negative: what is below float16's
+// range when squared, Adam's second moment, is within it when not.
+enum class Format : uint8_t { float32, float16, bfloat16, float16_root };
 
 struct float16 {
   uint16_t bits;
 };
 struct bfloat16 {
   uint16_t bits;
+};
+struct float16_root {
+  float16 root;
 };
 
 constexpr float kFloat16Max = 65504.0f;
@@ -84,5 +90,17 @@ AMP_MP_BOTH float saturate(float x) {
   x = x > kFloat16Max ? kFloat16Max : x;
   return x < -kFloat16Max ? -kFloat16Max : x;
 }
+
+AMP_MP_BOTH float decode(float16_root x) {
+  const float root = decode(x.root);
+  return root * root;
+}
+
+AMP_MP_BOTH float16_root encode_float16_root(float x) {
+  return {encode_float16(saturate(sqrtf(x)))};
+}
+
+// Whether stores of weights and history in the format are to be saturated.
+AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
 
 }  // namespace amp_mp

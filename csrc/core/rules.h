@@ -99,6 +99,24 @@ struct SGD {
   }
 };
 
+// The classic form, Caffe's: the learning rate is inside the buffer, which so remembers the rate of
+// each of its gradients. In low precision lr g may vanish where g does not.
+struct ScaledSGD {
+  static constexpr int kStates = 1;  // momentum_buffer
+  float lr, weight_decay, momentum;
+  bool nesterov;
+
+  static AMP_MP_BOTH ScaledSGD at(const Hyper& h, const Clock&) {
+    return {float(h.lr), float(h.weight_decay), float(h.momentum), h.nesterov};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
+    g = g + weight_decay * w;
+    buffer = momentum * buffer + lr * g;
+    w = w - (nesterov ? lr * g + momentum * buffer : buffer);
+  }
+};
+
 // SGD without momentum keeps no buffer.
 struct PlainSGD {
   static constexpr int kStates = 0;
@@ -119,6 +137,7 @@ struct PlainSGD {
   X(AdamW, adamw_)              \
   X(Adam, adam_)                \
   X(SGD, sgd_)                  \
+  X(ScaledSGD, scaled_sgd_)     \
   X(PlainSGD, plain_sgd_)
 
 constexpr int kMaxStates = 2;

@@ -64,11 +64,24 @@ AMP_MP_BOTH void encode_tile(const float* __restrict from, float16* __restrict t
   for (; i < n; ++i) to[i] = encode_float16(from[i]);
 }
 
+AMP_MP_BOTH void decode_tile(const float16_root* __restrict from, float* __restrict to, int n) {
+  decode_tile(&from->root, to, n);
+  for (int i = 0; i < n; ++i) to[i] *= to[i];
+}
+
+AMP_MP_BOTH void encode_tile(const float* __restrict from, float16_root* __restrict to, int n) {
+  alignas(64) float root[kTile];
+  for (int i = 0; i < n; ++i) root[i] = saturate(sqrtf(from[i]));
+  encode_tile(root, &to->root, n);
+}
+
 AMP_MP_BOTH void decode_tile(Span from, int64_t at, float* __restrict to, int n) {
   switch (from.format) {
     case Format::float32: return decode_tile(static_cast<const float*>(from.data) + at, to, n);
     case Format::float16: return decode_tile(static_cast<const float16*>(from.data) + at, to, n);
     case Format::bfloat16: return decode_tile(static_cast<const bfloat16*>(from.data) + at, to, n);
+    case Format::float16_root:
+      return decode_tile(static_cast<const float16_root*>(from.data) + at, to, n);
   }
 }
 
@@ -77,7 +90,18 @@ AMP_MP_BOTH void encode_tile(const float* __restrict from, Span to, int64_t at, 
     case Format::float32: return encode_tile(from, static_cast<float*>(to.data) + at, n);
     case Format::float16: return encode_tile(from, static_cast<float16*>(to.data) + at, n);
     case Format::bfloat16: return encode_tile(from, static_cast<bfloat16*>(to.data) + at, n);
+    case Format::float16_root:
+      return encode_tile(from, static_cast<float16_root*>(to.data) + at, n);
   }
+}
+
+// As weights and history are stored: float16 saturates. `from` may be `spare`.
+AMP_MP_BOTH void store_tile(const float* from, Span to, int64_t at, float* spare, int n) {
+  if (saturates(to.format)) {
+    for (int i = 0; i < n; ++i) spare[i] = saturate(from[i]);
+    from = spare;
+  }
+  encode_tile(from, to, at, n);
 }
 
 }  // namespace amp_mp::cpu

@@ -46,37 +46,37 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 // reference could be what the stores change, and the loop would stay scalar.
 template <class Rule>
 AMP_MP_BOTH void update(const Rule rule, float multiplier, const float* __restrict g,
-                        const Slot& slot, int64_t at, int n) {
-  float* __restrict w = slot.master + at;
+                        float* __restrict w, float* __restrict s0, float* __restrict s1, int n) {
   if constexpr (Rule::kStates == 0) {
     for (int i = 0; i < n; ++i) rule(g[i] * multiplier, w[i]);
   } else if constexpr (Rule::kStates == 1) {
-    float* __restrict s0 = slot.state[0] + at;
     for (int i = 0; i < n; ++i) rule(g[i] * multiplier, w[i], s0[i]);
   } else {
-    float* __restrict s0 = slot.state[0] + at, * __restrict s1 = slot.state[1] + at;
     for (int i = 0; i < n; ++i) rule(g[i] * multiplier, w[i], s0[i], s1[i]);
   }
 }
 
+// The elements as float32: where they lie if they are, or else decoded into the tile.
+AMP_MP_BOTH float* open_tile(Span from, int64_t at, float* tile, int n) {
+  if (from.format == Format::float32) return static_cast<float*>(from.data) + at;
+  decode_tile(from, at, tile, n);
+  return tile;
+}
+
 template <class Rule>
 void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier) {
-  alignas(64) float tile[kTile];
+  alignas(64) float tile[kTile], master[kTile], state[kMaxStates][kTile];
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
-    const float* g = static_cast<const float*>(slot.grad.data) + i;
-    if (slot.grad.format != Format::float32) {
-      decode_tile(slot.grad, i, tile, n);
-      g = tile;
-    }
-    update(rule, multiplier, g, slot, i, n);
-    if (!slot.weight.data) continue;
-    const float* w = slot.master + i;
-    if (slot.weight.format == Format::float16) {
-      for (int k = 0; k < n; ++k) tile[k] = saturate(w[k]);
-      w = tile;
-    }
-    encode_tile(w, slot.weight, i, n);
+    const float* g = open_tile(slot.grad, i, tile, n);
+    float* w = open_tile(slot.master, i, master, n);
+    float* s[kMaxStates] = {};
+    for (int k = 0; k < Rule::kStates; ++k) s[k] = open_tile(slot.state[k], i, state[k], n);
+    update(rule, multiplier, g, w, s[0], s[1], n);
+    if (slot.weight.data) store_tile(w, slot.weight, i, tile, n);
+    if (w == master) store_tile(w, slot.master, i, tile, n);
+    for (int k = 0; k < Rule::kStates; ++k)
+      if (s[k] == state[k]) store_tile(s[k], slot.state[k], i, tile, n);
   }
 }
 

@@ -51,8 +51,8 @@ void prefetch(const Slot& slot) {
   };
   lines(slot.grad.data, 2);
   lines(slot.weight.data, 2);
-  lines(slot.master, 4);
-  for (const float* state : slot.state) lines(state, 4);
+  lines(slot.master.data, 4);
+  for (const Span& state : slot.state) lines(state.data, 4);
 }
 
 template <class Rule>

@@ -19,7 +19,14 @@ enum Array { kGrad, kWeight, kMaster, kState0, kState1, kClock, kArrays };
 
 using ApplyTable = Table<kArrays, int(sizeof(Hypers))>;
 
-__device__ __forceinline__ int group_of(uint32_t tag) { return int(tag >> 16); }
+// A slot's formats, four bits an array, and then its group.
+constexpr int kFormatBits = 4;
+
+__device__ __forceinline__ int group_of(uint32_t tag) { return int(tag >> (kClock * kFormatBits)); }
+
+__device__ __forceinline__ Format format_of(uint32_t tag, int array) {
+  return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
+}
 
 template <class Rule>
 __global__ void __launch_bounds__(kThreads)
@@ -47,37 +54,29 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool negate = hypers.group[group_of(tag)].maximize;
   const float multiplier = float(negate ? -verdict->multiplier : verdict->multiplier);
 
-  void* array[kArrays];
+  Span array[kClock];
   bool wide = true;
-  for (int a = 0; a < kArrays; ++a) {
-    array[a] = table.data[a][chunk.slot];
-    if (a != kClock) wide = wide && is_wide(array[a]);  // a missing array is wide
+  for (int a = 0; a < kClock; ++a) {
+    array[a] = {table.data[a][chunk.slot], format_of(tag, a)};
+    wide = wide && is_wide(array[a].data);  // a missing array is wide
   }
-  const Span grad = {array[kGrad], Format(tag & 0xFF)};
-  const Span weight = {array[kWeight], Format(tag >> 8 & 0xFF)};
-  float* const master = static_cast<float*>(array[kMaster]);
-  float* const state0 = static_cast<float*>(array[kState0]);
-  float* const state1 = static_cast<float*>(array[kState1]);
 
   auto update = [&](int64_t at, int n,
                     bool whole) {  // inlined twice: with 16-byte pieces and without
     float g[kPack], w[kPack] = {}, s0[kPack] = {}, s1[kPack] = {};
-    load(g, grad, at, n, whole);
-    load(w, master + at, n, whole);
-    if constexpr (Rule::kStates > 0) load(s0, state0 + at, n, whole);
-    if constexpr (Rule::kStates > 1) load(s1, state1 + at, n, whole);
+    load(g, array[kGrad], at, n, whole);
+    load(w, array[kMaster], at, n, whole);
+    if constexpr (Rule::kStates > 0) load(s0, array[kState0], at, n, whole);
+    if constexpr (Rule::kStates > 1) load(s1, array[kState1], at, n, whole);
     for (int k = 0; k < kPack; ++k) {
       if constexpr (Rule::kStates == 0) rule(g[k] * multiplier, w[k]);
       if constexpr (Rule::kStates == 1) rule(g[k] * multiplier, w[k], s0[k]);
       if constexpr (Rule::kStates == 2) rule(g[k] * multiplier, w[k], s0[k], s1[k]);
     }
-    store(master + at, w, n, whole);
-    if constexpr (Rule::kStates > 0) store(state0 + at, s0, n, whole);
-    if constexpr (Rule::kStates > 1) store(state1 + at, s1, n, whole);
-    if (!weight.data) return;
-    if (weight.format == Format::float16)
-      for (int k = 0; k < kPack; ++k) w[k] = saturate(w[k]);
-    store(weight, w, at, n, whole);
+    store_history(array[kMaster], w, at, n, whole);
+    if constexpr (Rule::kStates > 0) store_history(array[kState0], s0, at, n, whole);
+    if constexpr (Rule::kStates > 1) store_history(array[kState1], s1, at, n, whole);
+    if (array[kWeight].data) store_history(array[kWeight], w, at, n, whole);
   };
   for (int i = threadIdx.x * kPack; i < chunk.size; i += kThreads * kPack) {
     const int n = chunk.size - i < kPack ? chunk.size - i : kPack;
@@ -104,11 +103,13 @@ const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const V
       const Slot& s = slots[i];
       const int t = table.count, group = s.group - first_group;
       local.group[group] = hypers[s.group];
-      void* const arrays[kArrays] = {s.grad.data, s.weight.data, s.master,
-                                     s.state[0],  s.state[1],    s.clock};
-      for (int a = 0; a < kArrays; ++a) table.data[a][t] = arrays[a];
-      table.tag[t] =
-          uint32_t(s.grad.format) | uint32_t(s.weight.format) << 8 | uint32_t(group) << 16;
+      const Span arrays[kClock] = {s.grad, s.weight, s.master, s.state[0], s.state[1]};
+      table.tag[t] = uint32_t(group) << (kClock * kFormatBits);
+      for (int a = 0; a < kClock; ++a) {
+        table.data[a][t] = arrays[a].data;
+        table.tag[t] |= uint32_t(arrays[a].format) << (a * kFormatBits);
+      }
+      table.data[kClock][t] = s.clock;
       table.add(s.size, kChunk);
     }
     const char* error =

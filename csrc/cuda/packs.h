@@ -51,22 +51,38 @@ __device__ __forceinline__ void load(float (&x)[kPack], Span from, int64_t at, i
     case Format::float32: return load_as<float>(x, from.data, at, n, wide);
     case Format::float16: return load_as<float16>(x, from.data, at, n, wide);
     case Format::bfloat16: return load_as<bfloat16>(x, from.data, at, n, wide);
+    case Format::float16_root: return load_as<float16_root>(x, from.data, at, n, wide);
   }
+}
+
+template <class T, class Encode>
+__device__ __forceinline__ void store_as(void* data, const float (&x)[kPack], int64_t at, int n,
+                                         bool wide, const Encode& encode) {
+  T raw[kPack];
+  for (int k = 0; k < kPack; ++k) raw[k] = encode(x[k]);
+  store(static_cast<T*>(data) + at, raw, n, wide);
 }
 
 __device__ __forceinline__ void store(Span to, const float (&x)[kPack], int64_t at, int n,
                                       bool wide) {
-  if (to.format == Format::float32) {
-    store(static_cast<float*>(to.data) + at, x, n, wide);
-  } else if (to.format == Format::float16) {
-    float16 raw[kPack];
-    for (int k = 0; k < kPack; ++k) raw[k] = encode_float16(x[k]);
-    store(static_cast<float16*>(to.data) + at, raw, n, wide);
-  } else {
-    bfloat16 raw[kPack];
-    for (int k = 0; k < kPack; ++k) raw[k] = encode_bfloat16(x[k]);
-    store(static_cast<bfloat16*>(to.data) + at, raw, n, wide);
+  switch (to.format) {
+    case Format::float32: return store(static_cast<float*>(to.data) + at, x, n, wide);
+    case Format::float16:
+      return store_as<float16>(to.data, x, at, n, wide, [](float v) { return encode_float16(v); });
+    case Format::bfloat16:
+      return store_as<bfloat16>(to.data, x, at, n, wide,
+                                [](float v) { return encode_bfloat16(v); });
+    case Format::float16_root:
+      return store_as<float16_root>(to.data, x, at, n, wide,
+                                    [](float v) { return encode_float16_root(v); });
   }
+}
+
+// As weights and history are stored: float16 saturates.
+__device__ __forceinline__ void store_history(Span to, const float (&x)[kPack], int64_t at, int n,
+                                              bool wide) {
+  if (!saturates(to.format)) return store(to, x, at, n, wide);
+  store_as<float16>(to.data, x, at, n, wide, [](float v) { return encode_float16(saturate(v)); });
 }
 
 }  // namespace amp_mp::cuda

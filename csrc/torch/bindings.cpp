@@ -2,6 +2,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "cpu/kernels.h"
 #include "torch/autocast.h"
 #include "torch/cast_cache.h"
@@ -30,13 +32,24 @@ Tensors unpack(const py::sequence& list, const char* argument) {
   return tensors;
 }
 
+// In the order of the enum.
+const std::vector<std::string> kFormatNames = {"float32", "float16", "bfloat16", "float16_root"};
+
 Slots make_slots(const py::sequence& params, const py::sequence& masters,
-                 const py::sequence& states, const py::sequence& clocks,
-                 std::vector<int64_t> groups, std::vector<std::string> names) {
+                 const py::sequence& states, const std::vector<std::string>& formats,
+                 const py::sequence& clocks, std::vector<int64_t> groups,
+                 std::vector<std::string> names) {
   std::vector<Tensors> lists;
   for (const py::handle s : states) lists.push_back(unpack(py::cast<py::sequence>(s), "states"));
+  std::vector<Format> tags;
+  for (const std::string& format : formats) {
+    const auto found = std::find(kFormatNames.begin(), kFormatNames.end(), format);
+    if (found == kFormatNames.end())
+      throw py::value_error("amp_mp: formats has \"" + format + "\", which is none");
+    tags.push_back(Format(found - kFormatNames.begin()));
+  }
   return Slots(unpack(params, "params"), unpack(masters, "masters"), std::move(lists),
-               unpack(clocks, "clocks"), std::move(groups), std::move(names));
+               std::move(tags), unpack(clocks, "clocks"), std::move(groups), std::move(names));
 }
 
 // Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
@@ -91,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
         "unset it "
         "to let amp_mp choose");
   m.def("build_info", build_info);
+  m.def("format_names", [] { return kFormatNames; });
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
@@ -107,7 +121,8 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
-           py::arg("states"), py::arg("clocks"), py::arg("groups"), py::arg("names"))
+           py::arg("states"), py::arg("formats"), py::arg("clocks"), py::arg("groups"),
+           py::arg("names"))
       .def("__len__", &Slots::size)
       .def(
           "measure", [](const Slots& slots) { return measure(slots); },
@@ -135,8 +150,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
   m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
-        py::arg("max_abs") = py::none(),
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("max_abs") = py::none(), py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);

@@ -12,14 +12,24 @@ void check_length(size_t found, size_t wanted, const char* argument) {
                     " elements, but there are ", wanted, " parameters");
 }
 
+at::ScalarType dtype_of(Format format) {
+  switch (format) {
+    case Format::float32: return at::kFloat;
+    case Format::bfloat16: return at::kBFloat16;
+    default: return at::kHalf;
+  }
+}
+
 }  // namespace
 
-Slots::Slots(Tensors params, Tensors masters, std::vector<Tensors> states, Tensors clocks,
-             std::vector<int64_t> groups, std::vector<std::string> names)
+Slots::Slots(Tensors params, Tensors masters, std::vector<Tensors> states,
+             std::vector<Format> formats, Tensors clocks, std::vector<int64_t> groups,
+             std::vector<std::string> names)
     : params_(std::move(params)),
       masters_(std::move(masters)),
       clocks_(std::move(clocks)),
       states_(std::move(states)),
+      formats_(std::move(formats)),
       groups_(std::move(groups)),
       names_(std::move(names)),
       device_(params_.empty() ? at::Device(at::kCPU) : params_[0].device()) {
@@ -28,6 +38,8 @@ Slots::Slots(Tensors params, Tensors masters, std::vector<Tensors> states, Tenso
   check_length(groups_.size(), params_.size(), "groups");
   check_length(names_.size(), params_.size(), "names");
   for (const Tensors& s : states_) check_length(s.size(), params_.size(), "a list of states");
+  TORCH_CHECK_VALUE(formats_.size() == states_.size(), "amp_mp: ", states_.size(), " states, but ",
+                    formats_.size(), " formats");
   TORCH_CHECK_VALUE(states_.size() <= size_t(kMaxStates), "amp_mp: ", states_.size(),
                     " states, at most ", kMaxStates, " are supported");
   for (size_t i = 1; i < groups_.size(); ++i)
@@ -50,24 +62,19 @@ void Slots::check() const {
   for (int64_t i = 0; i < size(); ++i) {
     const Label param{"the weight", i, &names_[i]}, master{"the master", i, &names_[i]},
         state{"the state", i, &names_[i]}, clock{"the step count", i, &names_[i]};
-    const auto check_like_param = [&](const at::Tensor& t, const Label& label) {
+    const auto check_like_param = [&](const at::Tensor& t, Format format, const Label& label) {
       check_writable(t, label);
       check_device(t, device_, label);
-      check_dtype(t, at::kFloat, label);
+      check_dtype(t, dtype_of(format), label);
       check_same_layout(t, params_[i], label, param);
       written.emplace_back(t, label);
     };
     check_writable(params_[i], param);
     check_device(params_[i], device_, param);
-    const Format format = check_format(params_[i], param);
+    check_format(params_[i], param);
     written.emplace_back(params_[i], param);
-    if (masters_[i].defined()) {
-      check_like_param(masters_[i], master);
-    } else {
-      TORCH_CHECK_VALUE(format == Format::float32, "amp_mp: ", param.text(), " (",
-                        describe(params_[i]), ") has no float32 master");
-    }
-    for (const Tensors& s : states_) check_like_param(s[i], state);
+    if (masters_[i].defined()) check_like_param(masters_[i], Format::float32, master);
+    for (size_t k = 0; k < states_.size(); ++k) check_like_param(states_[k][i], formats_[k], state);
     check_writable(clocks_[i], clock);
     check_device(clocks_[i], device_, clock);
     check_dtype(clocks_[i], at::kDouble, clock);
@@ -93,15 +100,16 @@ void Slots::remember() {
   for (int64_t i = 0; i < size(); ++i) {
     Slot s = {};
     s.size = params_[i].numel();
+    const Span param = {params_[i].mutable_data_ptr(),
+                        check_format(params_[i], {"the weight", i, &names_[i]})};
     if (masters_[i].defined()) {
-      const Format format = check_format(params_[i], {"the weight", i, &names_[i]});
-      s.weight = {params_[i].mutable_data_ptr(), format};
-      s.master = masters_[i].mutable_data_ptr<float>();
+      s.weight = param;
+      s.master = {masters_[i].mutable_data_ptr(), Format::float32};
     } else {
-      s.master = params_[i].mutable_data_ptr<float>();
+      s.master = param;
     }
     for (size_t k = 0; k < states_.size(); ++k)
-      s.state[k] = states_[k][i].mutable_data_ptr<float>();
+      s.state[k] = {states_[k][i].mutable_data_ptr(), formats_[k]};
     s.clock = reinterpret_cast<Clock*>(clocks_[i].mutable_data_ptr<double>());
     s.group = int32_t(groups_[i]);
     slots_.push_back(s);

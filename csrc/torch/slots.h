@@ -11,11 +11,12 @@ namespace amp_mp {
 
 class Slots {
  public:
-  // One element a parameter in each list. masters[i]: float32, or undefined where params[i] is
-  // float32 itself. states: one list per state of the rule. clocks: float64 of 3 elements
-  // (core/rules.h, Clock). groups: ascending indices into the step's hypers. names: for messages.
-  Slots(Tensors params, Tensors masters, std::vector<Tensors> states, Tensors clocks,
-        std::vector<int64_t> groups, std::vector<std::string> names);
+  // One element a parameter in each list. masters[i]: float32, or undefined where the rule is to
+  // update params[i] itself. states: one list per state of the rule, and how each is stored.
+  // clocks: float64 of 3 elements (core/rules.h, Clock). groups: ascending indices into the step's
+  // hypers. names: for messages.
+  Slots(Tensors params, Tensors masters, std::vector<Tensors> states, std::vector<Format> formats,
+        Tensors clocks, std::vector<int64_t> groups, std::vector<std::string> names);
 
   int64_t size() const { return int64_t(params_.size()); }
   at::Device device() const { return device_; }
@@ -44,6 +45,7 @@ class Slots {
 
   Tensors params_, masters_, clocks_;
   std::vector<Tensors> states_;
+  std::vector<Format> formats_;
   std::vector<int64_t> groups_;
   std::vector<std::string> names_;
   at::Device device_;

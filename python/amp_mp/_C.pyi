@@ -29,6 +29,9 @@ class Hyper:
         maximize: bool = False,
     ) -> None: ...
 
+def format_names() -> list[str]:
+    """How states may be stored."""
+
 class Slots:
     """The tensors an optimizer updates on one device, checked once."""
 
@@ -38,6 +41,7 @@ class Slots:
         params: Sequence[Tensor],
         masters: Tensors,
         states: Sequence[Sequence[Tensor]],
+        formats: Sequence[str],
         clocks: Sequence[Tensor],
         groups: Sequence[int],
         names: Sequence[str],
@@ -81,6 +85,7 @@ def same_items(lists: Sequence[Sequence[Tensor]], items: Sequence[Tensor]) -> bo
 def adamw_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
 def adam_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
 def sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
+def scaled_sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
 def plain_sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
 
 class casting:  # noqa: N801 (a submodule)

@@ -36,7 +36,6 @@ class Array {
   }
 
   Span span() const { return {data_.get() + shift_ * width(format_), format_}; }
-  float* floats() const { return static_cast<float*>(span().data); }
 
   void fill(std::mt19937& random, float spread) {
     std::normal_distribution<float> normal(0, spread);
@@ -46,7 +45,7 @@ class Array {
   void set(size_t i, float x) {
     char* at = static_cast<char*>(span().data) + i * width(format_);
     if (format_ == Format::float32) std::memcpy(at, &x, 4);
-    if (format_ == Format::float16) {
+    if (format_ == Format::float16 || format_ == Format::float16_root) {
       const float16 h = encode_float16(x);
       std::memcpy(at, &h, 2);
     }
@@ -89,13 +88,19 @@ struct Model {
       const int shift = t % 4 == 1 ? int(1 + t % 7) : 0;  // elements
       grad.emplace_back(n, format(t), shift);
       weight.emplace_back(n, format(t / 3), t % 5 == 2 ? 3 : 0);
-      master.emplace_back(n, Format::float32, t % 6 == 4 ? 1 : 0);
-      state0.emplace_back(n, Format::float32, 0);
-      state1.emplace_back(n, Format::float32, t % 7 == 3 ? 1 : 0);
+      // mostly float32, as in use
+      const auto rare = [&](size_t k, Format a, Format b) {
+        return k % 8 == 6 ? a : k % 8 == 7 ? b : Format::float32;
+      };
+      master.emplace_back(n, rare(t, Format::float16, Format::bfloat16), t % 6 == 4 ? 1 : 0);
+      state0.emplace_back(n, rare(t + 1, Format::bfloat16, Format::float16), 0);
+      state1.emplace_back(n, rare(t + 3, Format::float16_root, Format::bfloat16),
+                          t % 7 == 3 ? 1 : 0);
       grad[t].fill(random, t % 11 == 5 ? 1e-20f : 8.0f);
       master[t].fill(random, t % 9 == 7 ? 1e5f : 1.0f);  // beyond float16: stored saturated
       state0[t].fill(random, 1e-2f);
-      for (size_t i = 0; i < n; ++i) state1[t].floats()[i] = std::fabs(state0[t].floats()[i]);
+      std::uniform_real_distribution<float> positive(0, 1e-2f);
+      for (size_t i = 0; i < n; ++i) state1[t].set(i, positive(random));
       weight[t].fill(random, 1.0f);
     }
     if (bad)
@@ -109,9 +114,9 @@ struct Model {
       s.size = int64_t(sizes[t]);
       s.grad = grad[t].span();
       if (weight[t].span().format != Format::float32) s.weight = weight[t].span();
-      s.master = master[t].floats();
-      s.state[0] = state0[t].floats();
-      s.state[1] = state1[t].floats();
+      s.master = master[t].span();
+      s.state[0] = state0[t].span();
+      s.state[1] = state1[t].span();
       s.clock = &clocks[t];
       s.group = int32_t(t / size_t(per_group));
       slots.push_back(s);

@@ -34,6 +34,9 @@ class Adam(AdamW):
         max_grad_norm: float | None = None,
         check_overflow: bool = False,
         amp_scaling: bool = True,
+        master: str = "float32",
+        exp_avg: str = "float32",
+        exp_avg_sq: str = "float32",
     ) -> None:
         """See the class."""
         super().__init__(
@@ -46,6 +49,9 @@ class Adam(AdamW):
             max_grad_norm=max_grad_norm,
             check_overflow=check_overflow,
             amp_scaling=amp_scaling,
+            master=master,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
         )
 
     def _operator(self) -> Callable[..., None]:

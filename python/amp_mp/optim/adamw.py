@@ -18,7 +18,8 @@ class AdamW(FusedOptimizer):
         v = beta2 v + (1 - beta2) g^2
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`: see FusedOptimizer.
+    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`, and how masters and
+    states are stored, `master`, `exp_avg`, `exp_avg_sq`: see FusedOptimizer.
     State: step, beta_powers, exp_avg, exp_avg_sq, and master for low-precision parameters. A late
     parameter has its own step count. betas may change between steps: the bias corrections use the
     product of those that were in force.
@@ -38,6 +39,9 @@ class AdamW(FusedOptimizer):
         max_grad_norm: float | None = None,
         check_overflow: bool = False,
         amp_scaling: bool = True,
+        master: str = "float32",
+        exp_avg: str = "float32",
+        exp_avg_sq: str = "float32",
     ) -> None:
         """See the class."""
         check_ranges(lr, betas, eps, weight_decay)
@@ -54,6 +58,8 @@ class AdamW(FusedOptimizer):
             max_grad_norm=max_grad_norm,
             check_overflow=check_overflow,
             amp_scaling=amp_scaling,
+            master=master,
+            formats={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
         )
 
     def _states(self) -> tuple[str, ...]:

@@ -16,13 +16,22 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.optim.state import Bucket, all_current, gather_buckets, restore_state
 
+STATE_FORMATS = ("float32", "float16", "float16_root")
+
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
     """Base of the fused optimizers, a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout; gradients any of the
     three. A low-precision parameter has a float32 `master` in its state, which the update works on;
-    the parameter is its rounded copy (nearest even; float16 saturates at +-65504).
+    the parameter is its rounded copy (nearest even; float16 saturates at +-65504). With
+    `master="none"` there is none and the parameter itself is updated, in float32 registers, and
+    rounded: half the memory, but an update below half a unit in the last place of a weight is lost
+    (docs/fp16_momentum.md).
+
+    States are float32 unless told otherwise, by an argument of the state's name: "float16", and for
+    exp_avg_sq also "float16_root", which stores the square root, since squares of gradients below
+    2^-12 underflow in float16. Rounding is to nearest, saturating.
 
     `max_grad_norm` clips by the global norm over all groups, as torch.nn.utils.clip_grad_norm_,
     inside the step. Whenever gradients are measured (for clipping, by `check_overflow=True`, or by
@@ -44,13 +53,23 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         max_grad_norm: float | None,
         check_overflow: bool,
         amp_scaling: bool,
+        master: str = "float32",
+        formats: dict[str, str] | None = None,
     ) -> None:
         """Checks what all fused optimizers take; raises ValueError naming the argument."""
+        if master not in ("float32", "none"):
+            raise ValueError(f'master must be "float32" or "none", found {master!r}')
+        for name, stored in (formats or {}).items():
+            known = STATE_FORMATS if name == "exp_avg_sq" else STATE_FORMATS[:-1]
+            if stored not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; found {stored!r}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
         self.max_grad_norm = max_grad_norm
         self.check_overflow = check_overflow
         self._step_supports_amp_scaling = amp_scaling
+        self.master = master
+        self.formats = dict(formats or {})  # how states are stored, where not in float32
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._forget()
         super().__init__(params, defaults)
@@ -190,7 +209,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles and the fused optimizers' own arguments."""
-        own = ("max_grad_norm", "check_overflow", "_step_supports_amp_scaling", "_own_defaults")
+        own = ["max_grad_norm", "check_overflow", "_step_supports_amp_scaling", "_own_defaults"]
+        own += ["master", "formats"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 

@@ -18,7 +18,16 @@ class SGD(FusedOptimizer):
         b = g at a parameter's first step, else momentum b + (1 - dampening) g
         w = w - lr (g + momentum b if nesterov else b)
 
-    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`: see FusedOptimizer.
+    momentum_form="scaled" is Caffe's older form, with the learning rate inside the buffer:
+
+        b = momentum b + lr g
+        w = w - (lr g + momentum b if nesterov else b)
+
+    Equal where lr is constant and nothing is rounded. In float16 lr g may vanish where g does not:
+    see docs/fp16_momentum.md. A buffer of one form is lr times one of the other.
+
+    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`, and how masters and
+    states are stored, `master`, `momentum_buffer`: see FusedOptimizer.
     State: step, beta_powers (unused), momentum_buffer unless no group has momentum, and master for
     low-precision parameters.
 
@@ -38,8 +47,20 @@ class SGD(FusedOptimizer):
         max_grad_norm: float | None = None,
         check_overflow: bool = False,
         amp_scaling: bool = True,
+        master: str = "float32",
+        momentum_buffer: str = "float32",
+        momentum_form: str = "unscaled",
     ) -> None:
         """See the class."""
+        if momentum_form not in ("unscaled", "scaled"):
+            raise ValueError(
+                f'momentum_form must be "unscaled" or "scaled", found {momentum_form!r}'
+            )
+        if momentum_form == "scaled" and dampening != 0:
+            raise ValueError(
+                f'momentum_form="scaled" has no dampening, found dampening={dampening!r}'
+            )
+        self.momentum_form = momentum_form
         check_ranges(lr, (), 0.0, weight_decay)
         if not momentum >= 0:
             raise ValueError(f"momentum must not be negative, found {momentum!r}")
@@ -62,6 +83,8 @@ class SGD(FusedOptimizer):
             max_grad_norm=max_grad_norm,
             check_overflow=check_overflow,
             amp_scaling=amp_scaling,
+            master=master,
+            formats={"momentum_buffer": momentum_buffer},
         )
 
     def _has_momentum(self) -> bool:
@@ -81,4 +104,10 @@ class SGD(FusedOptimizer):
         )
 
     def _operator(self) -> Callable[..., None]:
-        return _C.sgd_ if self._has_momentum() else _C.plain_sgd_
+        if not self._has_momentum():
+            return _C.plain_sgd_
+        return _C.sgd_ if self.momentum_form == "unscaled" else _C.scaled_sgd_
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As the base's, and the form of the momentum."""
+        return {**super().__getstate__(), "momentum_form": self.momentum_form}

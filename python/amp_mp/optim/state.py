@@ -10,24 +10,32 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.originals import LOW_PRECISION, take_original
+from amp_mp.optim.originals import LOW_PRECISION, rounded, take_original
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "float16_root": torch.float16,
+}
 
 if TYPE_CHECKING:
     from amp_mp.optim.base import FusedOptimizer
 
 
-def init_state(state: dict[str, Any], param: Tensor, names: tuple[str, ...]) -> None:
+def init_state(
+    state: dict[str, Any], param: Tensor, formats: dict[str, str], has_master: bool
+) -> None:
     """Fills in what is missing of a parameter's tensors.
 
-    One float32 tensor of the parameter's shape and layout for each name, zero. master: float32,
-    only for a low-precision parameter; the exact original where `prepare` has kept one.
+    One tensor of the parameter's shape and layout for each name, zero in every format. master:
+    float32, only for a low-precision parameter; the exact original where `prepare` has kept one.
     """
-    for name in names:
+    for name, stored in formats.items():
         if state.get(name) is None:
             state[name] = torch.zeros_like(
-                param, dtype=torch.float32, memory_format=torch.preserve_format
+                param, dtype=DTYPES[stored], memory_format=torch.preserve_format
             )
-    if param.dtype in LOW_PRECISION and "master" not in state:
+    if has_master and param.dtype in LOW_PRECISION and "master" not in state:
         state["master"] = take_original(param)
 
 
@@ -89,6 +97,7 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
     by_device: dict[torch.device, Bucket] = {}
     lists: dict[torch.device, list[tuple[Tensor, int, str, Tensor]]] = {}
     names = optimizer._states()
+    formats = {name: optimizer.formats.get(name, "float32") for name in names}
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for position, param in enumerate(group["params"]):
@@ -107,7 +116,7 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
                 )
             state = optimizer.state[param]
             clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
-            init_state(state, param, names)
+            init_state(state, param, formats, optimizer.master != "none")
             bucket.params.append(param)
             bucket.dicts.append(state)
             rows.append((param, index, label, clock))
@@ -121,6 +130,7 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
             params=bucket.params,
             masters=bucket.values[2],
             states=[[d[name] for d in bucket.dicts] for name in names],
+            formats=list(formats.values()),
             clocks=[clock for _, _, _, clock in rows],
             groups=[index for _, index, _, _ in rows],
             names=[label for _, _, label, _ in rows],
@@ -147,21 +157,25 @@ def restore_state(
     ids = [i for group in final["param_groups"] for i in group["params"]]
     for number, param in zip(ids, params, strict=True):
         for name, value in final["state"].get(number, {}).items():
-            optimizer.state[param][name] = _own_copy(value, param)
+            stored = optimizer.formats.get(name, "float32")
+            optimizer.state[param][name] = _own_copy(value, param, stored)
 
 
-def _own_copy(value: Any, param: Tensor) -> Any:
-    """The saved value, not shared with the dictionary it came from, where the parameter is."""
+def _own_copy(value: Any, param: Tensor, stored: str) -> Any:
+    """The saved value in the format, not shared with what it came from, where the parameter is."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape != param.shape or value.dim() == 0:
+    if value.shape != param.shape or value.dim() == 0:  # step, beta_powers
         return value.detach().to(param.device, copy=True)
     like = torch.empty_like(
         param,
-        dtype=value.dtype if value.dtype == torch.float64 else torch.float32,
+        dtype=value.dtype if value.dtype == torch.float64 else DTYPES[stored],
         memory_format=torch.preserve_format,
     )
-    return like.copy_(value)
+    if value.dtype == like.dtype:
+        return like.copy_(value)
+    value = value.float().sqrt() if stored == "float16_root" else value
+    return like.copy_(rounded(value.float(), like.dtype) if like.dtype in LOW_PRECISION else value)
 
 
 def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
