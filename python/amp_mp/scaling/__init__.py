@@ -4,6 +4,7 @@ from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMa
 from amp_mp.scaling.grad_scaler import GradScaler
 from amp_mp.scaling.make import from_state_dict, make_policy
 from amp_mp.scaling.policies import Policy, Static
+from amp_mp.scaling.shift import shift_for_scale
 
 LogNormal = LogMax
 
@@ -18,4 +19,5 @@ __all__ = [
     "Static",
     "from_state_dict",
     "make_policy",
+    "shift_for_scale",
 ]

@@ -1,0 +1,149 @@
+"""Momentum with everything in float16: where taking the learning rate out of the buffer helps.
+
+    python examples/fp16_momentum.py [--plot fp16_momentum.png]
+
+4,096 independent quadratics, loss 0.004 (w - target)^2 each, gradients stored in float16 at a loss
+scale of 1,024. Five ways to do SGD with momentum:
+
+    float32         weights and buffer in float32
+    classic, ops    H = m H - lr g, w = w + H, every operation rounded to float16
+    classic         the same, computed in float32 and stored in float16
+    reformulated    H = m H - g, w = w + lr H, computed in float32 and stored in float16
+    master          as float32, on a float32 master of float16 weights
+
+Shown is the share of the starting loss that is left. docs/fp16_momentum.md says what it means.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import amp_mp as amp
+
+COUNT, CURVATURE, SCALE = 4096, 0.008, 1024.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of weights and of steps, and after how many to look."""
+
+    name: str
+    log2_weight: int
+    momentum: float
+    lr: float
+    steps: tuple[int, ...]
+    curvature: float = CURVATURE
+
+
+CASES = (
+    Case("A", -12, 0.99, 0.01, (200, 500, 2000)),
+    Case("A'", -14, 0.9, 0.01, (500, 20000)),
+    Case("B", -5, 0.9, 0.01, (20000,)),
+    Case("C", -5, 0.9, 0.05, (100,), curvature=1.0),
+    Case("D", -5, 0.9, 1e-4, (30000,)),
+)
+
+
+class Arm:
+    """One way to train: `weight`, and `step` on a scaled float16 gradient."""
+
+    def __init__(self, start: torch.Tensor, case: Case, **storage: str) -> None:
+        self.weight = torch.nn.Parameter(start)
+        optimizer = amp.optim.SGD([self.weight], case.lr, case.momentum, **storage)
+        self.optimizer = amp.scaling.shift_for_scale(optimizer, SCALE)
+
+    def step(self, grad: torch.Tensor) -> None:
+        self.weight.grad_dtype = grad.dtype  # float16 gradients also for the float32 weight
+        self.weight.grad = grad
+        self.optimizer.step()
+
+
+class HalfOperations:
+    """The classic form with every operation in float16."""
+
+    def __init__(self, start: torch.Tensor, case: Case) -> None:
+        self.weight, self.buffer, self.case = start.clone(), torch.zeros_like(start), case
+
+    def step(self, grad: torch.Tensor) -> None:
+        self.buffer = self.case.momentum * self.buffer - self.case.lr / SCALE * grad
+        self.weight = self.weight + self.buffer
+
+
+HALF = {"master": "none", "momentum_buffer": "float16"}
+ARMS: dict[str, Callable[[torch.Tensor, Case], Arm | HalfOperations]] = {
+    "float32": lambda start, case: Arm(start.float(), case),
+    "classic, ops": HalfOperations,
+    "classic": lambda start, case: Arm(start, case, momentum_form="scaled", **HALF),
+    "reformulated": lambda start, case: Arm(start, case, **HALF),
+    "master": lambda start, case: Arm(start, case),
+}
+
+
+@torch.no_grad()
+def remaining(case: Case, arm: str, seed: int = 0) -> list[float]:
+    """The share of the starting loss left after each step."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 2.0**case.log2_weight
+    start, target = size * torch.randn(2, COUNT, generator=generator)
+    start = start.half()
+    trained = ARMS[arm](start.clone(), case)
+    first = (start.double() - target).square().sum()
+    shares = []
+    for _ in range(max(case.steps)):
+        difference = trained.weight.detach().float() - target
+        trained.step((SCALE * case.curvature * difference).half())
+        shares.append(float((trained.weight.detach().double() - target).square().sum() / first))
+    return shares
+
+
+def main(plot: Path | None, longest: int) -> None:
+    torch.set_num_threads(1)
+    table = Table(title="Share of the starting loss that is left", title_justify="left")
+    for column in ("case", "steps", *ARMS):
+        table.add_column(column, justify="right")
+    curves: dict[str, dict[str, list[float]]] = {}
+    for case in tqdm([c for c in CASES if max(c.steps) <= longest], desc="cases"):
+        curves[case.name] = {arm: remaining(case, arm) for arm in tqdm(ARMS, leave=False)}
+        for steps in case.steps:
+            row = [f"{curves[case.name][arm][steps - 1]:.3g}" for arm in ARMS]
+            table.add_row(case.name, str(steps), *row)
+    Console(width=110).print(table)
+    if plot is not None:
+        draw(curves, plot)
+        print(f"wrote {plot}")
+
+
+def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """A panel for each case, logarithmic both ways."""
+    from matplotlib import pyplot
+
+    picture, panels = pyplot.subplots(
+        1, len(curves), figsize=(4 * len(curves), 4), sharey=True, squeeze=False
+    )
+    for panel, (name, arms) in zip(panels[0], curves.items(), strict=True):
+        for width, (arm, shares) in zip((5, 4, 3, 2, 1), arms.items(), strict=True):
+            panel.plot(
+                range(1, len(shares) + 1), [max(s, 1e-10) for s in shares], label=arm, lw=width
+            )
+        panel.set(xscale="log", yscale="log", title=f"case {name}", xlabel="step", ylim=(1e-9, 3))
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("share of the starting loss")
+    panels[0][-1].legend()
+    picture.tight_layout()
+    picture.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Momentum with everything in float16.")
+    parser.add_argument("--plot", type=Path, help="file for a picture (.png or .svg)")
+    parser.add_argument("--longest", type=int, default=10**9, help="leave out longer cases")
+    arguments = parser.parse_args()
+    main(arguments.plot, arguments.longest)
