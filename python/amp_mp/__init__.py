@@ -34,7 +34,7 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import optim, scaling  # noqa: E402
+from amp_mp import nn, optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
 from amp_mp.casting import (  # noqa: E402
     autocast,
@@ -53,22 +53,37 @@ from amp_mp.casting import (  # noqa: E402
     set_policy,
     uninstall,
 )
-from amp_mp.master import FP16_Optimizer, prepare  # noqa: E402
+from amp_mp.master import (  # noqa: E402
+    BN_convert_float,
+    FP16_Optimizer,
+    TypedTensor,
+    convert_network,
+    keep_fp32,
+    network_to_half,
+    prepare,
+    tofp16,
+)
 from amp_mp.scaling import GradScaler  # noqa: E402
 
 __all__ = [
+    "BN_convert_float",
     "FP16_Optimizer",
     "GradScaler",
+    "TypedTensor",
     "__version__",
     "autocast",
     "backward",
     "build_info",
     "clear_cache",
+    "convert_network",
     "disable_casts",
     "explain",
     "float_function",
     "half_function",
     "init",
+    "keep_fp32",
+    "network_to_half",
+    "nn",
     "optim",
     "policies",
     "prepare",
@@ -78,5 +93,6 @@ __all__ = [
     "register_promote_function",
     "scaling",
     "set_policy",
+    "tofp16",
     "uninstall",
 ]

@@ -1,6 +1,23 @@
 """float32 masters: for models in low precision, and around any torch optimizer."""
 
+from amp_mp.master.convert import (
+    BN_convert_float,
+    convert_network,
+    keep_fp32,
+    network_to_half,
+    tofp16,
+)
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.prepare import prepare
+from amp_mp.master.typed_tensor import TypedTensor
 
-__all__ = ["FP16_Optimizer", "prepare"]
+__all__ = [
+    "BN_convert_float",
+    "FP16_Optimizer",
+    "TypedTensor",
+    "convert_network",
+    "keep_fp32",
+    "network_to_half",
+    "prepare",
+    "tofp16",
+]

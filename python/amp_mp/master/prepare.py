@@ -23,6 +23,10 @@ NORMALISATIONS: tuple[type[nn.Module], ...] = (
 # saves the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
 MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
+# What the keep_fp32 function leaves on a module: names of its own parameters and buffers to stay
+# float32, "" for all of it. Names and not ids, so that copies and pickles have it.
+MARKS = "_amp_mp_keep_fp32"
+
 
 def prepare(
     model: nn.Module,
@@ -41,8 +45,9 @@ def prepare(
             hooks live on.
         dtype: torch.bfloat16 or torch.float16.
         keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules
-            and parameters ("head", "blocks.*.norm1"). Default: normalisation layers. A
-            kept module computes in float32 and returns the dtype it was given.
+            and parameters ("head", "blocks.*.norm1"). Default: normalisation layers. What
+            amp_mp.keep_fp32 has marked stays as well. A kept module computes in float32 and returns
+            the dtype it was given.
 
     Raises:
         ValueError: dtype is another one, or a pattern matches nothing (a typo would go unnoticed).
@@ -50,9 +55,7 @@ def prepare(
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
-    if isinstance(keep_fp32, str | type):
-        keep_fp32 = [keep_fp32]
-    kept_modules, kept = _select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    kept_modules, kept = select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype != torch.float32 or id(tensor) in kept:
             continue
@@ -61,18 +64,28 @@ def prepare(
         tensor.data = rounded(tensor.detach(), dtype)
         if tensor.grad is not None:
             tensor.grad = None  # of the old dtype, and of a model that is no more
-    for module in kept_modules:
+    compute_in_float32(kept_modules)
+    return model
+
+
+def compute_in_float32(modules: Iterable[nn.Module]) -> None:
+    """From now on low-precision inputs of these modules are cast up, and their outputs back."""
+    for module in modules:
         if _enter_float32 in module._forward_pre_hooks.values():
             continue  # prepared before
         module.register_forward_pre_hook(_enter_float32, with_kwargs=True)
         module.register_forward_hook(_leave_float32)
-    return model
 
 
-def _select(
+def select(
     model: nn.Module, wanted: Iterable[type[nn.Module] | str]
 ) -> tuple[list[nn.Module], set[int]]:
-    """The modules that stay float32, and the ids of all tensors that do."""
+    """The modules that stay float32, wanted or marked, and the ids of all tensors that do.
+
+    Raises as `prepare` does for an entry that is no type or string, or matches nothing.
+    """
+    if isinstance(wanted, str | type):
+        wanted = [wanted]
     modules: dict[int, nn.Module] = {}
     tensors: set[int] = set()
     named: dict[str, Tensor] = {}  # a tied weight has several names
@@ -92,6 +105,11 @@ def _select(
             tensors |= {id(named[name]) for name in matching}
         else:
             raise TypeError(f"keep_fp32 takes nn.Module types and strings, found {entry!r}")
+    for module in model.modules():
+        marks = vars(module).get(MARKS, ())
+        if "" in marks:
+            modules[id(module)] = module
+        tensors |= {id(getattr(module, name, None)) for name in marks if name}
     for module in modules.values():
         tensors |= {id(t) for t in (*module.parameters(), *module.buffers())}
     return list(modules.values()), tensors
