@@ -34,7 +34,7 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import nn, optim, scaling  # noqa: E402
+from amp_mp import diagnose, nn, optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
 from amp_mp.casting import (  # noqa: E402
     autocast,
@@ -56,9 +56,15 @@ from amp_mp.casting import (  # noqa: E402
 from amp_mp.master import (  # noqa: E402
     BN_convert_float,
     FP16_Optimizer,
+    MixedPrecisionOptimizerWrapper,
     TypedTensor,
     convert_network,
     keep_fp32,
+    l1,
+    l2_half,
+    l2_sum,
+    mixed_precision,
+    mp_regularizer_wrapper,
     network_to_half,
     prepare,
     tofp16,
@@ -69,6 +75,7 @@ __all__ = [
     "BN_convert_float",
     "FP16_Optimizer",
     "GradScaler",
+    "MixedPrecisionOptimizerWrapper",
     "TypedTensor",
     "__version__",
     "autocast",
@@ -76,12 +83,18 @@ __all__ = [
     "build_info",
     "clear_cache",
     "convert_network",
+    "diagnose",
     "disable_casts",
     "explain",
     "float_function",
     "half_function",
     "init",
     "keep_fp32",
+    "l1",
+    "l2_half",
+    "l2_sum",
+    "mixed_precision",
+    "mp_regularizer_wrapper",
     "network_to_half",
     "nn",
     "optim",

@@ -21,7 +21,7 @@ class CastTable(list[Cast]):
 
     def __str__(self) -> str:
         """A line each."""
-        return _aligned(
+        return aligned(
             ("operator", "argument", "from", "to", ""),
             ((*cast[:4], "cached" if cast.cached else "") for cast in self),
         )
@@ -33,10 +33,11 @@ class PolicyTable(dict[str, str]):
     def __str__(self) -> str:
         """A line each, by policy and name."""
         rows = sorted(self.items(), key=lambda row: (row[1], row[0]))
-        return _aligned(("operator", "policy"), rows)
+        return aligned(("operator", "policy"), rows)
 
 
-def _aligned(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def aligned(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """The rows under their header, in columns."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

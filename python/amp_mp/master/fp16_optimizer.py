@@ -83,6 +83,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
                 once.
             retain_graph: as in Tensor.backward.
         """
+        if not self._masters.are_complete():
+            self._masters.refresh()
         # float32 parameters are their own masters: what earlier calls have unscaled is set aside,
         # so that every gradient is divided by the scale exactly once. Where unscaling is put off,
         # they are scaled again, to be unscaled with the others.
@@ -108,20 +110,20 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         """
         pairs = self._masters.pairs()
         whole = gradients_of(self._masters.whole())
+        sources = gradients_of(p for p, _ in pairs) + whole
         if self.dynamic_loss_scale:
-            seen = gradients_of(p for p, _ in pairs) + whole
-            self.overflow, self._max_abs = observe(seen, self.loss_scale)
+            self.overflow, self._max_abs = observe(sources, self.loss_scale)
             if self.overflow:
                 return
         for param, master in pairs:
-            if param.grad is None:
-                master.grad = None
-            elif master.grad is None:
-                master.grad = torch.empty_like(master, memory_format=torch.preserve_format)
-        sources = gradients_of(p for p, _ in pairs) + whole
+            _make_gradient(param, master)
         targets = gradients_of(m for _, m in pairs) + whole
         copy_all_(targets, sources, multiplier=1.0 / self.loss_scale)
         self._pending = False
+        self._complete_gradients(pairs)
+
+    def _complete_gradients(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """For subclasses: what else joins the masters' gradients, which are the true ones now."""
 
     @torch.no_grad()
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
@@ -258,7 +260,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         """As torch's, with masters for what is in low precision."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._masters.adopt(self.optimizer.param_groups[-1:])
+            self._masters.refresh()
         except TypeError:
             self.optimizer.param_groups.pop()
             raise
@@ -304,3 +306,17 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def __setstate__(self, state: Any) -> None:
         """Refuses, as Apex's."""
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+
+def _make_gradient(param: Tensor, master: Tensor) -> None:
+    """Makes the master's gradient one to copy the parameter's into: dense, sparse or None."""
+    grad = param.grad
+    if grad is None:
+        master.grad = None
+    elif grad.is_sparse:
+        values = torch.empty_like(grad._values(), dtype=torch.float32)
+        master.grad = torch.sparse_coo_tensor(
+            grad._indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+        )
+    elif master.grad is None or master.grad.is_sparse:
+        master.grad = torch.empty_like(master, memory_format=torch.preserve_format)

@@ -12,8 +12,15 @@ from amp_mp import _C
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients there are."""
-    return [p.grad for p in params if p.grad is not None]
+    """The gradients there are; of a sparse one, which is coalesced in place, the values."""
+    found = []
+    for param in params:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+        found.append(param.grad._values() if param.grad.is_sparse else param.grad)
+    return found
 
 
 def by_device(tensors: list[Tensor]) -> list[list[int]]:

@@ -23,41 +23,52 @@ class Masters:
     def __init__(self, optimizer: Optimizer) -> None:
         """See the class."""
         self._optimizer = optimizer
+        self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self.fp16_groups: list[list[Tensor]] = []  # the model's low-precision parameters
         self.fp32_from_fp16_groups: list[list[Tensor]] = []  # their masters
         self.fp32_from_fp32_groups: list[list[Tensor]] = []  # the model's float32 parameters
-        self.adopt(optimizer.param_groups)
+        self.refresh()
 
-    def adopt(self, groups: list[dict[str, Any]]) -> None:
-        """Takes groups in: their lists get masters, in place, and the state moves to them."""
-        for index, group in enumerate(groups, start=len(self.fp16_groups)):
-            _check_dtypes(index, group["params"])
-        for group in groups:
-            self._adopt(group["params"])
+    def refresh(self) -> None:
+        """Gives masters to what is trainable, in low precision and has none, and its state to them.
 
-    def _adopt(self, params: list[Tensor]) -> None:
-        low: list[Tensor] = []
-        masters: list[Tensor] = []
-        whole: list[Tensor] = []
-        all_state = self._optimizer.state
+        At first that is everything; later what was frozen and is no more, or was added.
+        """
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        for index, params in enumerate(groups):
+            _check_dtypes(index, params)
+        for params in groups:
+            for i, param in enumerate(params):
+                if param.requires_grad and param.dtype in LOW_PRECISION:
+                    params[i] = self._adopt(param)
+        self.fp32_from_fp16_groups = [[p for p in ps if p in self._low] for ps in groups]
+        self.fp16_groups = [[self._low[m] for m in ms] for ms in self.fp32_from_fp16_groups]
+        self.fp32_from_fp32_groups = [
+            [p for p in ps if p.requires_grad and p not in self._low] for ps in groups
+        ]
+
+    def _adopt(self, param: Tensor) -> Tensor:
+        state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
-        for i, param in enumerate(params):
-            if not param.requires_grad:
-                continue
-            if param.dtype == torch.float32:
-                whole.append(param)
-                continue
-            state = all_state.pop(param, None)
-            own = state.pop("master", None) if state and fused else None  # ours has one already
-            master = nn.Parameter(take_original(param) if own is None else own)
-            if state is not None:
-                all_state[master] = {k: _widen(v) for k, v in state.items()}
-            params[i] = master
-            low.append(param)
-            masters.append(master)
-        self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(whole)
+        own = state.pop("master", None) if state and fused else None  # ours has one already
+        master = nn.Parameter(take_original(param) if own is None else own)
+        if state is not None:
+            self._optimizer.state[master] = {k: _widen(v) for k, v in state.items()}
+        self._low[master] = param
+        return master
+
+    def are_complete(self) -> bool:
+        """Whether nothing in the groups waits for a master, or is new."""
+        known = zip(
+            self._optimizer.param_groups,
+            self.fp32_from_fp16_groups,
+            self.fp32_from_fp32_groups,
+            strict=False,
+        )
+        return len(self.fp16_groups) == len(self._optimizer.param_groups) and all(
+            sum(p.requires_grad for p in group["params"]) == len(masters) + len(whole)
+            for group, masters, whole in known
+        )
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every low-precision parameter with its master."""

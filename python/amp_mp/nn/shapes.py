@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp_mp.casting.show import _aligned
+from amp_mp.casting.show import aligned
 
 
 class Product(NamedTuple):
@@ -31,7 +31,7 @@ class ProductTable(list[Product]):
 
     def __str__(self) -> str:
         """A line each."""
-        return _aligned(
+        return aligned(
             ("module", "layer", "M", "K", "N", "pad"),
             (
                 (*map(str, row[:5]), ", ".join(f"{k} to {v}" for k, v in row.padding.items()))

@@ -1,0 +1,214 @@
+"""How numbers spread over the binades, and what a loss scale makes of them in a format."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_mp.scaling.policies import check_scale
+
+FORMATS = (torch.float16, torch.bfloat16, torch.float32)
+EXPONENTS = range(-149, 128)  # floor(log2 |x|) of every finite float32 but zero
+
+# Every exponent has two bins, for exactly 2^e and for what lies above it: what float16 loses ends
+# at a power of two, included. Then come inf and NaN, as the bits of a float32 go on, and zero.
+_INF = 2 * len(EXPONENTS)
+_NAN, _ZERO, _BINS = _INF + 1, _INF + 2, _INF + 3
+_CHUNK = 1 << 22  # elements in work at a time: bounds the temporaries at some 100 MB
+
+
+class Limits(NamedTuple):
+    """The edges of a format, to nearest even: all of them numbers, exact as Python floats."""
+
+    lost: float  # the largest |x| that becomes 0
+    normal: float  # the smallest normal number
+    largest: float  # the largest finite number
+    overflow: float  # the smallest |x| that becomes inf
+
+
+def limits(dtype: torch.dtype) -> Limits:
+    """The edges of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32.
+
+    A format with p bits of fraction whose largest binade starts at B: the largest number is
+    B (2 - 2^-p), inf starts half a unit above it; half the smallest subnormal is a tie, which goes
+    to the even 0. Raises ValueError for another dtype.
+    """
+    if dtype not in FORMATS:
+        raise ValueError(f"dtype must be float16, bfloat16 or float32, found {dtype}")
+    info = torch.finfo(dtype)
+    binade = info.max / (2 - info.eps)
+    return Limits(
+        lost=info.smallest_normal * info.eps / 2,
+        normal=info.smallest_normal,
+        largest=info.max,
+        overflow=binade * (2 - info.eps / 2),
+    )
+
+
+class Diagnosis(NamedTuple):
+    """What becomes of numbers x that are multiplied by a scale and rounded to a format.
+
+    lost, subnormal and overflow are shares, from 0 to 1, of the elements that are neither zero nor
+    inf nor NaN; see ExponentHistogram.at. headroom: by how many binades the scale can grow until
+    the largest |x| exceeds the format's largest number; below 0 if it does already; None without
+    elements.
+    """
+
+    scale: float
+    dtype: torch.dtype
+    lost: float
+    subnormal: float
+    overflow: float
+    headroom: int | None
+
+
+class ExponentHistogram:
+    """Counts of floor(log2 |x|) from -149 to 127, of zeros, inf and NaN, and the largest |x|.
+
+    Histograms add up with +, also across devices. The counting happens on the tensor's device;
+    asking for a number waits for it.
+    """
+
+    def __init__(self) -> None:
+        """An empty one."""
+        self._bins = torch.zeros(_BINS, dtype=torch.int64)
+        self._top = torch.zeros((), dtype=torch.int32)  # the bits of amax, which order as it does
+
+    @classmethod
+    def of(cls, tensor: Tensor, scale: float = 1.0) -> ExponentHistogram:
+        """Counts the elements of tensor / scale.
+
+        The counting is exact, subnormals included: it is done on the bits, so no flushing to zero
+        interferes. The division is one float32 division per element, exact for powers of two
+        unless the quotient is below 2^-126.
+
+        Args:
+            tensor: float16, bfloat16 or float32, any shape, any layout with strides.
+            scale: finite and above 0.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: a scale that is none.
+        """
+        if tensor.dtype not in FORMATS:
+            raise TypeError(
+                f"a histogram takes float16, bfloat16 and float32 tensors, found {tensor.dtype}"
+            )
+        check_scale(scale, "scale")
+        result = cls()
+        for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
+            result += cls._of_part(part, scale)
+        return result
+
+    @classmethod
+    def _of_part(cls, part: Tensor, scale: float) -> ExponentHistogram:
+        result = cls()
+        values = part.float() if scale == 1 else part.float() / scale
+        bits = values.view(torch.int32) & 0x7FFFFFFF
+        if bits.numel() == 0:
+            return result
+        # A subnormal is bits * 2^-149; as a float, its bits have a normal number's exponent and
+        # fraction, 149 too high.
+        normal = torch.where(bits < 1 << 23, bits.float().view(torch.int32) - (149 << 23), bits)
+        exponent = (normal >> 23) - 127 - EXPONENTS[0]
+        index = 2 * exponent + ((normal & 0x7FFFFF) != 0)
+        result._bins = torch.bincount(index.masked_fill(bits == 0, _ZERO), minlength=_BINS)
+        result._top = bits.masked_fill(bits >= 0x7F800000, 0).max()
+        return result
+
+    def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
+        """Both together, on the other's device."""
+        result = ExponentHistogram()
+        device = other._bins.device
+        result._bins = self._bins.to(device) + other._bins
+        result._top = torch.maximum(self._top.to(device), other._top)
+        return result
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [277] on the CPU: how many elements have each of EXPONENTS."""
+        return self._bins[:_INF].view(-1, 2).sum(1).cpu()
+
+    @property
+    def zeros(self) -> int:
+        """How many elements are zero, of either sign."""
+        return int(self._bins[_ZERO])
+
+    @property
+    def infs(self) -> int:
+        """How many are infinite."""
+        return int(self._bins[_INF])
+
+    @property
+    def nans(self) -> int:
+        """How many are NaN."""
+        return int(self._bins[_NAN])
+
+    @property
+    def elements(self) -> int:
+        """How many there are in all."""
+        return int(self._bins.sum())
+
+    @property
+    def amax(self) -> float:
+        """The largest finite |x|, exact; 0 without any."""
+        return float(self._top.view(torch.float32))
+
+    def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
+        """What becomes of the elements, times scale, in a format.
+
+        lost: |x scale| is at most half the smallest subnormal (float16: 2^-25) and becomes 0.
+        subnormal: it is above that and below the smallest normal number (2^-14): precision is lost.
+        overflow: it becomes inf (from 65520 on).
+
+        With a power of two as scale, lost and subnormal are exact, for their edges are edges of
+        bins. A bin that an edge cuts is split as if its elements were spread evenly over it; for
+        any scale that concerns the binade in which overflow begins, yet overflow is 0 exactly if
+        nothing overflows, which the largest |x| tells.
+
+        Raises ValueError for another dtype or a scale that is none.
+        """
+        edges = limits(dtype)
+        check_scale(scale, "scale")
+        low = torch.tensor([scale * 2.0**e for e in EXPONENTS], dtype=torch.float64)
+        powers, above = self._bins[:_INF].cpu().view(-1, 2).unbind(1)  # at low, in (low, 2 low)
+
+        def up_to(edge: float) -> float:  # the elements of above that are below the edge
+            return float((above * (edge / low - 1).clamp(0, 1)).sum())
+
+        count = max(1, int(powers.sum() + above.sum()))
+        lost = int(powers[low <= edges.lost].sum()) + up_to(edges.lost)
+        small = int(powers[low < edges.normal].sum()) + up_to(edges.normal)
+        over = int(powers[low >= edges.overflow].sum()) + int(above.sum()) - up_to(edges.overflow)
+        over = max(over, 1) if self.amax * scale >= edges.overflow else 0
+        return Diagnosis(
+            scale=scale,
+            dtype=dtype,
+            lost=lost / count,
+            subnormal=(small - lost) / count,
+            overflow=over / count,
+            headroom=_floor_log2(edges.largest, self.amax * scale),
+        )
+
+    def largest_safe_log2_scale(self, dtype: torch.dtype = torch.float16) -> int | None:
+        """floor(log2(largest number of the format / amax)), exact; None where amax is 0.
+
+        2 to this power is the largest power of two by which every finite element can be multiplied
+        without exceeding the format's largest number (65504).
+        """
+        return _floor_log2(limits(dtype).largest, self.amax)
+
+    def __repr__(self) -> str:
+        """How many elements, and the largest."""
+        return f"ExponentHistogram({self.elements} elements, amax={self.amax:g})"
+
+
+def _floor_log2(a: float, b: float) -> int | None:
+    """floor(log2(a / b)) without rounding; None for b = 0."""
+    if b == 0:
+        return None
+    (fraction_a, exponent_a), (fraction_b, exponent_b) = math.frexp(a), math.frexp(b)
+    return exponent_a - exponent_b - (fraction_a < fraction_b)

@@ -1,0 +1,186 @@
+"""Watching a whole script without changing it: what the command line and `start` share."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from amp_mp.diagnose.histogram import ExponentHistogram
+from amp_mp.diagnose.overflow import OverflowTracker
+from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
+from amp_mp.diagnose.report import GradientReport
+from amp_mp.diagnose.updates import UpdateRatios
+from amp_mp.diagnose.watch import Watch, scale_of
+from amp_mp.scaling.policies import Policy, check_scale
+
+
+class EnoughError(BaseException):
+    """Ends a script after the steps asked for; not an Exception, which scripts may catch."""
+
+
+class Recording:
+    """Hooks on every module that is called and trained, and on every optimizer, until closed.
+
+    A module that is called from outside any other, with gradients on and parameters to train, is
+    watched with everything in it, under its class's name. The loss scale is that of the policy or
+    GradScaler asked last before backward. Compiled code runs uncompiled, so that hooks see it.
+
+    Args:
+        scale: the loss scale to judge gradients at; default: the script's own at the end.
+        steps: raise EnoughError in the backward after this many.
+
+    Raises:
+        ValueError: a scale or a number of steps that is none.
+    """
+
+    def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
+        """See the class."""
+        if scale is not None:
+            check_scale(scale, "scale")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps must be above 0, found {steps}")
+        self._scale, self._steps = scale, steps
+        self._scaler: Any = None
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watched: dict[str, tuple[weakref.ref[nn.Module], Watch, OverflowTracker]] = {}
+        self.backwards = 0
+        self.ratios = UpdateRatios()
+        self._stack = ExitStack()
+        self._stack.callback(self.ratios.close)
+        self._stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch.amp.GradScaler, "scale", self._asked)
+        for name in ("scale", "scale_tensor"):
+            self._wrap_property(Policy, name)
+
+    def close(self) -> None:
+        """Removes every hook; what was counted stays. Closing twice is fine."""
+        self._stack.close()
+        for _, watch, _ in self._watched.values():
+            watch.close()
+
+    # What is hooked.
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        true = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(true, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._stack.callback(setattr, owner, name, true)
+
+    def _wrap_property(self, owner: type, name: str) -> None:
+        true: property = vars(owner)[name]
+        assert true.fget is not None
+        asked = property(lambda policy: self._asked(true.fget, policy), true.fset)  # type: ignore[arg-type]
+        setattr(owner, name, asked)
+        self._stack.callback(setattr, owner, name, true)
+
+    def _asked(self, true: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._scaler = scaler
+        return true(scaler, *args, **kwargs)
+
+    def _backward(self, true: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.backwards == self._steps:
+            raise EnoughError
+        result = true(*args, **kwargs)
+        self.backwards += 1
+        for *_, tracker in self._watched.values():
+            tracker.update()
+        return result
+
+    def _on_call(self, module: nn.Module, _: Any) -> None:
+        # Whatever is inside a watched module is known: so this sees roots only, also where
+        # checkpointing calls an inner module on its own.
+        if module in self._known or not torch.is_grad_enabled():
+            return
+        if not any(p.requires_grad and p.is_leaf for p in module.parameters()):
+            return
+        inside = set(module.modules())
+        for name, (root, watch, _tracker) in list(self._watched.items()):
+            if root() in inside:  # a part was called first
+                watch.close()
+                del self._watched[name]
+        self._known.update(inside)
+        name = base = type(module).__name__
+        number = 1
+        while name in self._watched:
+            name, number = f"{base}{number + 1}", number + 1
+        scaler = self._current_scale
+        tracker = OverflowTracker(module, scaler)
+        self._watched[name] = weakref.ref(module), Watch(module, scaler), tracker
+        self.ratios.name(module, f"{name}.")
+
+    def _current_scale(self) -> float:
+        return scale_of(self._scaler)
+
+    # What comes out.
+
+    def report(self) -> GradientReport:
+        """The gradients of every module watched."""
+        weights: dict[str, ExponentHistogram] = {}
+        activations: dict[str, ExponentHistogram] = {}
+        left_out: dict[str, str] = {}
+        for name, (_, watch, _) in self._watched.items():
+            weights |= {f"{name}.{key}": value for key, value in watch.weights.items()}
+            activations |= {f"{name}.{key}": value for key, value in watch.activations.items()}
+            left_out |= {f"{name}.{key}": value for key, value in watch.left_out.items()}
+        scale = self._current_scale() if self._scale is None else self._scale
+        return GradientReport(weights, activations, scale, torch.float16, left_out)
+
+    def finish(self, out: str | Path | None = None) -> bool:
+        """Closes, prints every table, and with `out` saves pictures in that folder.
+
+        Returns False, having said why, if there is nothing to report.
+        """
+        self.close()
+        report = self.report()
+        if not report:
+            never = "never called backward()" if self.backwards == 0 else "trained no nn.Module"
+            print(f"amp_mp.diagnose: the script {never}, so no gradient was seen", file=sys.stderr)
+            return False
+        updates = self.ratios.report()
+        print(f"\n{report}\n\n{updates}")
+        for name, (_, _, tracker) in self._watched.items():
+            if tracker.report:
+                print(f"\nIn the last backward pass of {name}:\n{tracker.report}")
+            if tracker.verdict:
+                print(tracker.verdict)
+        if out is not None:
+            try:
+                save(plot_gradients(report), Path(out) / "gradients.png")
+                if updates:
+                    save(plot_updates(updates), Path(out) / "updates.png")
+                print(f"\nPictures: {Path(out)}")
+            except (ImportError, OSError) as error:  # the tables are there all the same
+                print(f"amp_mp.diagnose: no pictures: {error}", file=sys.stderr)
+        return True
+
+
+def start(out: str | Path | None = None, scale: float | None = None) -> Recording:
+    """Watches the rest of this script, and prints what was found when it ends.
+
+    Args:
+        out: a folder for pictures; default: none.
+        scale: the loss scale to judge gradients at; default: the script's own.
+
+    Raises:
+        ValueError: a scale that is none.
+        ImportError: pictures are asked for, and matplotlib is not installed.
+    """
+    if out is not None:
+        new_figure(1, 1.0)  # imports matplotlib: at exit some modules refuse to be imported
+    recording = Recording(scale)
+    atexit.register(recording.finish, out)
+    return recording

@@ -1,0 +1,274 @@
+"""python -m amp_mp.diagnose, and the two lines that do the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import amp_mp as amp
+from amp_mp.diagnose.__main__ import main
+from amp_mp.diagnose.recording import Recording, start
+
+SCRIPT = """
+import sys
+import torch
+import beside  # a module next to the script
+from torch import nn
+import amp_mp as amp
+
+assert __name__ == "__main__"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = amp.GradScaler("cpu", init_scale=2.0**7)
+with torch.no_grad():
+    model(torch.ones(1, 4))
+for step in range(3):
+    print("step", step)
+    scaler.scale(nn.functional.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 1))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print("weight", float(model[0].weight[0, 0].detach()), sys.argv)
+"""
+
+
+def script(folder: Path, end: str = "", text: str = SCRIPT) -> str:
+    (folder / "beside.py").write_text("")
+    (folder / "run.py").write_text(text + end)
+    return str(folder / "run.py")
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    found_at = str(Path(amp.__file__).parent.parent)  # absolute, for scripts run in other folders
+    path = os.pathsep.join([found_at, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def rows(text: str) -> list[str]:
+    """The first three cells of every line."""
+    return [" ".join(line.split()[:3]) for line in text.splitlines()]
+
+
+def test_a_script_runs_as_ever_and_is_reported_on(tmp_path: Path) -> None:
+    path = script(tmp_path)
+    out = tmp_path / "new" / "pictures"
+    done = run("-m", "amp_mp.diagnose", "--out", str(out), path, "--out", "its own")
+    assert done.returncode == 0, done.stderr
+    plain = run(path, "--out", "its own")
+    assert plain.returncode == 0, plain.stderr
+    assert done.stdout.startswith(plain.stdout), "every bit, its arguments too"
+    report = done.stdout.removeprefix(plain.stdout)
+    assert "in float16 at loss scale 2^7" in report
+    assert {
+        "weight Sequential.0.weight 96",
+        "activation Sequential.2 24",
+        "Sequential.2.bias float16 3",
+    } <= set(rows(report))
+    for name in ("gradients.png", "updates.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exit_status_and_the_exception_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="3"):
+        main([script(tmp_path, "sys.exit(3)")])
+    assert "weight Sequential.0.weight 96" in rows(capsys.readouterr().out)
+    with pytest.raises(ValueError, match="boom"):
+        main([script(tmp_path, "raise ValueError('boom')")])
+    assert "weight Sequential.0.weight 96" in rows(capsys.readouterr().out)
+    assert (tmp_path / "diagnosis" / "gradients.png").exists()
+
+
+def test_steps_end_the_script_and_scale_is_what_to_judge_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--steps", "2", "--scale", "1024", script(tmp_path)])
+    out = capsys.readouterr().out
+    assert "step 2" in out
+    assert "weight -" not in out
+    assert "in float16 at loss scale 2^10" in out
+    assert "weight Sequential.0.weight 64" in rows(out)
+    assert "Sequential.2.bias float16 2" in rows(out), "the second step was completed"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('hello')", "the script never called backward(), so no gradient was seen"),
+        (
+            "import torch; torch.ones(1, requires_grad=True).backward()",
+            "the script trained no nn.Module, so no gradient was seen",
+        ),
+    ],
+)
+def test_a_script_with_nothing_to_report_is_an_error(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main([script(tmp_path, text=text)])
+    assert capsys.readouterr().err.endswith(f"amp_mp.diagnose: {message}\n")
+    with pytest.raises(SystemExit, match="0"):  # the script's own word
+        main([script(tmp_path, "; import sys; sys.exit(0)", text=text)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no script missing.py"),
+        (["--steps", "0", "x.py"], "--steps: expected a whole number above 0, found '0'"),
+        (["--scale", "-1", "x.py"], "--scale: expected auto or a finite number above 0"),
+        (["--scale", "big", "x.py"], "expected auto or a finite number above 0, found 'big'"),
+        ([], "the following arguments are required: script"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_tables_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    main(["--scale", "auto", script(tmp_path)])
+    out, err = capsys.readouterr()
+    assert "Sequential.0.weight" in out
+    assert "no pictures: pictures need matplotlib" in err
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        start(tmp_path)
+
+
+def test_two_lines_at_the_top_do_the_same(tmp_path: Path) -> None:
+    lines = "from amp_mp import diagnose\ndiagnose.start('pictures')\n"
+    done = run(script(tmp_path, "sys.exit(4)", text=lines + SCRIPT))
+    assert done.returncode == 4, done.stderr
+    assert "weight Sequential.0.weight 96" in rows(done.stdout)
+    assert not done.stderr
+    assert (tmp_path / "pictures" / "gradients.png").exists()
+
+
+# A recording by itself.
+
+
+def hooks_of_the_process() -> list[object]:
+    return [
+        torch.autograd.backward,
+        torch.amp.GradScaler.scale,
+        amp.scaling.Policy.scale,
+        amp.scaling.Policy.scale_tensor,
+        len(torch.nn.modules.module._global_forward_pre_hooks),
+        len(torch_optimizer._global_optimizer_pre_hooks),
+        len(torch_optimizer._global_optimizer_post_hooks),
+    ]
+
+
+def test_a_recording_leaves_the_process_as_it_was() -> None:
+    before = hooks_of_the_process()
+    recording = Recording()
+    assert all(a != b for a, b in zip(before, hooks_of_the_process(), strict=True))
+    model = nn.Linear(1, 1)
+    model(torch.ones(1, 1)).sum().backward()
+    recording.close()
+    recording.close()
+    assert hooks_of_the_process() == before
+    assert not model._forward_hooks
+    assert recording.backwards == 1
+    for arguments in ({"scale": 0.0}, {"steps": 0}):
+        with pytest.raises(ValueError, match="above 0, found 0"):
+            Recording(**arguments)
+    assert hooks_of_the_process() == before
+
+
+def scale_by_handle(model: nn.Module, policy: amp.scaling.Policy) -> None:
+    handle = amp.init(loss_scale=policy, device_type="cpu")
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with handle.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+    finally:
+        handle._deactivate()
+
+
+def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
+    optimizer = amp.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=policy, verbose=False
+    )
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+
+
+@pytest.mark.parametrize("scale_loss", [scale_by_handle, scale_by_optimizer])
+def test_the_scale_of_every_kind_of_training_is_found(scale_loss: object) -> None:
+    recording = Recording()
+    model = nn.Linear(4, 1)
+    try:
+        scale_loss(model, amp.scaling.Backoff(init_scale=2.0**9))  # type: ignore[operator]
+    finally:
+        recording.close()
+    report = recording.report()
+    assert report.scale == 2.0**9
+    assert report.weights.amax == 1
+
+
+def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
+    recording = Recording()
+    model, other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    x = torch.ones(1, 1)
+    try:
+        model[0](x).sum().backward()  # a part first
+        for _ in range(2):
+            y = torch.utils.checkpoint.checkpoint(model[0], frozen(x), use_reentrant=False)
+            (model(y) + other(x) + nn.Linear(1, 1)(x)).sum().backward()
+    finally:
+        recording.close()
+    names = {row.name for row in recording.report() if row.kind == "weight"}
+    assert {"Sequential.0.weight", "Sequential.1.weight", "Linear2.weight"} < names
+    assert sum(name.startswith("Linear") for name in names) == 2 * 3
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_compiled_code_is_seen() -> None:
+    recording = Recording()
+    model = torch.compile(nn.Linear(2, 1))
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    finally:
+        recording.close()
+    assert [row.kind for row in recording.report()].count("activation") == 2
+
+
+def test_overflows_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    recording = Recording()
+    model = nn.Linear(1, 1)
+    for _ in range(5):
+        model.zero_grad()
+        (model(torch.ones(1, 1)).sum() * float("nan")).backward()
+    assert recording.finish()
+    out = capsys.readouterr().out
+    assert "In the last backward pass of Linear:\nparameter  shape" in out
+    assert "No loss scale can cure this: the gradient of bias has been inf or NaN in each" in out
