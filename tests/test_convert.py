@@ -221,3 +221,49 @@ def test_tofp16_casts_floats_plainly_and_passes_the_rest(device: str, dtype: tor
     tokens = torch.arange(3, device=device)
     assert tofp16(dtype)(tokens) is tokens
     assert repr(tofp16()) == "tofp16(torch.float16)"
+
+
+# Masters kept by hand.
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(device, torch.bfloat16)
+
+    x = torch.ones(5, 4, device=device, dtype=torch.bfloat16)
+    hand, wrapped = network(), network()
+    params, masters = amp.prep_param_lists(hand, flat_master=flat)
+    assert len(masters) == (1 if flat else 4)
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.5)
+    reference = amp.FP16_Optimizer(
+        torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.5), verbose=False
+    )
+    for _ in range(3):
+        hand.zero_grad()
+        hand(x).float().square().mean().backward()
+        amp.model_grads_to_master_grads(params, masters, flat_master=flat)
+        optimizer.step()
+        amp.master_params_to_model_params(params, masters, flat_master=flat)
+        reference.zero_grad(set_to_none=True)
+        reference.backward(wrapped(x).float().square().mean())
+        reference.step()
+    for a, b in zip(hand.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_absent_gradients_of_masters_by_hand(device: str) -> None:
+    net = nn.Linear(2, 2).to(device, torch.float16)
+    params, masters = amp.prep_param_lists(net)
+    net.weight.grad = torch.ones_like(net.weight)
+    amp.model_grads_to_master_grads(params, masters)
+    assert masters[0].grad is not None
+    assert masters[1].grad is None
+    params, (flat,) = amp.prep_param_lists(net, flat_master=True)
+    amp.model_grads_to_master_grads(params, [flat], flat_master=True)
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [1.0] * 4 + [0.0] * 2
+    net.bias.data = net.bias.data.float()
+    with pytest.raises(ValueError, match="flat_master needs parameters of one dtype"):
+        amp.prep_param_lists(net, flat_master=True)

@@ -764,9 +764,9 @@ def with_one_group_less_inside() -> dict[str, Any]:
 BAD_SNAPSHOTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another shape": (lambda: loader((2, 4)).state_dict(), r"fp32_from_fp16 .*\(4,\).*\(3,\)"),
     "another number of groups": (lambda: loader((2,)).state_dict(), "fp32_from_fp16"),
-    "another kind of scale": (
-        lambda: loader((2, 3), dynamic_loss_scale=True).state_dict(),
-        "Backoff",
+    "no scale there is": (
+        lambda: {**loader((2, 3)).state_dict(), "loss_scaler": {"policy": "Best"}},
+        "policy must be one of",
     ),
     "torch's part does not fit": (with_one_group_less_inside, "parameter groups"),
     "no overflow": (lambda: without("overflow"), "overflow"),
@@ -783,6 +783,23 @@ def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_changed(name
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(make())
     assert raw_bytes(optimizer.state_dict()) == before
+
+
+def test_the_snapshots_kind_of_scale_counts(device: str) -> None:
+    """As in Apex: a run that was dynamic stays so, however the new optimizer was made."""
+
+    def fresh(**arguments: Any) -> amp.FP16_Optimizer:
+        param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16, device=device))
+        return amp.FP16_Optimizer(torch.optim.SGD([param], lr=1.0), verbose=False, **arguments)
+
+    source, target = fresh(dynamic_loss_scale=True), fresh(static_loss_scale=8.0)
+    source.backward((source.fp16_groups[0][0] * float("inf")).sum())
+    source.step()
+    target.load_state_dict(source.state_dict())
+    assert target.loss_scaler.state_dict() == source.loss_scaler.state_dict()
+    assert target.dynamic_loss_scale
+    target.backward((target.fp16_groups[0][0] * float("inf")).sum())
+    assert target.overflow
 
 
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.deepcopy, copy.copy])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -315,3 +316,63 @@ def test_a_wrong_configuration_is_refused_and_the_model_left_alone(
     with pytest.raises(ValueError, match=message):
         amp.mixed_precision(net, optimizer, config)
     assert net[0].weight.dtype == torch.float32
+
+
+# Overflows that no scale can cure.
+
+
+@pytest.mark.parametrize("through", ["FP16_Optimizer", "scale_loss"])
+def test_a_nan_that_no_scale_cures_is_told_once_with_its_parameter(
+    device: str, through: str
+) -> None:
+    good, bad = nn.Parameter(torch.ones(2, device=device)), nn.Parameter(
+        torch.ones(3, device=device)
+    )  # fmt: skip
+    inner = torch.optim.SGD([("encoder.weight", good), ("head.bias", bad)], lr=0.0)
+    policy = Backoff(scale_min=1.0, scale_max=4.0)
+    if through == "scale_loss":
+        handle = amp.init(device_type=device, dtype=torch.bfloat16, loss_scale=policy)
+    else:
+        optimizer = amp.FP16_Optimizer(inner, loss_scale=policy, verbose=False)
+
+    def step(factor: float) -> None:
+        inner.zero_grad()
+        loss = good.sum() + (bad * factor).sum()
+        if through == "scale_loss":
+            with handle.scale_loss(loss, inner) as scaled:
+                scaled.backward()
+            inner.step()
+        else:
+            optimizer.backward(loss)
+            optimizer.step()
+
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step(1.0)
+            for _ in range(12):
+                step(math.nan)
+    finally:
+        if through == "scale_loss":
+            handle._deactivate()
+            amp.uninstall()
+    messages = [str(w.message) for w in told if "no scale can cure" in str(w.message)]
+    assert len(messages) == 1
+    assert "since step 2" in messages[0]
+    assert "loss scale is 1, which cannot fall" in messages[0]
+    assert "head.bias" in messages[0]
+    assert "encoder.weight" not in messages[0]
+
+
+def test_bfloat16_may_be_checked_without_scaling(device: str) -> None:
+    weight = weight_of([1.0], torch.bfloat16, device)
+    for check, left in ((False, math.inf), (True, 1.0)):
+        optimizer = amp.FP16_Optimizer(
+            torch.optim.SGD([nn.Parameter(weight.detach().clone())], lr=1.0),
+            verbose=False,
+            check_overflow=check,
+        )
+        (param,) = optimizer.fp16_groups[0]
+        optimizer.backward((param * -math.inf).sum())
+        optimizer.step()
+        assert (param.item(), optimizer.loss_scale) == (left, 1.0)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp.casting.steps import steps_taken
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
+from amp_mp.master.streak import OverflowStreak, names_of
 from amp_mp.scaling.policies import Policy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -40,6 +41,9 @@ def scaled_loss(
             found_inf, max_abs = unscale_(gradients_of(params), policy.scale)
         before = policy.scale
         is_news = _observe(policy, found_inf, max_abs)
+        streak = _streaks.setdefault(policy, OverflowStreak())
+        named = names_of(optimizers) if found_inf else []
+        streak.observe(found_inf, before, policy.scale, named)
     if found_inf:
         if is_news:
             logger.warning(
@@ -82,6 +86,7 @@ class _Iteration(NamedTuple):
 
 
 _iterations: WeakKeyDictionary[Policy, _Iteration] = WeakKeyDictionary()
+_streaks: WeakKeyDictionary[Policy, OverflowStreak] = WeakKeyDictionary()
 
 
 @contextmanager

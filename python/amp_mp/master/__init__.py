@@ -8,6 +8,11 @@ from amp_mp.master.convert import (
     tofp16,
 )
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
+from amp_mp.master.helpers import (
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    prep_param_lists,
+)
 from amp_mp.master.openseq2seq import MixedPrecisionOptimizerWrapper, mixed_precision
 from amp_mp.master.prepare import prepare
 from amp_mp.master.regularizer import l1, l2_half, l2_sum, mp_regularizer_wrapper
@@ -23,9 +28,12 @@ __all__ = [
     "l1",
     "l2_half",
     "l2_sum",
+    "master_params_to_model_params",
     "mixed_precision",
+    "model_grads_to_master_grads",
     "mp_regularizer_wrapper",
     "network_to_half",
+    "prep_param_lists",
     "prepare",
     "tofp16",
 ]

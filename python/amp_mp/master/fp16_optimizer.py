@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.master.gradients import copy_all_, gradients_of, observe, scaled_backward
 from amp_mp.master.masters import Masters, snapshot
-from amp_mp.scaling.make import apex_policy
+from amp_mp.master.streak import OverflowStreak, names_of
+from amp_mp.scaling.make import apex_policy, from_state_dict
 from amp_mp.scaling.policies import Policy, Static
 
 
@@ -43,6 +44,9 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
             policy.
 
+        check_overflow: check and skip as a dynamic scale does, also with a static one: for
+            bfloat16, which needs no scaling.
+
     Raises:
         TypeError: a trainable parameter is neither float16, bfloat16 nor float32.
         ValueError: a scale that is no positive number, or an unknown name in dynamic_loss_args.
@@ -57,6 +61,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         verbose: bool = True,
         *,
         loss_scale: float | str | Policy | None = None,
+        check_overflow: bool = False,
     ) -> None:
         """See the class."""
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
@@ -64,6 +69,8 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         self.optimizer = init_optimizer
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, Static)
+        self._checks = self.dynamic_loss_scale or check_overflow
+        self._streak = OverflowStreak()
         self.overflow = False
         self.first_closure_call_this_step = True
         if verbose:
@@ -106,12 +113,13 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def update_master_grads(self) -> None:
         """Copies the model's gradients to the masters, divided by the scale.
 
-        A dynamic scale checks them first; on overflow `overflow` is set and nothing is copied.
+        A dynamic scale, or check_overflow, checks them first; on overflow `overflow` is set and
+        nothing is copied.
         """
         pairs = self._masters.pairs()
         whole = gradients_of(self._masters.whole())
         sources = gradients_of(p for p, _ in pairs) + whole
-        if self.dynamic_loss_scale:
+        if self._checks:
             self.overflow, self._max_abs = observe(sources, self.loss_scale)
             if self.overflow:
                 return
@@ -164,12 +172,20 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         """
         before = self.loss_scale
         self.loss_scaler.update(self.overflow, self._max_abs)
+        if self._checks:
+            params = self._model_params() if self.overflow else []
+            self._streak.observe(self.overflow, before, self.loss_scale, params)
         if self.overflow:
             self._report(before)
             return None
         result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
         self._masters.to_model()
         return result
+
+    def _model_params(self) -> list[tuple[str, Tensor]]:
+        """By name, the parameters that backward gives gradients to."""
+        low = {master: param for param, master in self._masters.pairs()}
+        return [(name, low.get(param, param)) for name, param in names_of([self.optimizer])]
 
     def _report(self, before: float) -> None:
         print(
@@ -280,21 +296,22 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a snapshot; the model's own state is loaded separately, as ever.
 
-        Raises ValueError, before anything is changed, where groups, shapes or the kind of loss
-        scale differ, or something is missing.
+        Raises ValueError, before anything is changed, where groups or shapes differ, or something
+        is missing. The loss scale becomes the snapshot's, of whatever kind it is.
         """
         needed = {"loss_scaler", "overflow", "optimizer_state_dict", "fp32_from_fp16"}
         missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
         if missing:
             raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
         self._masters.check(state_dict["fp32_from_fp16"])
-        before = self.loss_scaler.state_dict()
-        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        try:
-            self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
-        except ValueError:  # torch's, of param_groups that do not fit
-            self.loss_scaler.load_state_dict(before)
-            raise
+        policy = from_state_dict(state_dict["loss_scaler"])
+        self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
+        if type(policy) is type(self.loss_scaler):
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        else:  # the snapshot's kind counts, as in Apex
+            self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self._checks = self._checks or self.dynamic_loss_scale
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         self._masters.load(state_dict["fp32_from_fp16"])
