@@ -6,6 +6,7 @@ fused optimizer must give the very bits which that optimizer gives with the true
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -412,3 +413,51 @@ def test_gradients_that_only_torch_takes_are_unscaled_by_torch(
     wanted = torch.zeros(4, 6)
     wanted[touched] = 0.0 if bad else -1.0
     assert torch.equal(param.detach().cpu().float(), wanted)
+
+
+# Other policies.
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "amp"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_policy_moves_the_scale(device: str, fused: bool, unscaled: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = (amp.optim if fused else torch.optim).SGD([weight], lr=0.0)
+    policy = amp.scaling.LogMax(scale_max=2.0**30)
+    wanted = amp.scaling.LogMax(scale_max=2.0**30)
+    scaler = amp.GradScaler(device, loss_scale=policy)
+    assert scaler.get_scale() == 1.0
+    for factor in (2.0**-4, 2.0**-6, math.inf, 2.0**-5, 0.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.tensor([1.0, 0.5, 0.0, -0.25], device=device)
+                      * factor).nansum() if factor != math.inf
+                     else (weight * factor).sum()).backward()  # fmt: skip
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        wanted.update(factor == math.inf, 0.0 if factor == math.inf else factor)
+        # the scale travels as float32
+        assert scaler.get_scale() == pytest.approx(wanted.scale, rel=2.0**-22)
+    resumed = amp.GradScaler(device, loss_scale="LogMax")
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.state_dict() == scaler.state_dict()
+    with pytest.raises(ValueError, match="expected a snapshot of Backoff"):
+        amp.GradScaler(device, loss_scale="Backoff").load_state_dict(scaler.state_dict())
+
+
+def test_a_static_policy_skips_overflows_and_keeps_its_scale(device: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = amp.optim.SGD([weight], lr=1.0)
+    scaler = amp.GradScaler(device, loss_scale=128.0)
+    for factor, left in ((math.inf, 1.0), (1.0, 0.0)):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 128.0
+        assert weight.tolist() == [left] * 4
+    scaler.update(64.0)
+    assert scaler.get_scale() == 64.0
+    with pytest.raises(ValueError, match="loss_scale"):
+        amp.GradScaler(device, loss_scale="Best")

@@ -154,16 +154,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def measure_gradients(self) -> dict[torch.device, Tensor]:
         """Measures the gradients as they are, one read, for the step that follows.
 
-        Returns, per device, the number of non-finite elements as a float32 tensor of one element;
-        amp_mp.GradScaler asks for it in place of torch's read-and-write check.
+        Returns, per device, the total's row: sum of squares, largest finite |g|, number of
+        non-finite elements, float64 [3]; amp_mp.GradScaler asks for it in place of torch's
+        read-and-write check.
         """
         buckets = self._gather()
         statistics = [bucket.slots.measure() for bucket in buckets]
         self._ready = buckets, statistics
-        return {
-            bucket.device: rows[-1, 2].to(torch.float32)
-            for bucket, rows in zip(buckets, statistics, strict=True)
-        }
+        return {bucket.device: rows[-1] for bucket, rows in zip(buckets, statistics, strict=True)}
 
     @property
     def step_was_skipped(self) -> bool:

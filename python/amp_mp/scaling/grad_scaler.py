@@ -9,6 +9,8 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.scaling.make import make_policy
+from amp_mp.scaling.policies import Policy
 
 NATIVE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -24,6 +26,12 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
+        loss_scale: how the scale moves, instead of torch's rule: "Backoff", "LogMax", a number for
+            a scale that never moves (overflowing steps are skipped all the same), or a policy. It
+            is in the state dict, as `loss_scaler`.
+
+    Raises:
+        ValueError: a loss_scale that is none.
     """
 
     def __init__(
@@ -34,8 +42,13 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        loss_scale: float | str | Policy | None = None,
     ) -> None:
         """See the class."""
+        self._policy = None if loss_scale is None else make_policy(loss_scale)
+        if self._policy is not None:
+            init_scale = self._policy.scale
         super().__init__(
             device or ("cuda" if torch.cuda.is_available() else "cpu"),
             init_scale=init_scale,
@@ -48,14 +61,24 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
         if isinstance(optimizer, FusedOptimizer):
-            found: dict[Any, Tensor] = optimizer.measure_gradients()
+            totals = optimizer.measure_gradients()
         else:
             by_device = _plain_gradients(optimizer)
             if by_device is None:
                 return super()._check_inf_per_device(optimizer)
-            found = {device: _non_finite(grads) for device, grads in by_device.items()}
+            totals = {device: _C.measure(grads)[-1] for device, grads in by_device.items()}
+        found: dict[Any, Tensor] = dict(self._keep(optimizer, totals))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
+
+    def _keep(
+        self, optimizer: torch.optim.Optimizer, totals: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Keeps the largest gradients for the policy; returns the counts of non-finite ones."""
+        if self._policy is not None and self._policy.needs_max_abs:
+            largest = {device: total[1] for device, total in totals.items()}
+            self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
+        return {device: total[2].to(torch.float32) for device, total in totals.items()}
 
     def _unscale_grads_(
         self,
@@ -69,17 +92,53 @@ class GradScaler(torch.amp.GradScaler):
         by_device = _plain_gradients(optimizer)
         if by_device is None or scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = {}
+        totals = {device: _C.measure(grads)[-1] for device, grads in by_device.items()}
         for device, grads in by_device.items():
-            found[device] = _non_finite(grads)
             verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
             _C.decide_(verdict, scale=scale.to(device))
             _C.copy_(grads, grads, verdict=verdict)
-        return found
+        return self._keep(optimizer, totals)
 
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; with a loss_scale, that policy moves the scale, without a wait.
 
-def _non_finite(grads: list[Tensor]) -> Tensor:
-    return _C.measure(grads)[-1, 2].to(torch.float32)
+        Raises ValueError where a policy needs the largest gradient and an optimizer's are of a kind
+        (sparse, DTensor, float64) that is not measured natively.
+        """
+        policy = self._policy
+        if policy is None or new_scale is not None or not self._enabled:
+            super().update(new_scale)
+            if policy is not None and new_scale is not None:
+                policy.scale = float(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = list(self._per_optimizer_states.values())
+        found = [x.to(scale.device) for s in states for x in s["found_inf_per_device"].values()]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        largest = [s.get("max_abs_per_device", {}) for s in states]
+        max_abs = None
+        if all(largest):
+            values = [x.to(scale.device) for each in largest for x in each.values()]
+            max_abs = torch.stack(values).max() / scale
+        policy.to(scale.device).update(torch.stack(found).sum(), max_abs)
+        scale.copy_(policy.scale_tensor)
+        self._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five keys, and loss_scaler where one was given."""
+        state: dict[str, Any] = super().state_dict()
+        if self._policy is not None and state:
+            state["loss_scaler"] = self._policy.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError where the snapshot is of another policy."""
+        state_dict = dict(state_dict)
+        snapshot = state_dict.pop("loss_scaler", None)
+        if self._policy is not None and self._enabled:
+            self._policy.load_state_dict(snapshot or {})
+        super().load_state_dict(state_dict)
 
 
 def _plain_gradients(optimizer: torch.optim.Optimizer) -> dict[torch.device, list[Tensor]] | None:
