@@ -60,3 +60,33 @@ def train(rank: int, world: int, wrap: str, path: str) -> None:
     # Python's lock, once in twenty runs, with and without amp_mp.
     sys.stdout.flush()
     os._exit(0)
+
+
+def prepared(rank: int, world: int, kind: str, path: str) -> None:
+    """Masters and weights after some steps of ranks that start from different seeds.
+
+    DDP sends rank 0's rounded weights to all; saves what this rank has in the end.
+    """
+    torch.set_num_threads(1)
+    init = f"file://{path}.{kind}.rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    torch.manual_seed(rank)
+    net = nn.parallel.DistributedDataParallel(amp.prepare(nn.Linear(8, 8), LOW))
+    if kind == "FP16_Optimizer":
+        wrapped = amp.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), verbose=False)
+        backward, optimizer = wrapped.backward, wrapped
+    else:
+        backward, optimizer = torch.Tensor.backward, amp.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(LOW)
+    for _ in range(5):
+        optimizer.zero_grad()
+        backward(net(x).float().square().mean())
+        optimizer.step()
+    if kind == "FP16_Optimizer":
+        masters = optimizer.param_groups[0]["params"]
+    else:
+        masters = [state["master"] for state in optimizer.state.values()]
+    torch.save([t.detach() for t in (*masters, *net.parameters())], f"{path}.{kind}.{rank}")
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)

@@ -29,6 +29,17 @@ def test_distributed_models_train_as_alone(wrap: str, tmp_path: Path) -> None:
             torch.testing.assert_close(b, a, rtol=2.0**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["FP16_Optimizer", "amp SGD"])
+def test_masters_agree_on_ranks_that_started_from_different_seeds(
+    kind: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "rank")
+    torch.multiprocessing.spawn(distributed.prepared, (2, kind, path), nprocs=2)
+    first, second = (torch.load(f"{path}.{kind}.{rank}") for rank in range(2))
+    assert len(first) == len(second) == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 COMPILED = """
 import sys
 import torch

@@ -228,7 +228,7 @@ def test_every_storage_rounds_once_and_saturates(device: str, name: str, weight_
 
 
 def test_a_root_keeps_what_a_square_would_lose(device: str) -> None:
-    """g = 1e-4: (1 - beta2) g^2 = 1e-11 is 0 in float16, and Adam's step then 100 times too long."""
+    """g = 1e-4: (1 - beta2) g^2 = 1e-11 is 0 in float16; Adam then steps 100 times too far."""
     steps = {}
     for how in ("float32", "float16", "float16_root"):
         param = torch.nn.Parameter(torch.zeros(1, device=device))

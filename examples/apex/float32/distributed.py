@@ -1,0 +1,61 @@
+"""A linear layer on two processes: each computes on its own numbers, the gradients are averaged."""
+
+# The plain script; ../distributed.py is the one for mixed precision. With --dtype bfloat16 this one
+# trains as well, but forgets updates that are small beside a weight.
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing, nn
+
+import amp_mp as amp
+
+RANKS = 2
+
+
+def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
+    """What each process does; args.save gets one file of losses and weights from each."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
+    dtype = getattr(torch, args.dtype)
+    torch.manual_seed(0)  # one model, but each rank has data of its own
+    model = nn.Linear(1024, 16)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(64, 1024).to(dtype)
+    y = torch.randn(64, 16)
+    if dtype != torch.float32:
+        amp.prepare(model, dtype)
+    model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    losses = []
+    for _ in range(args.steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"rank {rank}, {args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} at the end")
+    if args.save:
+        torch.save({"losses": losses, "model": model.state_dict()}, args.save / f"{rank}.pt")
+    distributed.barrier()
+    # Not by return: a process that ends tidily can hang, as a thread of gloo's waits for Python's
+    # lock then.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    command_line = argparse.ArgumentParser(description=__doc__)
+    command_line.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
+    )
+    command_line.add_argument("--steps", type=int, default=500)
+    command_line.add_argument("--save", type=Path, help="folder for the ranks' results")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (command_line.parse_args(), f"file://{folder}/rendezvous")
+        multiprocessing.spawn(train, arguments, nprocs=RANKS)

@@ -1,0 +1,34 @@
+"""A linear layer fitted to random numbers by SGD."""
+
+# The plain script; ../minimal.py is the one for mixed precision. With --dtype bfloat16 this one
+# trains as well, but forgets updates that are small beside a weight.
+
+import argparse
+
+import torch
+from torch import nn
+
+import amp_mp as amp
+
+command_line = argparse.ArgumentParser(description=__doc__)
+command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+command_line.add_argument("--steps", type=int, default=200)
+args = command_line.parse_args()
+dtype = getattr(torch, args.dtype)
+
+torch.manual_seed(0)
+x = torch.randn(64, 1024).to(dtype)
+y = torch.randn(64, 16)
+model = nn.Linear(1024, 16)
+if dtype != torch.float32:
+    amp.prepare(model, dtype)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+losses = []
+for _ in range(args.steps):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x).float(), y)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(f"{args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {args.steps} steps")

@@ -1,0 +1,37 @@
+"""A linear layer fitted to random numbers by SGD."""
+
+# --dtype bfloat16 or float16 makes the model that; FP16_Optimizer gives it float32 masters and a
+# scaled loss. float32/minimal.py is the script before the two lines for that were written.
+
+import argparse
+
+import torch
+from torch import nn
+
+import amp_mp as amp
+
+command_line = argparse.ArgumentParser(description=__doc__)
+command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+command_line.add_argument("--steps", type=int, default=200)
+args = command_line.parse_args()
+dtype = getattr(torch, args.dtype)
+
+torch.manual_seed(0)
+x = torch.randn(64, 1024).to(dtype)
+y = torch.randn(64, 16)
+model = nn.Linear(1024, 16)
+if dtype != torch.float32:
+    amp.prepare(model, dtype)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+# From here on this object, not the one it wraps: its parameters are float32 masters.
+optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
+
+losses = []
+for _ in range(args.steps):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x).float(), y)
+    # In place of loss.backward(), so that the gradients are those of a loss 128 times as large.
+    optimizer.backward(loss)
+    optimizer.step()
+    losses.append(loss.item())
+print(f"{args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {args.steps} steps")

@@ -1,0 +1,75 @@
+"""An LSTM language model on the source of Python's standard library, byte by byte."""
+
+# --fp16 makes the model float16; FP16_Optimizer gives it float32 masters and a scaled loss.
+# float32/word_language_model.py is the script before the lines for that were written: those two of
+# every script, one for the clipping, and two options.
+
+import argparse
+import math
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import amp_mp as amp
+
+sys.path.append(str(next(f for f in Path(__file__).resolve().parents if f.name == "examples")))
+from corpus import load_text
+
+command_line = argparse.ArgumentParser(description=__doc__)
+command_line.add_argument("--fp16", action="store_true", help="float16 weights and activations")
+command_line.add_argument("--static-loss-scale", type=float, default=128.0)
+command_line.add_argument("--dynamic-loss-scale", action="store_true", help="no static one then")
+command_line.add_argument("--steps", type=int, default=300)
+command_line.add_argument("--width", type=int, default=48)
+command_line.add_argument("--batch", type=int, default=16)
+command_line.add_argument("--bptt", type=int, default=16, help="bytes between two cuts of history")
+command_line.add_argument("--lr", type=float, default=8.0)
+command_line.add_argument("--clip", type=float, default=0.25, help="largest norm of the gradients")
+args = command_line.parse_args()
+
+History = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Model(nn.Module):
+    """Logits (time, batch, 256), float32, of the bytes that follow tokens (time, batch)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.lstm = nn.LSTM(width, width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor, history: History) -> tuple[torch.Tensor, History]:
+        x, history = self.lstm(self.tokens(tokens), history)
+        return self.head(x).float(), history
+
+
+torch.manual_seed(0)
+# Each sequence of the batch goes on where it stopped, so history is worth keeping.
+text = load_text(sysconfig.get_paths()["stdlib"])[0]
+text = text[: len(text) // args.batch * args.batch].view(args.batch, -1).T
+model = Model(args.width)
+if args.fp16:
+    amp.prepare(model, torch.float16)
+optimizer = torch.optim.SGD(model.parameters(), args.lr)
+optimizer = amp.FP16_Optimizer(optimizer, args.static_loss_scale, args.dynamic_loss_scale)
+
+losses = []
+history: History = None
+for step in range(args.steps):
+    part = text[step * args.bptt : (step + 1) * args.bptt + 1].long()
+    optimizer.zero_grad()
+    outputs, history = model(part[:-1], history)
+    history = (history[0].detach(), history[1].detach())
+    loss = nn.functional.cross_entropy(outputs.flatten(0, 1), part[1:].flatten())
+    optimizer.backward(loss)
+    # The masters' gradients, which are no longer scaled. -1 in place of the norm: overflow.
+    optimizer.clip_master_grads(args.clip)
+    optimizer.step()
+    losses.append(loss.item())
+    if (step + 1) % 100 == 0:
+        mean = sum(losses[-100:]) / 100
+        print(f"step {step + 1}: loss {mean:.3f}, perplexity {math.exp(mean):.2f}")
