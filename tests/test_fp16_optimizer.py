@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +60,9 @@ def wrap(inner: torch.optim.Optimizer, **arguments: Any) -> amp.FP16_Optimizer:
 
 
 def masters_of(optimizer: amp.FP16_Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """In the order of the parameters; amp_mp's optimizers have theirs in the state."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state.get(p, {}).get("master", p) for p in params]
 
 
 def train_step(model: nn.Module, optimizer: amp.FP16_Optimizer, x: Tensor) -> None:
@@ -158,7 +161,7 @@ def test_state_moves_to_the_masters_and_is_widened(device: str, dtype: torch.dty
 def test_wrapping_a_fused_optimizer_that_has_stepped_changes_nothing_in_its_course(
     device: str, dtype: torch.dtype
 ) -> None:
-    """Its masters, which hold more than the weights do, become the wrapper's."""
+    """Its masters, which hold more than the weights do, are the wrapper's: there is one copy."""
     alone, wrapped = (nn.Linear(64, 8, dtype=dtype, device=device) for _ in range(2))
     wrapped.load_state_dict(alone.state_dict())
     plain = amp.optim.AdamW(alone.parameters(), lr=1e-3)
@@ -167,7 +170,8 @@ def test_wrapping_a_fused_optimizer_that_has_stepped_changes_nothing_in_its_cour
     for step in range(6):
         if step == 3:
             optimizer = wrap(inner)
-            assert not any("master" in state for state in optimizer.state.values())  # one is enough
+            assert optimizer.fp16_groups == [list(wrapped.parameters())]
+            assert optimizer.param_groups[0]["params"] == list(wrapped.parameters())
             assert raw_bytes(masters_of(optimizer)) == raw_bytes(
                 [plain.state[p]["master"] for p in alone.parameters()]
             )
@@ -811,6 +815,81 @@ def test_it_cannot_be_pickled_or_copied(copier: Callable[[Any], Any]) -> None:
 def test_it_cannot_be_unpickled() -> None:
     with pytest.raises(RuntimeError, match="load_state_dict"):
         amp.FP16_Optimizer.__new__(amp.FP16_Optimizer).__setstate__({})
+
+
+# Around amp_mp's own optimizers: the same results, and no copies.
+
+FUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "AdamW": (
+        lambda p: amp.optim.AdamW(p, lr=1e-2),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    ),
+    "SGD": (
+        lambda p: amp.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_folded_path_equals_the_one_with_copies(
+    device: str, name: str, clip: float | None
+) -> None:
+    ours, torchs = (Mixed(torch.float16).to(device) for _ in range(2))
+    torchs.load_state_dict(ours.state_dict())
+    folded = wrap(FUSED[name][0](ours.parameters()), dynamic_loss_scale=True)
+    copied = wrap(FUSED[name][1](torchs.parameters()), dynamic_loss_scale=True)
+    for optimizer in (folded, copied):
+        optimizer.loss_scale = 256.0
+    for step in range(8):
+        x = torch.randn(5, 4, device=device) * (math.inf if step == 3 else 1.0)
+        for optimizer, model in ((folded, ours), (copied, torchs)):
+            optimizer.zero_grad()
+            optimizer.backward(model(x).float().square().mean())
+            if clip is not None:
+                norm = optimizer.clip_master_grads(clip)
+                assert (norm == -1) == (step == 3)
+            optimizer.step()
+        assert folded.loss_scale == copied.loss_scale
+        for a, b in zip(masters_of(folded), masters_of(copied), strict=True):
+            # float32 updates in another order of operations: a few roundings of 2^-24 a step
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_folded_path_makes_no_second_copy(device: str) -> None:
+    model = Mixed(torch.bfloat16).to(device)
+    inner = amp.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = wrap(inner, static_loss_scale=8.0)
+    params = list(model.parameters())
+    assert [p for group in optimizer.param_groups for p in group["params"]] == params
+    optimizer.backward(model(torch.randn(5, 4, device=device)).float().sum())
+    low = optimizer.fp16_groups[0][0]
+    (inspected, *_), *_ = optimizer.inspect_master_grad_data() or [[None]]
+    assert inspected is not None
+    assert torch.equal(inspected, low.grad.float() / 8), "made for the occasion"
+    assert all(master.grad is None for _, master in optimizer._masters.pairs())
+    optimizer.step()
+    snapshot = optimizer.state_dict()
+    saved = [t for group in snapshot["fp32_from_fp16"] for t in group]
+    inside = [s["master"] for s in snapshot["optimizer_state_dict"]["state"].values()
+              if "master" in s]  # fmt: skip
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in inside], "in a file once"
+
+
+def test_snapshots_go_from_one_path_to_the_other(device: str) -> None:
+    first, second = (Mixed(torch.float16).to(device) for _ in range(2))
+    copied = wrap(torch.optim.AdamW(first.parameters(), lr=1e-2), static_loss_scale=8.0)
+    for _ in range(3):
+        train_step(first, copied, torch.randn(5, 4, device=device))
+    second.load_state_dict(first.state_dict())
+    folded = wrap(amp.optim.AdamW(second.parameters(), lr=1e-2), static_loss_scale=8.0)
+    folded.load_state_dict(copied.state_dict())
+    for a, b in zip(masters_of(folded), masters_of(copied), strict=True):
+        assert torch.equal(a, b)
+    again = wrap(amp.optim.AdamW(Mixed(torch.float16).to(device).parameters(), lr=1e-2))
+    again.load_state_dict(folded.state_dict())
+    assert raw_bytes(again.state_dict()) == raw_bytes(folded.state_dict())
 
 
 # What masters and scaling are for.

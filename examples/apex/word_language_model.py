@@ -1,8 +1,9 @@
 """An LSTM language model on the source of Python's standard library, byte by byte."""
 
 # --fp16 makes the model float16; FP16_Optimizer gives it float32 masters and a scaled loss.
-# float32/word_language_model.py is the script before the lines for that were written: those two of
-# every script, one for the clipping, and two options.
+# float32/word_language_model.py is the script before the two lines for that were written. What is
+# clipped are the optimizer's own parameters: here the masters, whose gradients are not scaled.
+# (optimizer.clip_master_grads(args.clip) does the same natively, and tells of an overflow by -1.)
 
 import argparse
 import math
@@ -66,8 +67,7 @@ for step in range(args.steps):
     history = (history[0].detach(), history[1].detach())
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), part[1:].flatten())
     optimizer.backward(loss)
-    # The masters' gradients, which are no longer scaled. -1 in place of the norm: overflow.
-    optimizer.clip_master_grads(args.clip)
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
     optimizer.step()
     losses.append(loss.item())
     if (step + 1) % 100 == 0:

@@ -1,7 +1,8 @@
 """An LSTM language model on the source of Python's standard library, byte by byte."""
 
 # The plain script; ../word_language_model.py is the one for mixed precision. With --fp16 this one
-# trains as well, but forgets updates that are small beside a weight.
+# trains as well, but forgets updates that are small beside a weight. It takes the same command
+# line, and has no use for a loss scale.
 
 import argparse
 import math
@@ -19,6 +20,8 @@ from corpus import load_text
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--fp16", action="store_true", help="float16 weights and activations")
+command_line.add_argument("--static-loss-scale", type=float, default=128.0)
+command_line.add_argument("--dynamic-loss-scale", action="store_true", help="no static one then")
 command_line.add_argument("--steps", type=int, default=300)
 command_line.add_argument("--width", type=int, default=48)
 command_line.add_argument("--batch", type=int, default=16)
@@ -62,7 +65,7 @@ for step in range(args.steps):
     history = (history[0].detach(), history[1].detach())
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), part[1:].flatten())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
     optimizer.step()
     losses.append(loss.item())
     if (step + 1) % 100 == 0:

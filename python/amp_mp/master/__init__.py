@@ -9,6 +9,7 @@ from amp_mp.master.convert import (
 )
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.helpers import (
+    master_params,
     master_params_to_model_params,
     model_grads_to_master_grads,
     prep_param_lists,
@@ -28,6 +29,7 @@ __all__ = [
     "l1",
     "l2_half",
     "l2_sum",
+    "master_params",
     "master_params_to_model_params",
     "mixed_precision",
     "model_grads_to_master_grads",

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
+from amp_mp.master.facade import OptimizerFacade
 from amp_mp.master.gradients import copy_all_, gradients_of, observe, scaled_backward
-from amp_mp.master.masters import Masters, snapshot
+from amp_mp.master.masters import Masters
 from amp_mp.master.streak import OverflowStreak, names_of
-from amp_mp.scaling.make import apex_policy, from_state_dict
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.scaling.make import apex_policy
 from amp_mp.scaling.policies import Policy, Static
 
 
-class FP16_Optimizer:  # noqa: N801 (Apex's name)
+class FP16_Optimizer(OptimizerFacade):  # noqa: N801 (Apex's name)
     """Wraps an optimizer whose parameters are partly in low precision; Apex's class of this name.
 
     Each float16 or bfloat16 parameter gets a float32 master, which takes its place in the wrapped
@@ -30,6 +32,10 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         optimizer.zero_grad()
         optimizer.backward(loss)  # in place of loss.backward()
         optimizer.step()
+
+    Around an amp_mp optimizer, which keeps masters itself, nothing is copied: param_groups keep the
+    model's parameters, `.grad` carries the scale until the step, and the step's one pass unscales,
+    clips, updates and rounds.
 
     A static scale checks nothing, as in Apex: an infinite gradient reaches the master. A dynamic
     one skips the step on overflow, leaving every byte as it was, prints so, and lowers the scale.
@@ -65,7 +71,7 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
     ) -> None:
         """See the class."""
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
-        self._masters = Masters(init_optimizer)
+        self._masters = self._make_masters(init_optimizer)
         self.optimizer = init_optimizer
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, Static)
@@ -76,6 +82,17 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         if verbose:
             masters, whole = len(self._masters.pairs()), len(self._masters.whole())
             print(f"FP16_Optimizer: {masters} parameters with float32 masters, {whole} float32")
+
+    def __new__(cls, init_optimizer: Any = None, *args: Any, **kwargs: Any) -> FP16_Optimizer:
+        """One of amp_mp's optimizers has masters of its own: nothing is copied."""
+        if cls is FP16_Optimizer and isinstance(init_optimizer, FusedOptimizer):
+            from amp_mp.master.folded import FoldedFP16Optimizer  # a subclass of this one
+
+            return super().__new__(FoldedFP16Optimizer)
+        return super().__new__(cls)
+
+    def _make_masters(self, optimizer: torch.optim.Optimizer) -> Masters:
+        return Masters(optimizer)
 
     # Gradients.
 
@@ -178,9 +195,15 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
         if self.overflow:
             self._report(before)
             return None
-        result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+        result = self._step_inner(None) if closure is None else self._step_with_closure(closure)
         self._masters.to_model()
         return result
+
+    def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def _hand_over(self) -> None:
+        """For subclasses: the gradients are there, the wrapped optimizer goes on with them."""
 
     def _model_params(self) -> list[tuple[str, Tensor]]:
         """By name, the parameters that backward gives gradients to."""
@@ -210,11 +233,12 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
                     )
                 self._report(before)
                 loss = closure()
+            self._hand_over()
             return loss
 
         self.first_closure_call_this_step = True
         try:
-            return self.optimizer.step(evaluate)
+            return self._step_inner(evaluate)
         finally:
             self.first_closure_call_this_step = True
 
@@ -230,99 +254,6 @@ class FP16_Optimizer:  # noqa: N801 (Apex's name)
             else:
                 param.grad = param.grad.detach().zero_()
         self._pending = False
-
-    # What passes through.
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The model's low-precision parameters, a list a group."""
-        return self._masters.fp16_groups
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, in the same order."""
-        return self._masters.fp32_from_fp16_groups
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The model's float32 parameters, their own masters."""
-        return self._masters.fp32_from_fp32_groups
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
-        return self.loss_scaler.scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler.scale = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's, holding masters."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's, keyed by masters."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with masters for what is in low precision."""
-        self.optimizer.add_param_group(param_group)
-        try:
-            self._masters.refresh()
-        except TypeError:
-            self.optimizer.param_groups.pop()
-            raise
-
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
-        return {
-            "loss_scaler": self.loss_scaler.state_dict(),
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            "first_closure_call_this_step": self.first_closure_call_this_step,
-            "optimizer_state_dict": snapshot(self.optimizer.state_dict()),
-            "fp32_from_fp16": snapshot(self._masters.fp32_from_fp16_groups),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a snapshot; the model's own state is loaded separately, as ever.
-
-        Raises ValueError, before anything is changed, where groups or shapes differ, or something
-        is missing. The loss scale becomes the snapshot's, of whatever kind it is.
-        """
-        needed = {"loss_scaler", "overflow", "optimizer_state_dict", "fp32_from_fp16"}
-        missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
-        if missing:
-            raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
-        self._masters.check(state_dict["fp32_from_fp16"])
-        policy = from_state_dict(state_dict["loss_scaler"])
-        self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
-        if type(policy) is type(self.loss_scaler):
-            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        else:  # the snapshot's kind counts, as in Apex
-            self.loss_scaler = policy
-        self.dynamic_loss_scale = not isinstance(policy, Static)
-        self._checks = self._checks or self.dynamic_loss_scale
-        self.overflow = state_dict["overflow"]
-        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
-        self._masters.load(state_dict["fp32_from_fp16"])
-
-    def __getstate__(self) -> Any:
-        """Refuses, as Apex's: a pickled copy would part from its model."""
-        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
-
-    def __setstate__(self, state: Any) -> None:
-        """Refuses, as Apex's."""
-        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
 
 
 def _make_gradient(param: Tensor, master: Tensor) -> None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from amp_mp.master.gradients import copy_all_
 from amp_mp.optim.originals import take_original
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """What the optimizer updates: the masters under FP16_Optimizer, plain parameters without it.
+
+    For clip_grad_norm_ and the like, in scripts that are to work with and without mixed precision.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def prep_param_lists(

@@ -36,7 +36,7 @@ class Masters:
         """
         groups = [group["params"] for group in self._optimizer.param_groups]
         for index, params in enumerate(groups):
-            _check_dtypes(index, params)
+            check_dtypes(index, params)
         for params in groups:
             for i, param in enumerate(params):
                 if param.requires_grad and param.dtype in LOW_PRECISION:
@@ -87,13 +87,7 @@ class Masters:
 
     def check(self, saved: list[list[Tensor]]) -> None:
         """Raises ValueError if a snapshot of the masters has other groups or shapes."""
-        shapes = [[tuple(m.shape) for m in group] for group in saved]
-        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
-        if shapes != own:
-            raise ValueError(
-                f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
-                f"this optimizer has {own}; nothing was loaded"
-            )
+        check_masters(saved, self.fp32_from_fp16_groups)
 
     @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
@@ -103,7 +97,19 @@ class Masters:
                 master.copy_(value)
 
 
-def _check_dtypes(index: int, params: list[Tensor]) -> None:
+def check_masters(saved: list[list[Tensor]], masters: list[list[Tensor]]) -> None:
+    """Raises ValueError if saved masters have other groups or shapes than those there are."""
+    shapes = [[tuple(m.shape) for m in group] for group in saved]
+    own = [[tuple(m.shape) for m in group] for group in masters]
+    if shapes != own:
+        raise ValueError(
+            f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
+            f"this optimizer has {own}; nothing was loaded"
+        )
+
+
+def check_dtypes(index: int, params: list[Tensor]) -> None:
+    """Raises TypeError for a trainable parameter of another dtype than there are masters for."""
     for position, param in enumerate(params):
         if param.requires_grad and param.dtype not in (*LOW_PRECISION, torch.float32):
             raise TypeError(

@@ -64,6 +64,17 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
     return clock
 
 
+def ensure_state(optimizer: FusedOptimizer) -> None:
+    """Makes the state of every trainable parameter, gradient or not."""
+    formats = {name: optimizer.formats.get(name, "float32") for name in optimizer._states()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                state = optimizer.state[param]
+                clock_of(state, param, group.get("betas", (0.0, 0.0)))
+                init_state(state, param, formats, optimizer.master != "none")
+
+
 @dataclass
 class Bucket:
     """The parameters of one device that have state, with their tensors in lists."""

@@ -1,0 +1,120 @@
+"""What FP16_Optimizer shows of the optimizer it wraps, and its snapshots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp.master.masters import snapshot
+from amp_mp.scaling.make import from_state_dict
+from amp_mp.scaling.policies import Policy, Static
+
+
+class OptimizerFacade:
+    """The part of FP16_Optimizer that passes through, saves and loads."""
+
+    optimizer: Any
+    loss_scaler: Policy
+    dynamic_loss_scale: bool
+    overflow: bool
+    first_closure_call_this_step: bool
+    _masters: Any
+    _checks: bool
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's low-precision parameters, a list a group."""
+        return self._masters.fp16_groups
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """Their masters, in the same order."""
+        return self._masters.fp32_from_fp16_groups
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The model's float32 parameters, their own masters."""
+        return self._masters.fp32_from_fp32_groups
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.loss_scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.scale = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's, holding masters (the model's parameters in amp_mp's own)."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, keyed by masters."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, with masters for what is in low precision."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._masters.refresh()
+        except TypeError:
+            self.optimizer.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
+        inner = snapshot(self.optimizer.state_dict())
+        return {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": inner,
+            "fp32_from_fp16": self._snapshot_masters(inner),
+        }
+
+    def _snapshot_masters(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
+        masters: list[list[Tensor]] = snapshot(self._masters.fp32_from_fp16_groups)
+        return masters
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a snapshot; the model's own state is loaded separately, as ever.
+
+        Raises ValueError, before anything is changed, where groups or shapes differ, or something
+        is missing. The loss scale becomes the snapshot's, of whatever kind it is.
+        """
+        needed = {"loss_scaler", "overflow", "optimizer_state_dict", "fp32_from_fp16"}
+        missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
+        if missing:
+            raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
+        self._masters.check(state_dict["fp32_from_fp16"])
+        policy = from_state_dict(state_dict["loss_scaler"])
+        self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
+        if type(policy) is type(self.loss_scaler):
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        else:  # the snapshot's kind counts, as in Apex
+            self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self._checks = self._checks or self.dynamic_loss_scale
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        self._masters.load(state_dict["fp32_from_fp16"])
+
+    def __getstate__(self) -> Any:
+        """Refuses, as Apex's: a pickled copy would part from its model."""
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuses, as Apex's."""
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
