@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_mp.master.masters import snapshot
+from amp_mp.master.masters import Masters, snapshot
 from amp_mp.scaling.make import from_state_dict
 from amp_mp.scaling.policies import Policy, Static
 
@@ -15,12 +15,12 @@ from amp_mp.scaling.policies import Policy, Static
 class OptimizerFacade:
     """The part of FP16_Optimizer that passes through, saves and loads."""
 
-    optimizer: Any
+    optimizer: torch.optim.Optimizer
     loss_scaler: Policy
     dynamic_loss_scale: bool
     overflow: bool
     first_closure_call_this_step: bool
-    _masters: Any
+    _masters: Masters
     _checks: bool
 
     @property
