@@ -24,8 +24,8 @@ constexpr int16_t kEvenTable[kRows][kEven] = {
     {never, never, never, never, never, never, 2048, 512, 256, 128, 64, 48},
     {never, never, never, never, never, 1536, 1024, 256, 128, 48, 48, 2},
     {never, never, never, never, never, 768, 384, 192, 96, 48, 2, 2},
-    {never, never, never, 768, never, 384, 192, 96, 32, 2, 2, 2},
-    {never, never, never, 256, 512, 192, 64, 32, 12, 2, 2, 2},
+    {never, never, never, never, never, 384, 192, 96, 32, 2, 2, 2},
+    {never, never, never, 256, never, 192, 64, 32, 12, 2, 2, 2},
     {never, never, never, 96, 192, 96, 32, 12, 2, 2, 2, 2},
     {never, never, never, 2, 96, 48, 12, 2, 2, 2, 2, 2},
 };
@@ -110,7 +110,8 @@ bool is_large(int64_t m, int64_t n, int64_t k) {
   const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
   const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
                             : threshold(kEvenTable, row, between_powers(n, kEven));
-  return std::log2(float(k)) >= from;
+  constexpr float kRounding = 0.15f;  // sizes between those of the table are interpolated
+  return std::log2(float(k)) + kRounding >= from;
 }
 
 bool is_large(const at::Tensor& left, const at::Tensor& right, bool transposed) {
