@@ -147,6 +147,55 @@ def scaled_sgd(
     return w - (F32(lr) * g + F32(momentum) * buffer if nesterov else buffer), buffer
 
 
+def adagrad(
+    g: Floats,
+    w: Floats,
+    total: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Floats, Floats]:
+    """Duchi et al. 2011 in torch's form. Returns w and the sum of squares."""
+    g = g + F32(weight_decay) * w
+    total = total + g * g
+    rate = F32(lr / (1 + (clock.step - 1) * lr_decay))
+    return w - rate * (g / (np.sqrt(total) + F32(eps))), total
+
+
+def rmsprop(
+    g: Floats,
+    w: Floats,
+    square_avg: Floats,
+    buffer: Floats,
+    *,
+    lr: float,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+) -> tuple[Floats, Floats, Floats]:
+    """Tieleman & Hinton 2012 in torch's form. Returns w, square_avg, buffer."""
+    g = g + F32(weight_decay) * w
+    square_avg = F32(alpha) * square_avg + F32(1 - alpha) * (g * g)
+    normalised = g / (np.sqrt(square_avg) + F32(eps))
+    if momentum == 0:
+        return w - F32(lr) * normalised, square_avg, buffer
+    buffer = F32(momentum) * buffer + normalised
+    return w - F32(lr) * buffer, square_avg, buffer
+
+
+def lion(
+    g: Floats, w: Floats, m: Floats, *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> tuple[Floats, Floats]:
+    """Chen et al. 2023, algorithm 2. Returns w, m."""
+    direction = np.sign(F32(betas[0]) * m + F32(1 - betas[0]) * g)
+    m = F32(betas[1]) * m + F32(1 - betas[1]) * g
+    return F32(1 - lr * weight_decay) * w - F32(lr) * direction, m
+
+
 def store_root(x: Floats) -> Floats:
     """What float16_root holds after storing x >= 0: the square of the rounded root."""
     root = store(np.sqrt(x), "float16", saturating=True)

@@ -23,6 +23,18 @@ TWINS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "adam": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2}),
     "adam L2": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "adam maximize": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2, "maximize": True}),
+    "adagrad": (amp.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
+    "adagrad from 1": (
+        amp.optim.Adagrad,
+        torch.optim.Adagrad,
+        {"initial_accumulator_value": 1.0, "weight_decay": 0.1, "maximize": True},
+    ),
+    "rmsprop": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
+    "rmsprop momentum": (
+        amp.optim.RMSprop,
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "momentum": 0.9, "alpha": 0.9},
+    ),
     "sgd": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "momentum": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     "nesterov": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

@@ -15,12 +15,20 @@ import amp_mp as amp
 STEPS = 3
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
+RMSPROP = {"lr": 0.01, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9}
 RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "adamw": (amp.optim.AdamW, ADAM),
     "adam": (amp.optim.Adam, ADAM),
     "sgd": (amp.optim.SGD, SGD),
     "nesterov": (amp.optim.SGD, {**SGD, "dampening": 0.0, "nesterov": True}),
     "plain_sgd": (amp.optim.SGD, {**SGD, "momentum": 0.0, "dampening": 0.0}),
+    "adagrad": (
+        amp.optim.Adagrad,
+        {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
+    ),
+    "rmsprop": (amp.optim.RMSprop, {**RMSPROP, "momentum": 0.0}),
+    "rmsprop momentum": (amp.optim.RMSprop, RMSPROP),
+    "lion": (amp.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
     "scaled": (amp.optim.SGD, {**SGD, "dampening": 0.0, "momentum_form": "scaled"}),
     "scaled nesterov": (
         amp.optim.SGD,
@@ -50,6 +58,19 @@ class Expected:
                     self.clock,
                     decoupled=self.rule == "adamw",
                     **numbers,
+                )
+            elif self.rule == "adagrad":
+                self.clock.tick(0, 0)
+                self.weight, self.states[0] = reference.adagrad(
+                    g, self.weight, self.states[0], self.clock, **numbers
+                )
+            elif self.rule.startswith("rmsprop"):
+                self.weight, *self.states = reference.rmsprop(
+                    g, self.weight, *self.states, **numbers
+                )
+            elif self.rule == "lion":
+                self.weight, self.states[0] = reference.lion(
+                    g, self.weight, self.states[0], **numbers
                 )
             elif self.rule.startswith("scaled"):
                 names = ("lr", "momentum", "weight_decay", "nesterov")
@@ -185,6 +206,12 @@ STORAGE: dict[str, tuple[str, dict[str, str]]] = {
     "no master, half buffer, scaled": ("scaled nesterov", {"master": "none", **FLOAT16}),
     "half buffer": ("nesterov", FLOAT16),
     "half moments": ("adamw", {"exp_avg": "float16", "exp_avg_sq": "float16"}),
+    "half root of a sum": ("adagrad", {"sum": "float16_root"}),
+    "half root, momentum": (
+        "rmsprop momentum",
+        {"square_avg": "float16_root", "momentum_buffer": "float16"},
+    ),
+    "half average": ("lion", {"exp_avg": "float16"}),
     "half root": ("adam", {"exp_avg": "float16", "exp_avg_sq": "float16_root"}),
     "everything": ("adamw", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
 }

@@ -15,7 +15,7 @@ namespace amp_mp {
 
 // The numbers of one param_group. A rule reads those it knows.
 struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay;
   bool nesterov, maximize;
 };
 
@@ -132,13 +132,85 @@ struct PlainSGD {
   }
 };
 
+// Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), in torch's form.
+struct Adagrad {
+  static constexpr int kStates = 1;  // sum
+  float lr, eps, weight_decay;
+
+  static AMP_MP_BOTH Adagrad at(const Hyper& h, const Clock& c) {
+    return {float(h.lr / (1 + (c.step - 1) * h.lr_decay)), float(h.eps), float(h.weight_decay)};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& sum) const {
+    g = g + weight_decay * w;
+    sum = sum + g * g;
+    w = w - lr * (g / (sqrtf(sum) + eps));
+  }
+};
+
+// Tieleman & Hinton, lecture 6.5 of "Neural networks for machine learning" (2012), in torch's form;
+// its alpha is beta2. With momentum, the normalised gradients are averaged.
+struct RMSprop {
+  static constexpr int kStates = 2;  // square_avg, momentum_buffer
+  float lr, alpha, one_minus_alpha, eps, weight_decay, momentum;
+
+  static AMP_MP_BOTH RMSprop at(const Hyper& h, const Clock&) {
+    return {float(h.lr),  float(h.beta2),        float(1 - h.beta2),
+            float(h.eps), float(h.weight_decay), float(h.momentum)};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& square_avg, float& buffer) const {
+    g = g + weight_decay * w;
+    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    buffer = momentum * buffer + g / (sqrtf(square_avg) + eps);
+    w = w - lr * buffer;
+  }
+};
+
+struct PlainRMSprop {
+  static constexpr int kStates = 1;  // square_avg
+  float lr, alpha, one_minus_alpha, eps, weight_decay;
+
+  static AMP_MP_BOTH PlainRMSprop at(const Hyper& h, const Clock&) {
+    return {float(h.lr), float(h.beta2), float(1 - h.beta2), float(h.eps), float(h.weight_decay)};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& square_avg) const {
+    g = g + weight_decay * w;
+    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    w = w - lr * (g / (sqrtf(square_avg) + eps));
+  }
+};
+
+// Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2.
+struct Lion {
+  static constexpr int kStates = 1;  // exp_avg
+  float lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay;
+
+  static AMP_MP_BOTH Lion at(const Hyper& h, const Clock&) {
+    return {float(h.lr),    float(h.beta1),     float(1 - h.beta1),
+            float(h.beta2), float(1 - h.beta2), float(1 - h.lr * h.weight_decay)};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
+    const float c = beta1 * m + one_minus_beta1 * g;
+    const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c;  // 0 and NaN stay
+    m = beta2 * m + one_minus_beta2 * g;
+    w = decay * w - lr * sign;
+  }
+};
+
 // The rule list: struct, operator name. A new optimizer is a struct above and a line here.
-#define AMP_MP_FOR_EACH_RULE(X) \
-  X(AdamW, adamw_)              \
-  X(Adam, adam_)                \
-  X(SGD, sgd_)                  \
-  X(ScaledSGD, scaled_sgd_)     \
-  X(PlainSGD, plain_sgd_)
+#define AMP_MP_FOR_EACH_RULE(X)   \
+  X(AdamW, adamw_)                \
+  X(Adam, adam_)                  \
+  X(SGD, sgd_)                    \
+  X(ScaledSGD, scaled_sgd_)       \
+  X(PlainSGD, plain_sgd_)         \
+  X(Adagrad, adagrad_)            \
+  X(RMSprop, rmsprop_)            \
+  X(PlainRMSprop, plain_rmsprop_) \
+  X(Lion, lion_)
 
 constexpr int kMaxStates = 2;
 

@@ -111,13 +111,15 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Hyper>(m, "Hyper")
       .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
-                       double momentum, double dampening, bool nesterov, bool maximize) {
-             return Hyper{lr,       beta1,     beta2,    eps,     weight_decay,
-                          momentum, dampening, nesterov, maximize};
+                       double momentum, double dampening, double lr_decay, bool nesterov,
+                       bool maximize) {
+             return Hyper{lr,       beta1,     beta2,    eps,      weight_decay,
+                          momentum, dampening, lr_decay, nesterov, maximize};
            }),
            py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.0, py::arg("beta2") = 0.0,
            py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0,
-           py::arg("dampening") = 0.0, py::arg("nesterov") = false, py::arg("maximize") = false);
+           py::arg("dampening") = 0.0, py::arg("lr_decay") = 0.0, py::arg("nesterov") = false,
+           py::arg("maximize") = false);
 
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),

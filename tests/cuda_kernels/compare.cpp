@@ -153,7 +153,7 @@ void step_both(const std::vector<size_t>& sizes, int per_group, bool bad, const 
   const auto count = int64_t(sizes.size());
   std::vector<Hyper> hypers;
   for (int64_t g = 0; g <= count / per_group; ++g)
-    hypers.push_back({1e-3 * double(g + 1), 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, false, g % 2 == 1});
+    hypers.push_back({1e-3 * double(g + 1), 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, 0.01, false, g % 2 == 1});
   const std::vector<Statistics> statistics = measure_both(found);
   const float scale = 1024;
   const Verdict host = decide(&statistics[count], &scale, nullptr, 1.0);
@@ -232,8 +232,8 @@ int main(int argc, char** argv) {
   step_both<AdamW>(ragged, 2, true, "AdamW");
   step_both<SGD>(ragged, 2, false, "SGD");
   if (!quick) {
-    step_both<Adam>(ragged, 100, false, "Adam");
-    step_both<PlainSGD>(ragged, 2, false, "PlainSGD");
+#define AMP_MP_STEP(Rule, op) step_both<Rule>(ragged, 100, false, #Rule);
+    AMP_MP_FOR_EACH_RULE(AMP_MP_STEP)
     step_both<AdamW>({}, 1, false, "AdamW");
     step_both<AdamW>({0, 0, 0}, 1, false, "AdamW");
     step_both<AdamW>(std::vector<size_t>(1500, 5), 400, false, "AdamW");  // several launches

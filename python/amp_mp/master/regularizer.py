@@ -6,6 +6,7 @@ nine weights in ten.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -20,7 +21,7 @@ Regularizer = Callable[[Tensor], Any]
 _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
 
 
-class _BuiltIn:
+class _BuiltIn(ABC):
     """A regularizer whose gradient is written down."""
 
     def __init__(self, coefficient: float) -> None:
@@ -29,9 +30,9 @@ class _BuiltIn:
             raise ValueError(f"coefficient must not be negative, found {coefficient!r}")
         self.coefficient = coefficient
 
+    @abstractmethod
     def gradient(self, weight: Tensor) -> Tensor:
         """The derivative."""
-        raise NotImplementedError
 
 
 class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)

@@ -1,8 +1,11 @@
 """Fused optimizers: torch.optim's arguments, state names and results, one native pass a step."""
 
+from amp_mp.optim.adagrad import Adagrad
 from amp_mp.optim.adam import Adam
 from amp_mp.optim.adamw import AdamW
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.lion import Lion
+from amp_mp.optim.rmsprop import RMSprop
 from amp_mp.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "FusedOptimizer"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "RMSprop"]

@@ -17,6 +17,7 @@ from amp_mp import _C
 from amp_mp.optim.state import Bucket, all_current, gather_buckets, restore_state
 
 STATE_FORMATS = ("float32", "float16", "float16_root")
+SQUARES = ("exp_avg_sq", "square_avg", "sum")  # sums of squares, of which the root may be stored
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -30,8 +31,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     (docs/fp16_momentum.md).
 
     States are float32 unless told otherwise, by an argument of the state's name: "float16", and for
-    exp_avg_sq also "float16_root", which stores the square root, since squares of gradients below
-    2^-12 underflow in float16. Rounding is to nearest, saturating.
+    sums of squares also "float16_root", which stores the square root, since squares of gradients
+    below 2^-12 underflow in float16. Rounding is to nearest, saturating.
 
     `max_grad_norm` clips by the global norm over all groups, as torch.nn.utils.clip_grad_norm_,
     inside the step. Whenever gradients are measured (for clipping, by `check_overflow=True`, or by
@@ -60,7 +61,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if master not in ("float32", "none"):
             raise ValueError(f'master must be "float32" or "none", found {master!r}')
         for name, stored in (formats or {}).items():
-            known = STATE_FORMATS if name == "exp_avg_sq" else STATE_FORMATS[:-1]
+            known = STATE_FORMATS if name in SQUARES else STATE_FORMATS[:-1]
             if stored not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; found {stored!r}")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -94,6 +95,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _states(self) -> tuple[str, ...]:
         """The names of the operator's states, in its order."""
+
+    def _fill(self, name: str, state: Tensor, group: dict[str, Any]) -> None:
+        """What a new state starts as, in its format; it is zero already."""
 
     # The step.
 

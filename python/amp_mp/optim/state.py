@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from amp_mp.optim.base import FusedOptimizer
 
 
-def init_state(
-    state: dict[str, Any], param: Tensor, formats: dict[str, str], has_master: bool
-) -> None:
+def init_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
     """Fills in what is missing of a parameter's tensors.
 
-    One tensor of the parameter's shape and layout for each name, zero in every format. master:
-    float32, only for a low-precision parameter; the exact original where `prepare` has kept one.
+    One tensor of the parameter's shape and layout for each state, in its format. master: float32,
+    only for a low-precision parameter; the exact original where `prepare` has kept one.
     """
-    for name, stored in formats.items():
+    state = optimizer.state[param]
+    for name in optimizer._states():
         if state.get(name) is None:
+            dtype = DTYPES[optimizer.formats.get(name, "float32")]
             state[name] = torch.zeros_like(
-                param, dtype=DTYPES[stored], memory_format=torch.preserve_format
-            )
-    if has_master and param.dtype in LOW_PRECISION and "master" not in state:
+                param, dtype=dtype, memory_format=torch.preserve_format
+            ).detach()
+            optimizer._fill(name, state[name], group)
+    if optimizer.master != "none" and param.dtype in LOW_PRECISION and "master" not in state:
         state["master"] = take_original(param)
 
 
@@ -66,13 +67,12 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
 
 def ensure_state(optimizer: FusedOptimizer) -> None:
     """Makes the state of every trainable parameter, gradient or not."""
-    formats = {name: optimizer.formats.get(name, "float32") for name in optimizer._states()}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad:
                 state = optimizer.state[param]
                 clock_of(state, param, group.get("betas", (0.0, 0.0)))
-                init_state(state, param, formats, optimizer.master != "none")
+                init_state(optimizer, group, param)
 
 
 @dataclass
@@ -108,7 +108,6 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
     by_device: dict[torch.device, Bucket] = {}
     lists: dict[torch.device, list[tuple[Tensor, int, str, Tensor]]] = {}
     names = optimizer._states()
-    formats = {name: optimizer.formats.get(name, "float32") for name in names}
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for position, param in enumerate(group["params"]):
@@ -127,7 +126,7 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
                 )
             state = optimizer.state[param]
             clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
-            init_state(state, param, formats, optimizer.master != "none")
+            init_state(optimizer, group, param)
             bucket.params.append(param)
             bucket.dicts.append(state)
             rows.append((param, index, label, clock))
@@ -141,7 +140,7 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
             params=bucket.params,
             masters=bucket.values[2],
             states=[[d[name] for d in bucket.dicts] for name in names],
-            formats=list(formats.values()),
+            formats=[optimizer.formats.get(name, "float32") for name in names],
             clocks=[clock for _, _, _, clock in rows],
             groups=[index for _, index, _, _ in rows],
             names=[label for _, _, label, _ in rows],

@@ -74,4 +74,5 @@ _RULES: tuple[tuple[Any, Callable[[Group, float], None]], ...] = (
     ((torch.optim.AdamW, optim.AdamW), _decoupled),
     ((torch.optim.SGD, optim.SGD), _linear),
     ((torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad), _normalised),
+    ((optim.RMSprop, optim.Adagrad), _normalised),
 )
