@@ -324,6 +324,30 @@ def test_a_compiled_model_equals_eager_and_follows_a_changed_policy(apex: str) -
     torch._dynamo.reset()
 
 
+def test_a_graph_for_any_number_of_rows_casts_as_eager_does(apex: str) -> None:
+    """Also where a few rows are too small a product for low precision on a CPU."""
+    net = nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE)).to(apex)
+    graphs = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(net, backend=backend, fullgraph=True, dynamic=True)
+    dtypes = set()
+    for rows in (200, 3, 96, 64, 5, 111):
+        x = torch.randn(rows, SIZE, device=apex)
+        found, wanted = compiled(x), net(x)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+        dtypes.add(found.dtype)
+    if apex == "cpu":
+        assert dtypes == {torch.float32, LOW}
+    assert graphs <= 2, "one for each answer"
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("more", [{}, {"bidirectional": True, "num_layers": 2}], ids=["", "deep"])

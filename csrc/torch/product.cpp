@@ -77,6 +77,33 @@ float threshold(const int16_t (&table)[kRows][Columns], Place row, Place column)
   return (1 - row.fraction) * along(row.index) + row.fraction * along(row.index + 1);
 }
 
+bool is_symbolic(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// While a graph is compiled for sizes yet unknown: the question becomes one guard, rows >= so many,
+// and the graph holds for all sizes with the same answer.
+bool has_many_rows(const c10::SymInt& m, int64_t n, int64_t k) {
+  int64_t small = 1, large = int64_t(1) << (kRows - 1);  // beyond the table nothing changes
+  if (!is_large(large, n, k)) return false;
+  while (large - small > 1) {
+    const int64_t middle = (small + large) / 2;
+    (is_large(middle, n, k) ? large : small) = middle;
+  }
+  return m.sym_ge(large).guard_bool(__FILE__, __LINE__);
+}
+
+bool is_large_symbolic(const at::Tensor& left, const at::Tensor& right, bool transposed) {
+  if (left.dim() == 0 || right.dim() < 2) return false;
+  const auto sizes = right.sym_sizes();
+  const size_t last = sizes.size() - 1;
+  // The weight's sizes are known in general; where they are not, the graph is for this one.
+  const int64_t n = sizes[transposed ? last - 1 : last].guard_int(__FILE__, __LINE__);
+  const int64_t k = sizes[transposed ? last : last - 1].guard_int(__FILE__, __LINE__);
+  if (k == 0) return false;
+  return has_many_rows(left.sym_numel() / k, n, k);
+}
+
 bool is_plain_tensor(const c10::Argument& argument) {
   return argument.type()->kind() == c10::TypeKind::TensorType &&
          !(argument.alias_info() && argument.alias_info()->isWrite() && argument.is_out());
@@ -115,6 +142,7 @@ bool is_large(int64_t m, int64_t n, int64_t k) {
 }
 
 bool is_large(const at::Tensor& left, const at::Tensor& right, bool transposed) {
+  if (is_symbolic(left) || is_symbolic(right)) return is_large_symbolic(left, right, transposed);
   if (left.dim() == 0 || right.dim() < 2 || left.numel() == 0) return false;
   const c10::IntArrayRef sizes = right.sizes();
   const int64_t n = transposed ? sizes[sizes.size() - 2] : sizes.back();
