@@ -600,6 +600,20 @@ def test_several_losses_before_a_step_move_the_scale_once(start: Start, device: 
     assert scales == [64.0, 128.0, 64.0, 32.0, 32.0]
 
 
+def test_many_losses_of_one_bad_iteration_are_no_streak_of_overflows(
+    start: Start, device: str
+) -> None:
+    handle = start(loss_scale=Backoff(init_scale=64.0))
+    weight = weight_on(device)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            with handle.scale_loss((weight * float("inf")).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+    assert handle.loss_scaler.scale == 32.0
+
+
 def test_log_max_follows_the_gradients_through_the_handle(start: Start, device: str) -> None:
     handle = start(loss_scale="LogMax")
     weight = weight_on(device)

@@ -40,10 +40,8 @@ def scaled_loss(
             yield loss.float() * policy.scale
             found_inf, max_abs = unscale_(gradients_of(params), policy.scale)
         before = policy.scale
-        is_news = _observe(policy, found_inf, max_abs)
-        streak = _streaks.setdefault(policy, OverflowStreak())
         named = names_of(optimizers) if found_inf else []
-        streak.observe(found_inf, before, policy.scale, named)
+        is_news = _observe(policy, found_inf, max_abs, named)
     if found_inf:
         if is_news:
             logger.warning(
@@ -55,32 +53,36 @@ def scaled_loss(
             skip_next_step(each)
 
 
-def _observe(policy: Policy, found_inf: bool, max_abs: float) -> bool:
+def _observe(
+    policy: Policy, found_inf: bool, max_abs: float, named: list[tuple[str, Tensor]]
+) -> bool:
     """Moves the scale, once an iteration: several losses before a step are one observation.
 
     The first one moves it at once, so that it has fallen when the block ends; a later one goes back
-    to where the iteration began and counts them all together. Returns whether this is the
-    iteration's first overflow.
+    to where the iteration began and counts them all together. named: the parameters with this
+    loss's gradients. Returns whether this is the iteration's first overflow.
     """
+    streak = _streaks.setdefault(policy, OverflowStreak())
     last = _iterations.get(policy)
     is_news = found_inf
     if last is not None and last.steps == steps_taken():
         is_news = found_inf and not last.found_inf
         found_inf, max_abs = found_inf or last.found_inf, max(max_abs, last.max_abs)
-        policy.load_state_dict(last.before)
-        before = last.before
-    else:
-        before = policy.state_dict()
-    _iterations[policy] = _Iteration(steps_taken(), before, found_inf, max_abs)
+        policy.load_state_dict(last.policy)
+        vars(streak).update(last.streak)
+    before = policy.state_dict()
+    _iterations[policy] = _Iteration(steps_taken(), before, dict(vars(streak)), found_inf, max_abs)
     policy.update(found_inf, max_abs)
+    streak.observe(found_inf, before["scale"], policy.scale, named)
     return is_news
 
 
 class _Iteration(NamedTuple):
-    """What a policy has seen since the last step of any optimizer."""
+    """What a policy has seen since the last step of any optimizer, and how it was before."""
 
     steps: int
-    before: dict[str, Any]
+    policy: dict[str, Any]
+    streak: dict[str, Any]
     found_inf: bool
     max_abs: float
 
