@@ -153,7 +153,8 @@ void step_both(const std::vector<size_t>& sizes, int per_group, bool bad, const 
   const auto count = int64_t(sizes.size());
   std::vector<Hyper> hypers;
   for (int64_t g = 0; g <= count / per_group; ++g)
-    hypers.push_back({1e-3 * double(g + 1), 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, 0.01, false, g % 2 == 1});
+    hypers.push_back(
+        {1e-3 * double(g + 1), 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, 0.01, false, g % 2 == 1});
   const std::vector<Statistics> statistics = measure_both(found);
   const float scale = 1024;
   const Verdict host = decide(&statistics[count], &scale, nullptr, 1.0);
