@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import amp_mp as amp
+
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -14,6 +16,15 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 def device(request: pytest.FixtureRequest) -> str:
     """Each device type there is."""
     return request.param
+
+
+@pytest.fixture
+def apex(device: str) -> Iterator[str]:
+    """Casts on for the test, with bfloat16 and Apex's table; everything as before afterwards."""
+    handle = amp.init(device_type=device, dtype=torch.bfloat16, loss_scale=1.0)
+    yield device
+    handle._deactivate()
+    amp.uninstall()
 
 
 @pytest.fixture(autouse=True)

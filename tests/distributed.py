@@ -15,6 +15,24 @@ LOW = torch.bfloat16
 ROWS, SIZE = 64, 256
 
 
+def join(rank: int, world: int, path: str) -> None:
+    """Meets the other ranks."""
+    torch.set_num_threads(1)
+    init = f"file://{path}.rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+
+
+def leave() -> None:
+    """Ends the process once all ranks are done.
+
+    Not by return: where a process ends tidily, gloo waits for a thread of its own that waits for
+    Python's lock, once in twenty runs, with and without amp_mp.
+    """
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE))
@@ -30,9 +48,7 @@ def train(rank: int, world: int, wrap: str, path: str) -> None:
 
     wrap: "ddp", "fsdp2" or "alone"; every rank has the same batch, whose mean gradient is its own.
     """
-    torch.set_num_threads(1)
-    init = f"file://{path}.{wrap}.rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    join(rank, world, f"{path}.{wrap}")
     amp.init(device_type="cpu", dtype=LOW, loss_scale=1.0)
     net = model()
     if wrap == "ddp":
@@ -55,11 +71,7 @@ def train(rank: int, world: int, wrap: str, path: str) -> None:
         after = net(x)
     assert not torch.equal(before, after), "the output after a change by hand is a stale one"
     torch.save([*weights, after], f"{path}.{wrap}.{rank}")
-    torch.distributed.barrier()
-    # Not by return: where a process ends tidily, gloo waits for a thread of its own that waits for
-    # Python's lock, once in twenty runs, with and without amp_mp.
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 def prepared(rank: int, world: int, kind: str, path: str) -> None:
@@ -67,9 +79,7 @@ def prepared(rank: int, world: int, kind: str, path: str) -> None:
 
     DDP sends rank 0's rounded weights to all; saves what this rank has in the end.
     """
-    torch.set_num_threads(1)
-    init = f"file://{path}.{kind}.rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    join(rank, world, f"{path}.{kind}")
     torch.manual_seed(rank)
     net = nn.parallel.DistributedDataParallel(amp.prepare(nn.Linear(8, 8), LOW))
     if kind == "FP16_Optimizer":
@@ -87,6 +97,4 @@ def prepared(rank: int, world: int, kind: str, path: str) -> None:
     else:
         masters = [state["master"] for state in optimizer.state.values()]
     torch.save([t.detach() for t in (*masters, *net.parameters())], f"{path}.{kind}.{rank}")
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -21,15 +21,6 @@ LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision
 
 
-@pytest.fixture
-def apex(device: str) -> Iterator[str]:
-    """Casts on for the test, with Apex's table; everything as before afterwards."""
-    handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0)
-    yield device
-    handle._deactivate()
-    amp.uninstall()
-
-
 @pytest.fixture(params=["torch", "apex"])
 def cached(device: str, request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     """Puts a table in force when called: before that it is torch alone."""

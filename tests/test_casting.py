@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,6 @@ from amp_mp import _C
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision
-
-
-@pytest.fixture
-def apex(device: str) -> Iterator[str]:
-    """Casts on for the test, with Apex's table; everything as before afterwards."""
-    handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0)
-    yield device
-    handle._deactivate()
-    amp.uninstall()
 
 
 class Seen(TorchDispatchMode):

@@ -877,6 +877,34 @@ def test_the_folded_path_makes_no_second_copy(device: str) -> None:
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in inside], "in a file once"
 
 
+@pytest.mark.parametrize("arguments", [{"dynamic_loss_scale": True}, {"static_loss_scale": 8.0}])
+def test_the_folded_path_reads_gradients_once_clipping_included(
+    device: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Mixed(torch.bfloat16).to(device)
+    optimizer = wrap(amp.optim.SGD(model.parameters(), lr=0.1), **arguments)
+    optimizer.loss_scale = 8.0
+    train_step(model, optimizer, torch.randn(5, 4, device=device))
+    reads = []
+    slots = optimizer.optimizer._buckets[0].slots
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(slots, name)
+
+        def measure(self) -> Tensor:
+            reads.append(1)
+            return slots.measure()
+
+    monkeypatch.setattr(optimizer.optimizer._buckets[0], "slots", Counting())
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(5, 4, device=device)).float().sum())
+    optimizer.clip_master_grads(0.5)
+    optimizer._hand_over()
+    optimizer.optimizer._measure()
+    assert reads == [1]
+
+
 def test_snapshots_go_from_one_path_to_the_other(device: str) -> None:
     first, second = (Mixed(torch.float16).to(device) for _ in range(2))
     copied = wrap(torch.optim.AdamW(first.parameters(), lr=1e-2), static_loss_scale=8.0)

@@ -132,6 +132,21 @@ class _ok:  # noqa: N801
     def __exit__(self, *_: object) -> None: ...
 
 
+def test_a_regularizer_counts_once_a_step_whatever_iter_size(device: str) -> None:
+    weight = weight_of([2.0], torch.float16, device)
+    amp.mp_regularizer_wrapper(amp.l2_half(0.25))(weight)
+    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=1.0), iter_size=2)
+    for after in (0.5, -0.625):  # w - (1 + 0.25 w), from 2 on
+        for _ in range(2):
+            wrapper.backward(weight.sum())
+        (master,) = wrapper.fp32_from_fp16_groups[0]
+        assert master.grad is not None
+        assert master.grad.item() == 1 + 0.25 * master.item()
+        wrapper.step()
+        wrapper.zero_grad()
+        assert master.item() == after
+
+
 def test_one_overflow_skips_the_whole_group_of_iterations(device: str) -> None:
     weight = weight_of([1.0], torch.float16, device)
     wrapper = amp.MixedPrecisionOptimizerWrapper(

@@ -97,6 +97,7 @@ class FoldedFP16Optimizer(FP16_Optimizer):
     optimizer: Any  # a FusedOptimizer
     _scale = 1.0  # that the gradients carry
     _clip: float | None = None  # for the next step
+    _totals: tuple[Tensor, ...] = ()  # what the last read of the gradients found, if there was one
 
     def _make_masters(self, optimizer: Any) -> Any:
         return OwnMasters(optimizer)
@@ -118,12 +119,16 @@ class FoldedFP16Optimizer(FP16_Optimizer):
 
     def update_master_grads(self) -> None:
         """Reads the gradients once where they are to be checked; copies nothing."""
-        self._clip, self._scale = None, self.loss_scale
+        self._clip, self._scale, self._totals = None, self.loss_scale, tuple[Tensor, ...]()
         if self._checks:
-            totals = self.optimizer.measure_gradients().values()
-            self.overflow = any(bool(total[2] > 0) for total in totals)
-            largest = max((float(total[1]) for total in totals), default=0.0)
+            self._measure()
+            self.overflow = any(bool(total[2] > 0) for total in self._totals)
+            largest = max((float(total[1]) for total in self._totals), default=0.0)
             self._max_abs = largest / self._scale
+
+    def _measure(self) -> None:
+        """Reads the gradients, for whoever asks before the step and for the step itself."""
+        self._totals = tuple(self.optimizer.measure_gradients().values())
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
         """The next step clips by the gradients' global norm; returns the norm, -1 on overflow.
@@ -136,10 +141,14 @@ class FoldedFP16Optimizer(FP16_Optimizer):
         if norm_type != 2:
             params = [p for group in self.param_groups for p in group["params"]]
             limit = max_norm * self._scale
-            return float(nn.utils.clip_grad_norm_(params, limit, norm_type)) / self._scale
+            norm = float(nn.utils.clip_grad_norm_(params, limit, norm_type))
+            if self._totals:
+                self._measure()  # they have changed
+            return norm / self._scale
         self._clip = max_norm if self._clip is None else min(max_norm, self._clip)
-        totals = self.optimizer.measure_gradients().values()
-        return math.sqrt(sum(float(total[0]) for total in totals)) / self._scale
+        if not self._totals:
+            self._measure()
+        return math.sqrt(sum(float(total[0]) for total in self._totals)) / self._scale
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The true gradients in float32, made for the occasion; on overflow None and a warning."""
@@ -158,7 +167,7 @@ class FoldedFP16Optimizer(FP16_Optimizer):
                 self._hand_over()
             return optimizer.step(closure)
         finally:
-            self._clip = None
+            self._clip, self._totals = None, ()
             optimizer.max_grad_norm = own_clip
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
@@ -166,7 +175,7 @@ class FoldedFP16Optimizer(FP16_Optimizer):
     def _hand_over(self) -> None:
         """Tells the optimizer what the gradients carry; with a closure, once it has run."""
         self.optimizer.grad_scale = self._scale
-        if self._checks:
+        if self._totals:  # so that the step does not read the gradients again
             self.optimizer.found_inf = 0.0
         if self._clip is not None:
             self.optimizer.max_grad_norm = self._clip

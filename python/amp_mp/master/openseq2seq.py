@@ -89,7 +89,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         super().zero_grad(set_grads_to_None, set_to_none=set_to_none)
 
     def _complete_gradients(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        if self._calls in (0, self.iter_size):  # once a step
+        if self._calls == 0:  # once a step
             add_regularization(pairs)
 
 

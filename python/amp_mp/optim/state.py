@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from amp_mp.optim.base import FusedOptimizer
 
 
-def init_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
-    """Fills in what is missing of a parameter's tensors.
+def init_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> Tensor:
+    """Fills in what is missing of a parameter's tensors; returns its clock (clock_of).
 
     One tensor of the parameter's shape and layout for each state, in its format. master: float32,
     only for a low-precision parameter; the exact original where `prepare` has kept one.
     """
     state = optimizer.state[param]
+    clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
     for name in optimizer._states():
         if state.get(name) is None:
             dtype = DTYPES[optimizer.formats.get(name, "float32")]
-            state[name] = torch.zeros_like(
-                param, dtype=dtype, memory_format=torch.preserve_format
-            ).detach()
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             optimizer._fill(name, state[name], group)
     if optimizer.master != "none" and param.dtype in LOW_PRECISION and "master" not in state:
         state["master"] = take_original(param)
+    return clock
 
 
 def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -> Tensor:
@@ -70,8 +70,6 @@ def ensure_state(optimizer: FusedOptimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad:
-                state = optimizer.state[param]
-                clock_of(state, param, group.get("betas", (0.0, 0.0)))
                 init_state(optimizer, group, param)
 
 
@@ -124,11 +122,9 @@ def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
                     f"{label} has dtype {param.dtype}; amp_mp's optimizers take float32, float16 "
                     "and bfloat16, use torch.optim for the others"
                 )
-            state = optimizer.state[param]
-            clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
-            init_state(optimizer, group, param)
+            clock = init_state(optimizer, group, param)
             bucket.params.append(param)
-            bucket.dicts.append(state)
+            bucket.dicts.append(optimizer.state[param])
             rows.append((param, index, label, clock))
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     for device, bucket in by_device.items():
