@@ -161,7 +161,8 @@ class BuildNative(build_ext):
             if x86 or name == "baseline":
                 # GCC 12 takes the undefined value inside its own AVX-512 header for a mistake of
                 # ours.
-                flags = [f"-march={march}", "-Wno-maybe-uninitialized"] if x86 else []
+                flags = [f"-march={march}"] if x86 else []
+                flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"] if x86 else []
                 command = (*base, *flags, f"-DAMP_MP_ISA={name}")
                 units.append(Unit(CSRC / "cpu/loops.cpp", f"cpu_loops_{name}", command))
         defines = ["-DAMP_MP_X86"] if x86 else []

@@ -3,7 +3,7 @@
 Both keep bfloat16 weights, float32 masters and states, clip by the global norm, check for overflow,
 and carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_, clip_grad_norm_,
 fused AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp: measure, then one
-pass: 30.
+pass: 28 with memory="exact". Other libraries: peers.py.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py
 """
@@ -23,7 +23,14 @@ from timing import Candidate, in_place, medians, show
 import amp_mp as amp
 
 TORCH_BYTES = 6 + 8 + 4 + 8 + 28 + 6  # cast, unscale, norm, clip, AdamW, cast back
-OUR_BYTES = 2 + 28  # measure; gradient 2, master, m and v 8 each, weight 2
+MEASURE_BYTES = 2
+# Gradient 2; then read and written: weight and remainder, moments.
+STEP_BYTES = {
+    None: 2 + 2 + 8 + 16,  # the weight is written only, beside a float32 master
+    "exact": 2 + 2 * (2 + 2 + 8),
+    "lean": 2 + 2 * (2 + 1 + 2 + 2),
+    "tiny": 2 + 2 * (2 + 1 + 33 / 32 + 1 / 32 + 2),
+}
 SCALE = 2.0**10
 
 
@@ -32,9 +39,10 @@ def weights(sizes: list[int], device: str) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = []
     for size in sizes:
-        values = torch.randn(size, generator=generator)
+        shape = (size // 64, 64)  # rows, as a model's matrices have
+        values = torch.randn(shape, generator=generator)
         param = torch.nn.Parameter((0.02 * values).bfloat16().to(device))
-        grad = 1e-3 * SCALE * torch.randn(size, generator=generator)
+        grad = 1e-3 * SCALE * torch.randn(shape, generator=generator)
         param.grad = grad.bfloat16().to(device)
         params.append(param)
     return params
@@ -63,9 +71,9 @@ def torch_pipeline(sizes: list[int], device: str) -> Candidate:
     return Candidate("torch", step, TORCH_BYTES * sum(sizes))
 
 
-def our_step(sizes: list[int], device: str) -> Candidate:
+def our_step(sizes: list[int], device: str, memory: str | None = None) -> Candidate:
     """The same by amp_mp."""
-    optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, max_grad_norm=1.0)
+    optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, max_grad_norm=1.0, memory=memory)
     scaler = amp.GradScaler(device, init_scale=SCALE)
     scaler.scale(torch.ones((), device=device))
 
@@ -73,18 +81,30 @@ def our_step(sizes: list[int], device: str) -> Candidate:
         scaler.step(optimizer)
         scaler.update()
 
-    return Candidate("amp_mp", step, OUR_BYTES * sum(sizes))
+    moved = round((MEASURE_BYTES + STEP_BYTES[memory]) * sum(sizes))
+    return Candidate(f"amp_mp, {memory or 'float32'}", step, moved)
 
 
 def passes(sizes: list[int], device: str) -> list[Candidate]:
-    """amp_mp's two passes alone."""
-    params = weights(sizes, device)
-    optimizer = amp.optim.AdamW(params, lr=1e-4)
-    grads = [p.grad for p in params]
-    return [
-        Candidate("  measure alone", lambda: amp._C.measure(grads), 2 * sum(sizes)),
-        Candidate("  AdamW.step alone, unclipped", optimizer.step, 28 * sum(sizes)),
-    ]
+    """amp_mp's passes alone: the update in every format, measuring in every dtype."""
+    total = sum(sizes)
+    found = []
+    for memory, each in STEP_BYTES.items():
+        optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, memory=memory)
+        name = f"  AdamW.step alone, {memory or 'float32'}"
+        found.append(Candidate(name, optimizer.step, round(each * total)))
+    for dtype, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
+        grads = [p.grad.to(dtype) for p in weights(sizes, device)]
+        name = f"  measure alone, {str(dtype).removeprefix('torch.')}"
+        run = functools.partial(amp._C.measure, grads)
+        found.append(Candidate(name, run, width * total))
+    return found
+
+
+def reading(elements: int, device: str) -> Candidate:
+    """The machine's bandwidth for reading alone, as far as torch's sum reaches it."""
+    x = torch.ones(elements, device=device)
+    return Candidate("read (x.sum())", x.sum, 4 * elements)
 
 
 def record(path: Path, results: dict[str, dict[str, float]], device: str) -> None:
@@ -125,9 +145,10 @@ def main() -> None:
         base = torch_pipeline(sizes, device)
         candidates = [
             base,
-            our_step(sizes, device),
-            *passes(sizes, device),
+            *(our_step(sizes, device, memory) for memory in STEP_BYTES),
+            *(passes(sizes, device) if sizes[0] > 10_000 else []),
             in_place(sum(sizes), device),
+            reading(sum(sizes), device),
         ]
         results[title] = medians(candidates, rounds, device)
         show(title, candidates, results[title], base.name)

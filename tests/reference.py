@@ -7,7 +7,7 @@ the papers write; formats round by the definition of their numbers, not by bit t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,11 +72,12 @@ def store(x: Floats, name: str, *, saturating: bool) -> Floats:
 
 @dataclass
 class Clock:
-    """A parameter's applied steps and the running products of its betas."""
+    """A parameter's applied steps, running products of its betas, and NovoGrad's moment."""
 
     step: int = 0
     beta1_power: float = 1.0
     beta2_power: float = 1.0
+    layer: float = 0.0
 
     def tick(self, beta1: float, beta2: float) -> None:
         self.step += 1
@@ -89,6 +90,7 @@ def adam(
     w: Floats,
     m: Floats,
     v: Floats,
+    largest: Floats | None,
     clock: Clock,
     *,
     lr: float,
@@ -96,8 +98,11 @@ def adam(
     eps: float,
     weight_decay: float,
     decoupled: bool,
-) -> tuple[Floats, Floats, Floats]:
-    """Kingma & Ba 2015; with `decoupled`, Loshchilov & Hutter 2019. Returns w, m, v."""
+) -> tuple[Floats, ...]:
+    """Kingma & Ba 2015; with `decoupled`, Loshchilov & Hutter 2019. Returns w, m, v.
+
+    With the largest v so far, Reddi et al. 2018 in torch's form; it is returned too.
+    """
     beta1, beta2 = betas
     step_size = F32(lr / (1 - clock.beta1_power))
     inverse_root = F32(1 / math.sqrt(1 - clock.beta2_power))
@@ -105,9 +110,10 @@ def adam(
         g = g + F32(weight_decay) * w
     m = F32(beta1) * m + F32(1 - beta1) * g
     v = F32(beta2) * v + F32(1 - beta2) * (g * g)
-    update = step_size * (m / (np.sqrt(v) * inverse_root + F32(eps)))
+    divisor = v if largest is None else np.maximum(largest, v)  # a NaN is the largest
+    update = step_size * (m / (np.sqrt(divisor) * inverse_root + F32(eps)))
     w = (F32(1 - lr * weight_decay) * w if decoupled else w) - update
-    return w, m, v
+    return (w, m, v) if largest is None else (w, m, v, divisor)
 
 
 def sgd(
@@ -168,23 +174,33 @@ def adagrad(
 def rmsprop(
     g: Floats,
     w: Floats,
-    square_avg: Floats,
     buffer: Floats,
+    square_avg: Floats,
+    grad_avg: Floats | None = None,
     *,
     lr: float,
     alpha: float,
     eps: float,
     weight_decay: float,
     momentum: float,
-) -> tuple[Floats, Floats, Floats]:
-    """Tieleman & Hinton 2012 in torch's form. Returns w, square_avg, buffer."""
+) -> tuple[Floats, ...]:
+    """Tieleman & Hinton 2012 in torch's form. Returns w, buffer, square_avg.
+
+    With the gradient's average, the variance in place of the square (Graves 2013); it is returned
+    too.
+    """
     g = g + F32(weight_decay) * w
     square_avg = F32(alpha) * square_avg + F32(1 - alpha) * (g * g)
-    normalised = g / (np.sqrt(square_avg) + F32(eps))
-    if momentum == 0:
-        return w - F32(lr) * normalised, square_avg, buffer
+    centred = square_avg
+    if grad_avg is not None:
+        grad_avg = F32(alpha) * grad_avg + F32(1 - alpha) * g
+        centred = square_avg - grad_avg * grad_avg
+    normalised = g / (np.sqrt(centred) + F32(eps))
+    if momentum == 0 and grad_avg is None:
+        return w - F32(lr) * normalised, buffer, square_avg
     buffer = F32(momentum) * buffer + normalised
-    return w - F32(lr) * buffer, square_avg, buffer
+    w = w - F32(lr) * buffer
+    return (w, buffer, square_avg) if grad_avg is None else (w, buffer, square_avg, grad_avg)
 
 
 def lion(
@@ -194,6 +210,91 @@ def lion(
     direction = np.sign(F32(betas[0]) * m + F32(1 - betas[0]) * g)
     m = F32(betas[1]) * m + F32(1 - betas[1]) * g
     return F32(1 - lr * weight_decay) * w - F32(lr) * direction, m
+
+
+# Rules that look at a tensor's norms, in double: sqrt(measure(tensor)[0])
+
+
+def lars(
+    g: Floats,
+    w: Floats,
+    buffer: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    trust_coefficient: float,
+    clip: bool,
+    eps: float,
+) -> tuple[Floats, Floats]:
+    """You, Gitman & Ginsburg 2017 in the form of Apex's LARC around torch's SGD."""
+    grad, weight = norm(g), norm(w)
+    ratio, decay = 1.0, 0.0
+    if grad > 0 and weight > 0:
+        ratio = trust_coefficient * weight / (grad + weight_decay * weight + eps)
+        ratio = min(ratio / lr, 1.0) if clip else ratio
+        decay = weight_decay
+    g = (g + F32(decay) * w) * F32(ratio)
+    gain = 1.0 if clock.step == 1 else 1 - dampening
+    buffer = F32(momentum) * buffer + F32(gain) * g
+    return w - F32(lr) * (g + F32(momentum) * buffer if nesterov else buffer), buffer
+
+
+def lamb(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    always_adapt: bool,
+    stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
+) -> tuple[Floats, Floats, Floats]:
+    """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`.
+
+    The direction is measured before its moments are stored, and followed after.
+    """
+
+    def direction() -> Floats:
+        r = m * F32(1 / (1 - clock.beta1_power))
+        r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps))
+        return r + F32(weight_decay) * w
+
+    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
+    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
+    weight, update = norm(w), norm(direction())
+    adapts = weight > 0 and update > 0 and (always_adapt or weight_decay != 0)
+    m, v = stored(m, v)
+    return w - F32(lr * (weight / update if adapts else 1.0)) * direction(), m, v
+
+
+def novograd(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_averaging: bool,
+) -> tuple[Floats, Floats]:
+    """Ginsburg et al. 2019, algorithm 1; its second moment is the clock's layer. Returns w, m."""
+    square = norm(g) * norm(g)
+    first = clock.step == 1
+    clock.layer = square if first else betas[1] * clock.layer + (1 - betas[1]) * square
+    inverse = F32(1 / (math.sqrt(clock.layer) + eps))
+    gain = F32(1 - (betas[0] if grad_averaging else 0.0))
+    m = F32(betas[0]) * m + gain * (g * inverse + F32(weight_decay) * w)
+    return w - F32(lr) * m, m
 
 
 def store_root(x: Floats) -> Floats:
@@ -253,6 +354,11 @@ def measure(tensor: Floats) -> tuple[float, float, float]:
     finite = tensor[np.isfinite(tensor)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
     return combine(spans), largest, float(tensor.size - finite.size)
+
+
+def norm(tensor: Floats) -> float:
+    """The 2-norm of the finite elements."""
+    return math.sqrt(measure(tensor)[0])
 
 
 def multiplier(norm: float, scale: float, max_norm: float | None) -> np.float32:

@@ -9,9 +9,41 @@
 
 namespace amp_mp {
 
-// float16_root holds the square root of a number that is not negative: what is below float16's
-// range when squared, Adam's second moment, is within it when not.
-enum class Format : uint8_t { float32, float16, bfloat16, float16_root };
+// What an array of numbers is stored as. float16_root holds the square root of a number that is not
+// negative: what is below float16's range when squared, Adam's second moment, is within it when
+// not. The formats from split32 on, and m8, are two arrays (plan.h, Span): core/splits.h,
+// core/m8.h.
+enum class Format : uint8_t {
+  float32,
+  float16,
+  bfloat16,
+  float16_root,
+  float16_stochastic,
+  bfloat16_stochastic,
+  ue8m8,
+  m8,
+  bfloat16_split32,
+  bfloat16_split24,
+  float16_split32,
+  float16_split24,
+};
+
+// In the order of the enum: what Python calls them.
+constexpr const char* kFormatNames[] = {
+    "float32",
+    "float16",
+    "bfloat16",
+    "float16_root",
+    "float16_stochastic",
+    "bfloat16_stochastic",
+    "ue8m8",
+    "m8",
+    "bfloat16_split32",
+    "bfloat16_split24",
+    "float16_split32",
+    "float16_split24",
+};
+constexpr int kFormats = sizeof kFormatNames / sizeof *kFormatNames;
 
 struct float16 {
   uint16_t bits;
@@ -21,6 +53,9 @@ struct bfloat16 {
 };
 struct float16_root {
   float16 root;
+};
+struct ue8m8 {
+  uint16_t bits;
 };
 
 constexpr float kFloat16Max = 65504.0f;
@@ -100,7 +135,41 @@ AMP_MP_BOTH float16_root encode_float16_root(float x) {
   return {encode_float16(saturate(sqrtf(x)))};
 }
 
+// Stochastic rounding: up with the probability of what is dropped, so that the mean over steps is
+// right where the nearest value would be the old one for ever. 8 random bits with half a bit more
+// are as good as 16 here. What fits exactly stays as it is, whatever the bits.
+AMP_MP_BOTH bfloat16 encode_bfloat16(float x, uint32_t random) {
+  return {uint16_t((canonical_bits(x) + (random << 8 | 0x80u)) >> 16)};
+}
+
+AMP_MP_BOTH float16 encode_float16(float x, uint32_t random) {
+  const uint32_t u = canonical_bits(saturate(x)), magnitude = u & kMagnitude;
+  const float steps = from_bits(magnitude) * 0x1p24f + (float(random) + 0.5f) * 0x1p-8f;
+  const uint32_t tiny = uint32_t(magnitude < (113u << 23) ? steps : 0.0f);
+  const uint32_t normal = (magnitude - (112u << 23) + (random << 5 | 0x10u)) >> 13;
+  uint32_t half = magnitude < (113u << 23) ? tiny : normal;
+  half = magnitude > kInfinity ? 0x7E00u : half;
+  return {uint16_t(half | ((u >> 16) & 0x8000u))};
+}
+
+// A bfloat16 that is never negative: the dead sign bit is an eighth bit of mantissa. For second
+// moments, rounded stochastically: at beta2 > .997 the nearest value sticks. The unsigned minimum
+// makes the NaNs one, the negative one too.
+AMP_MP_BOTH float decode(ue8m8 x) { return from_bits(uint32_t(x.bits) << 15); }
+
+AMP_MP_BOTH ue8m8 encode_ue8m8(float x, uint32_t random) {
+  const uint32_t u = to_bits(x), top = u < 0x7FC00000u ? u : 0x7FC00000u;
+  return {uint16_t((top + ((random << 8 | 0x80u) >> 1)) >> 15)};
+}
+
 // Whether stores of weights and history in the format are to be saturated.
 AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
+
+// Whether encoding draws random bits.
+AMP_MP_BOTH bool is_stochastic(Format f) {
+  return f >= Format::float16_stochastic && f <= Format::m8;
+}
+
+AMP_MP_BOTH bool is_split(Format f) { return f >= Format::bfloat16_split32; }
 
 }  // namespace amp_mp

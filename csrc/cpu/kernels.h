@@ -4,8 +4,16 @@
 
 namespace amp_mp::cpu {
 
-#define AMP_MP_APPLY_MEMBER(Rule, op) \
-  void (*op)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier);
+template <class Rule>
+struct Loops {
+  void (*apply)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+                uint64_t seed);
+  // For rules that need their update's norm; of one kSpan at most.
+  Statistics (*prepare)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+                        float multiplier, uint64_t seed);
+};
+
+#define AMP_MP_APPLY_MEMBER(Rule, op) Loops<Rule> op;
 
 struct Kernels {
   const char* name;

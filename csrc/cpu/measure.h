@@ -3,6 +3,7 @@
 #include "cpu/convert.h"
 
 namespace amp_mp::cpu {
+namespace {
 
 // A lone stream of reads needs a hint this far ahead to reach the memory's speed (.75 -> .90 of
 // it).
@@ -102,7 +103,7 @@ AMP_MP_BOTH float add_rows(const float16* __restrict x, int rows, float (&lane)[
 
 // The careful way: finite elements only, squares in double.
 template <class T>
-AMP_MP_BOTH Statistics measure_carefully(const T* x, int n) {
+AMP_MP_OWN Statistics measure_carefully(const T* x, int n) {
   double lane[kLanes] = {};
   Statistics s = {};
   for (int i = 0; i < n; ++i) {
@@ -120,7 +121,7 @@ AMP_MP_BOTH Statistics measure_carefully(const T* x, int n) {
 }
 
 template <class T>
-AMP_MP_BOTH Statistics measure_block(const T* x, int n) {
+AMP_MP_OWN Statistics measure_block(const T* x, int n) {
   alignas(64) float lane[kLanes] = {};
   const int rows = n / kLanes, rest = n % kLanes;
   float most = add_rows(x, rows, lane);
@@ -136,4 +137,5 @@ AMP_MP_BOTH Statistics measure_block(const T* x, int n) {
   return needs_care(s.sum_squares, most, !is_finite(most)) ? measure_carefully(x, n) : s;
 }
 
+}  // namespace
 }  // namespace amp_mp::cpu

@@ -7,6 +7,7 @@ namespace {
 
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kSerialElements = 32768;
+constexpr int64_t kAhead = 2;      // tensors
 constexpr int64_t kUnit = kBlock;  // ranges begin at multiples of it
 
 // Calls f(i, begin, end) for consecutive ranges that cover all items, items[i].size elements each,
@@ -44,15 +45,41 @@ void for_each_range(const Item* items, int64_t count, int64_t unit, int threads,
 // cost speed.)
 void prefetch(const Slot& slot) {
   constexpr int64_t kElements = 256;
+  const int64_t elements = slot.size < kElements ? slot.size : kElements;
   const auto lines = [&](const void* data, int64_t width) {
-    const int64_t bytes = (slot.size < kElements ? slot.size : kElements) * width;
-    for (int64_t i = 0; data && i < bytes; i += 64)
+    for (int64_t i = 0; data && i < elements * width; i += 64)
       __builtin_prefetch(static_cast<const char*>(data) + i, 1);
   };
-  lines(slot.grad.data, 2);
-  lines(slot.weight.data, 2);
-  lines(slot.master.data, 4);
-  for (const Span& state : slot.state) lines(state.data, 4);
+  const auto span = [&](const Span& s) {
+    lines(s.data, s.format == Format::float32 ? 4 : 2);
+    if (is_split(s.format)) lines(s.rest, 2);
+  };
+  span(slot.grad);
+  span(slot.weight);
+  span(slot.master);
+  for (const Span& state : slot.state) span(state);
+}
+
+// f(i, begin, end) gives the statistics of a span; `tensors` gets each item's and the total.
+template <class Item, class F>
+void sum_spans(const Item* items, int64_t count, Statistics* spans, Statistics* tensors,
+               int threads, const F& f) {
+  // Where an item's spans begin, in its own row until the row gets its result.
+  int64_t first = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    tensors[i].sum_squares = double(first);
+    first += ceil_divide(items[i].size, kSpan);
+  }
+  for_each_range(items, count, kSpan, threads, [&](int64_t i, int64_t begin, int64_t end) {
+    Statistics* out = spans + int64_t(tensors[i].sum_squares) + begin / kSpan;
+    for (; begin < end; begin += kSpan)
+      *out++ = f(i, begin, end < begin + kSpan ? end : begin + kSpan);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    const Statistics* own = spans + int64_t(tensors[i].sum_squares);
+    tensors[i] = combine(own, ceil_divide(items[i].size, kSpan));
+  }
+  tensors[count] = combine(tensors, count);
 }
 
 template <class Rule>
@@ -74,23 +101,9 @@ int64_t count_spans(const Reading* readings, int64_t count) {
 
 void measure(const Reading* readings, int64_t count, Statistics* spans, Statistics* tensors,
              int threads) {
-  // Where a tensor's spans begin, in its own row until the row gets its result.
-  int64_t first = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    tensors[i].sum_squares = double(first);
-    first += ceil_divide(readings[i].size, kSpan);
-  }
   const auto loop = kernels()->measure;
-  for_each_range(readings, count, kSpan, threads, [&](int64_t i, int64_t begin, int64_t end) {
-    Statistics* out = spans + int64_t(tensors[i].sum_squares) + begin / kSpan;
-    for (; begin < end; begin += kSpan)
-      *out++ = loop(readings[i], begin, end < begin + kSpan ? end : begin + kSpan);
-  });
-  for (int64_t i = 0; i < count; ++i) {
-    const Statistics* own = spans + int64_t(tensors[i].sum_squares);
-    tensors[i] = combine(own, ceil_divide(readings[i].size, kSpan));
-  }
-  tensors[count] = combine(tensors, count);
+  sum_spans(readings, count, spans, tensors, threads,
+            [&](int64_t i, int64_t begin, int64_t end) { return loop(readings[i], begin, end); });
 }
 
 void copy(const Transfer* transfers, int64_t count, double multiplier, int threads) {
@@ -100,24 +113,53 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
   });
 }
 
+namespace {
+
+// Of the gradient as the rule sees it, and of the weights.
+Norms norms_of(const Measured& measured, int64_t row, double multiplier) {
+  Norms norms = {};
+  if (measured.grads) norms.grad = sqrt(measured.grads[row].sum_squares) * multiplier;
+  if (measured.weights) norms.weight = sqrt(measured.weights[row].sum_squares);
+  return norms;
+}
+
+}  // namespace
+
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
-           int threads) {
+           const Measured& measured, int threads) {
+  const auto factor = [&](const Slot& slot) {
+    return float(hypers[slot.group].maximize ? -multiplier : multiplier);
+  };
+  const auto seed = [&](const Slot& slot) { return hypers[slot.group].seed; };
   for (int64_t i = 0; i < count; ++i) {
     const Hyper& hyper = hypers[slots[i].group];
     slots[i].clock->tick(hyper);
-    rules[i] = Rule::at(hyper, *slots[i].clock);
+    rules[i] =
+        make_rule<Rule>(hyper, *slots[i].clock, norms_of(measured, slots[i].row, multiplier));
   }
-  const auto loop = Loop<Rule>::get();
+  const Loops<Rule> loops = Loop<Rule>::get();
+  if constexpr (needs_update_norm<Rule>) {
+    sum_spans(slots, count, measured.update_spans, measured.updates, threads,
+              [&](int64_t i, int64_t begin, int64_t end) {
+                const Slot& s = slots[i];
+                return loops.prepare(s, begin, end, rules[i], factor(s), seed(s));
+              });
+    for (int64_t i = 0; i < count; ++i) {
+      Norms norms = norms_of(measured, slots[i].row, multiplier);
+      norms.update = sqrt(measured.updates[i].sum_squares);
+      rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
+    }
+  }
   for_each_range(slots, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
-    if (i + 1 < count) prefetch(slots[i + 1]);
-    const bool negate = hypers[slots[i].group].maximize;
-    loop(slots[i], begin, end, rules[i], float(negate ? -multiplier : multiplier));
+    if (i + kAhead < count) prefetch(slots[i + kAhead]);
+    loops.apply(slots[i], begin, end, rules[i], factor(slots[i]), seed(slots[i]));
   });
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op) \
-  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, int);
+#define AMP_MP_INSTANTIATE(Rule, op)                                                            \
+  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, const Measured&, \
+                            int);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cpu

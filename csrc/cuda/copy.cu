@@ -1,13 +1,13 @@
 // to = from * multiplier between any two formats: unscaling in place, gradients to masters, masters
 // to weights.
-#include "cuda/packs.h"
+#include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using CopyTable = Table<2>;
+using CopyTable = Table<4, 0, Stream>;
 
 constexpr int kThreads = 256;
 constexpr int kChunk = 16384;
@@ -19,16 +19,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table, kChunk);
   const uint32_t tag = table.tag[chunk.slot];
-  const Span to = {table.data[0][chunk.slot], Format(tag & 0xFF)};
-  const Span from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF)};
-  const bool clamp = (tag >> 16 & 1) != 0, wide = is_wide(to.data) && is_wide(from.data);
-  for (int i = threadIdx.x * kPack; i < chunk.size; i += kThreads * kPack) {
-    const int n = chunk.size - i < kPack ? chunk.size - i : kPack;
+  const Span to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
+  const Span from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF), table.data[3][chunk.slot]};
+  const bool clamp = (tag >> 16 & 1) != 0, draws = is_stochastic(to.format);
+  bool wide = true;
+  for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
+  wide = wide && (!is_split(from.format) || is_wide(from.rest));
+  for (int base = 0; base < chunk.size; base += kThreads * kPack) {  // the same for all threads
+    const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
+    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
     const bool whole = wide && n == kPack;
-    float x[kPack];
-    load(x, from, chunk.begin + i, n, whole);
+    const int64_t at = chunk.begin + i;
+    float x[kPack] = {};
+    load<kAnyFormat>(x, from, at, n, whole);
     for (int k = 0; k < kPack; ++k) x[k] = clamp ? saturate(x[k] * multiplier) : x[k] * multiplier;
-    store(to, x, chunk.begin + i, n, whole);
+    store<kAnyFormat>(to, x, at, n, whole,
+                      draws ? random_bytes(table.place[chunk.slot], uint64_t(at)) : 0);
   }
 }
 
@@ -44,6 +50,9 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
       const Transfer& t = transfers[i];
       table.data[0][table.count] = t.to.data;
       table.data[1][table.count] = t.from.data;
+      table.data[2][table.count] = t.to.rest;
+      table.data[3][table.count] = t.from.rest;
+      table.place[table.count] = t.stream;
       const bool clamp = t.saturate && t.to.format == Format::float16;
       table.tag[table.count] =
           uint32_t(t.to.format) | uint32_t(t.from.format) << 8 | uint32_t(clamp) << 16;

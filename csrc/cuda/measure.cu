@@ -1,19 +1,18 @@
 // One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span of
 // 65,536 elements; eight threads own a block of 4,096, each of them eight of its 64 lanes, so that
 // a row of 64 elements is read in 16-byte pieces side by side.
-#include "cuda/packs.h"
+#include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using MeasureTable = Table<1>;
+using MeasureTable = Table<2>;
 
 constexpr int kTeam = kLanes / kPack;          // threads a block of 4,096
 constexpr int kThreads = kTeam * kSpanBlocks;  // threads a span
 constexpr int kCombineThreads = 1024;
-constexpr unsigned kWarp = 0xFFFFFFFFu;
 
 // The halving tree over 64 lanes, lane 8 t + k in element k of thread t. Valid in the team's first.
 __device__ __forceinline__ double add_team(double (&lane)[kPack]) {
@@ -22,11 +21,41 @@ __device__ __forceinline__ double add_team(double (&lane)[kPack]) {
   return add_halving(lane);
 }
 
+// Elements of one array, and of a master in two.
 template <class T>
-__device__ __forceinline__ Statistics measure_block(const T* x, int n) {
+struct Plain {
+  using Raw = T;
+  const T* x;
+  __device__ __forceinline__ bool wide() const { return is_wide(x); }
+  __device__ __forceinline__ void load(T (&out)[kPack], int at, int n, bool whole) const {
+    cuda::load(out, x + at, n, whole);
+  }
+  __device__ __forceinline__ float element(int at) const { return decode(x[at]); }
+};
+
+struct Joined {
+  using Raw = float;
+  Span span;
+  int64_t begin;
+  __device__ __forceinline__ bool wide() const {
+    return is_wide(span.data) && is_wide(span.rest) && begin % 16 == 0;
+  }
+  __device__ __forceinline__ void load(float (&out)[kPack], int at, int n, bool whole) const {
+    cuda::load<kMasterFormats>(out, span, begin + at, n < 0 ? 0 : n, whole);
+  }
+  __device__ __forceinline__ float element(int at) const {
+    float x[kPack];
+    cuda::load<kMasterFormats>(x, span, begin + at, 1, false);
+    return x[0];
+  }
+};
+
+template <class Source>
+__device__ __forceinline__ Statistics measure_block(const Source x, int n) {
+  using T = typename Source::Raw;
   constexpr int kBatch = 4;  // rows in flight: what hides the memory's latency
   const int lane0 = int(threadIdx.x) % kTeam * kPack;
-  const bool wide = is_wide(x);
+  const bool wide = x.wide();
   float sum[kPack] = {};
   uint32_t most = 0;  // bits of the largest |x|, infinity and NaN being the largest
   auto add = [&](const T(&raw)[kPack]) {
@@ -40,13 +69,13 @@ __device__ __forceinline__ Statistics measure_block(const T* x, int n) {
   int row = 0;
   for (; wide && row + kBatch * kLanes <= n; row += kBatch * kLanes) {
     T raw[kBatch][kPack];
-    for (int b = 0; b < kBatch; ++b) load(raw[b], x + row + b * kLanes + lane0, kPack, true);
+    for (int b = 0; b < kBatch; ++b) x.load(raw[b], row + b * kLanes + lane0, kPack, true);
     for (int b = 0; b < kBatch; ++b) add(raw[b]);
   }
   for (; row < n; row += kLanes) {
     const int left = n - row - lane0;
     T raw[kPack] = {};
-    load(raw, x + row + lane0, left, wide && left >= kPack);
+    x.load(raw, row + lane0, left, wide && left >= kPack);
     add(raw);
   }
   double lane[kPack];
@@ -69,7 +98,7 @@ __device__ __forceinline__ Statistics measure_block(const T* x, int n) {
     for (int i = lane0; i < n; i += kLanes)
       for (int k = 0; k < kPack; ++k) {
         if (i + k >= n) break;
-        const float y = fabsf(decode(x[i + k]));
+        const float y = fabsf(x.element(i + k));
         if (is_finite(y)) {
           again[k] += double(y) * double(y);
           largest = y > largest ? y : largest;
@@ -88,9 +117,13 @@ __device__ __forceinline__ Statistics measure_block(const T* x, int n) {
 
 __device__ __forceinline__ Statistics measure_block(Span g, int64_t at, int n) {
   switch (g.format) {
-    case Format::float16: return measure_block(static_cast<const float16*>(g.data) + at, n);
-    case Format::bfloat16: return measure_block(static_cast<const bfloat16*>(g.data) + at, n);
-    default: return measure_block(static_cast<const float*>(g.data) + at, n);
+    case Format::float32:
+      return measure_block(Plain<float>{static_cast<const float*>(g.data) + at}, n);
+    case Format::float16:
+      return measure_block(Plain<float16>{static_cast<const float16*>(g.data) + at}, n);
+    case Format::bfloat16:
+      return measure_block(Plain<bfloat16>{static_cast<const bfloat16*>(g.data) + at}, n);
+    default: return measure_block(Joined{g, at}, n);
   }
 }
 
@@ -104,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, 8)
   if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // nothing but empty tensors
 
   const Chunk chunk = find_chunk(table, int(kSpan));
-  const Span g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot])};
+  const Span g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
+                  table.data[1][chunk.slot]};
   const int block = int(threadIdx.x) / kTeam, left = chunk.size - block * kBlock;
   const int n = left < 0 ? 0 : left < kBlock ? left : kBlock;
   const Statistics s = measure_block(g, n > 0 ? chunk.begin + block * kBlock : 0, n);
@@ -156,6 +190,7 @@ const char* measure(const Reading* readings, int64_t count, Statistics* spans, i
     table.begin(i, chunks);
     for (; i < count && !table.full(); ++i) {
       table.data[0][table.count] = readings[i].data.data;
+      table.data[1][table.count] = readings[i].data.rest;
       table.tag[table.count] = uint32_t(readings[i].data.format);
       table.add(readings[i].size, int(kSpan));
     }
@@ -165,9 +200,13 @@ const char* measure(const Reading* readings, int64_t count, Statistics* spans, i
             message(launch(measure_kernel, blocks, kThreads, queue, table, spans, first_span)))
       return error;
   }
-  return message(launch(combine_kernel, 1, kCombineThreads, queue,
-                        static_cast<const Statistics*>(spans),
-                        static_cast<const int64_t*>(first_span), count, tensors));
+  return combine(spans, first_span, count, tensors, stream);
+}
+
+const char* combine(const Statistics* spans, const int64_t* first_span, int64_t count,
+                    Statistics* tensors, void* stream) {
+  return message(launch(combine_kernel, 1, kCombineThreads, static_cast<cudaStream_t>(stream),
+                        spans, first_span, count, tensors));
 }
 
 }  // namespace amp_mp::cuda

@@ -1,6 +1,5 @@
 #pragma once
-// Eight elements a thread, decoded to float32 and encoded from it, in 16-byte pieces where the
-// addresses allow it. `wide` is uniform over a block, so the branch costs nothing.
+// Eight elements a thread, in 16-byte pieces where the addresses allow it, and their random bytes.
 #include "core/formats.h"
 #include "cuda/gpu.h"
 #include "plan.h"
@@ -8,6 +7,7 @@
 namespace amp_mp::cuda {
 
 constexpr int kPack = 8;
+constexpr unsigned kWarp = 0xFFFFFFFFu;
 
 __device__ __forceinline__ bool is_wide(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
@@ -26,63 +26,81 @@ __device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wi
   }
 }
 
-template <class T>
-__device__ __forceinline__ void store(T* p, const T (&in)[kPack], int n, bool wide) {
-  if (wide) {
-    uint4 raw[sizeof in / 16];
-    memcpy(raw, in, sizeof in);
-    for (int i = 0; i < int(sizeof in / 16); ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
-  } else {
-    for (int k = 0; k < kPack; ++k)
-      if (k < n) p[k] = in[k];
+// The random bytes of elements e to e + 7, element e's lowest. A shard may begin anywhere.
+__device__ __forceinline__ uint64_t random_bytes(const Stream& stream, uint64_t e) {
+  uint32_t word[4];
+  draw(stream, e / kDraw, word);
+  const uint64_t low = word[0] | uint64_t(word[1]) << 32, high = word[2] | uint64_t(word[3]) << 32;
+  const int offset = int(e % kDraw), shift = 8 * (offset % 8);
+  if (shift == 0) return offset == 0 ? low : high;
+  if (offset < 8) return low >> shift | high << (64 - shift);
+  draw(stream, e / kDraw + 1, word);
+  return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
+}
+
+// Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
+struct Pack {
+  uint32_t word[kPack];
+
+  __device__ __forceinline__ uint32_t byte(int k) const { return word[k / 4] >> (8 * (k % 4)); }
+  __device__ __forceinline__ uint32_t half(int k) const { return word[k / 2] >> (16 * (k % 2)); }
+  __device__ __forceinline__ void set_byte(int k, uint32_t x) {
+    word[k / 4] |= (x & 0xFFu) << (8 * (k % 4));
   }
-}
-
-template <class T>
-__device__ __forceinline__ void load_as(float (&x)[kPack], const void* data, int64_t at, int n,
-                                        bool wide) {
-  T raw[kPack] = {};
-  load(raw, static_cast<const T*>(data) + at, n, wide);
-  for (int k = 0; k < kPack; ++k) x[k] = decode(raw[k]);
-}
-
-__device__ __forceinline__ void load(float (&x)[kPack], Span from, int64_t at, int n, bool wide) {
-  switch (from.format) {
-    case Format::float32: return load_as<float>(x, from.data, at, n, wide);
-    case Format::float16: return load_as<float16>(x, from.data, at, n, wide);
-    case Format::bfloat16: return load_as<bfloat16>(x, from.data, at, n, wide);
-    case Format::float16_root: return load_as<float16_root>(x, from.data, at, n, wide);
+  __device__ __forceinline__ void set_half(int k, uint32_t x) {
+    word[k / 2] |= (x & 0xFFFFu) << (16 * (k % 2));
   }
-}
+};
 
-template <class T, class Encode>
-__device__ __forceinline__ void store_as(void* data, const float (&x)[kPack], int64_t at, int n,
-                                         bool wide, const Encode& encode) {
-  T raw[kPack];
-  for (int k = 0; k < kPack; ++k) raw[k] = encode(x[k]);
-  store(static_cast<T*>(data) + at, raw, n, wide);
-}
-
-__device__ __forceinline__ void store(Span to, const float (&x)[kPack], int64_t at, int n,
-                                      bool wide) {
-  switch (to.format) {
-    case Format::float32: return store(static_cast<float*>(to.data) + at, x, n, wide);
-    case Format::float16:
-      return store_as<float16>(to.data, x, at, n, wide, [](float v) { return encode_float16(v); });
-    case Format::bfloat16:
-      return store_as<bfloat16>(to.data, x, at, n, wide,
-                                [](float v) { return encode_bfloat16(v); });
-    case Format::float16_root:
-      return store_as<float16_root>(to.data, x, at, n, wide,
-                                    [](float v) { return encode_float16_root(v); });
+// Width 0 is no array. Element by element where it is the last, partial pack or not aligned.
+__device__ __forceinline__ Pack read(const void* data, int64_t at, int width, int n, bool whole) {
+  Pack p = {};
+  const char* from = static_cast<const char*>(data) + at * width;
+  if (whole) {
+    if (width == 1) {
+      const uint2 piece = *reinterpret_cast<const uint2*>(from);
+      memcpy(p.word, &piece, sizeof piece);
+    }
+    if (width >= 2) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(from);
+      memcpy(p.word, &piece, sizeof piece);
+    }
+    if (width == 4) {
+      const uint4 piece = reinterpret_cast<const uint4*>(from)[1];
+      memcpy(p.word + 4, &piece, sizeof piece);
+    }
+    return p;
   }
+  for (int k = 0; k < kPack; ++k) {  // a constant trip count, or p lies in local memory
+    if (k >= n) continue;
+    if (width == 4) p.word[k] = reinterpret_cast<const uint32_t*>(from)[k];
+    if (width == 2) p.set_half(k, reinterpret_cast<const uint16_t*>(from)[k]);
+    if (width == 1) p.set_byte(k, reinterpret_cast<const uint8_t*>(from)[k]);
+  }
+  return p;
 }
 
-// As weights and history are stored: float16 saturates.
-__device__ __forceinline__ void store_history(Span to, const float (&x)[kPack], int64_t at, int n,
-                                              bool wide) {
-  if (!saturates(to.format)) return store(to, x, at, n, wide);
-  store_as<float16>(to.data, x, at, n, wide, [](float v) { return encode_float16(saturate(v)); });
+__device__ __forceinline__ void write(void* data, const Pack& p, int64_t at, int width, int n,
+                                      bool whole) {
+  char* to = static_cast<char*>(data) + at * width;
+  if (whole) {
+    if (width == 1) {
+      *reinterpret_cast<uint2*>(to) = {p.word[0], p.word[1]};
+      return;
+    }
+    if (width == 0) return;
+    *reinterpret_cast<uint4*>(to) = {p.word[0], p.word[1], p.word[2], p.word[3]};
+    if (width == 4) {
+      reinterpret_cast<uint4*>(to)[1] = {p.word[4], p.word[5], p.word[6], p.word[7]};
+    }
+    return;
+  }
+  for (int k = 0; k < kPack; ++k) {
+    if (k >= n) continue;
+    if (width == 4) reinterpret_cast<uint32_t*>(to)[k] = p.word[k];
+    if (width == 2) reinterpret_cast<uint16_t*>(to)[k] = uint16_t(p.half(k));
+    if (width == 1) reinterpret_cast<uint8_t*>(to)[k] = uint8_t(p.byte(k));
+  }
 }
 
 }  // namespace amp_mp::cuda

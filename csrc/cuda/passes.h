@@ -22,7 +22,14 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
 // count rules.
 template <class Rule>
 const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
-                  Rule* rules, void* stream);
+                  Rule* rules, const Measured& measured, void* stream);
+
+// Parts of the above: the first pass of a rule that needs its update's norm, and the sum of spans.
+template <class Rule>
+const char* prepare(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
+                    const Rule* rules, const Measured& measured, void* stream);
+const char* combine(const Statistics* spans, const int64_t* first_span, int64_t count,
+                    Statistics* tensors, void* stream);
 
 // max_abs may be null for policies that do not look at it.
 const char* update_scale(double* state, const float* found_inf, const double* max_abs,

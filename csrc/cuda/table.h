@@ -12,12 +12,17 @@ constexpr int kArgumentBytes = 32764 - 128;  // what a table and its `Extra` byt
 // Block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b. An empty
 // tensor shares its number with the next one and is never the last: it costs nothing and needs no
 // test.
-template <int Pointers, int Extra = 0>
+// `Place` is what else a kernel has to know of a tensor.
+struct Nowhere {};
+
+template <int Pointers, int Extra = 0, class Place = Nowhere>
 struct Table {
-  static constexpr int kCapacity = (kArgumentBytes - Extra - 32) / (8 + 8 * Pointers + 4 + 4);
+  static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Place)) + 4 + 4;
+  static constexpr int kCapacity = (kArgumentBytes - Extra - 48) / kEntry;
 
   int64_t size[kCapacity];
   void* data[Pointers][kCapacity];
+  Place place[kCapacity];
   int32_t first_chunk[kCapacity + 1];
   uint32_t tag[kCapacity];  // formats and flags, a byte each
   int32_t count;

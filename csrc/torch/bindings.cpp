@@ -32,30 +32,86 @@ Tensors unpack(const py::sequence& list, const char* argument) {
   return tensors;
 }
 
-// In the order of the enum.
-const std::vector<std::string> kFormatNames = {"float32", "float16", "bfloat16", "float16_root"};
+Format format_named(const std::string& name) {
+  const auto* found = std::find(std::begin(kFormatNames), std::end(kFormatNames), name);
+  if (found == std::end(kFormatNames))
+    throw py::value_error("amp_mp: \"" + name + "\" is not a format");
+  return Format(found - kFormatNames);
+}
 
 Slots make_slots(const py::sequence& params, const py::sequence& masters,
-                 const py::sequence& states, const std::vector<std::string>& formats,
+                 const py::sequence& states, const py::sequence& scales,
+                 const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
                  const py::sequence& clocks, std::vector<int64_t> groups,
+                 std::vector<int64_t> numbers, std::vector<int64_t> firsts,
                  std::vector<std::string> names) {
-  std::vector<Tensors> lists;
-  for (const py::handle s : states) lists.push_back(unpack(py::cast<py::sequence>(s), "states"));
-  std::vector<Format> tags;
-  for (const std::string& format : formats) {
-    const auto found = std::find(kFormatNames.begin(), kFormatNames.end(), format);
-    if (found == kFormatNames.end())
-      throw py::value_error("amp_mp: formats has \"" + format + "\", which is none");
-    tags.push_back(Format(found - kFormatNames.begin()));
+  Slots::Lists lists;
+  lists.params = unpack(params, "params");
+  lists.masters = unpack(masters, "masters");
+  for (const py::handle s : states)
+    lists.states.push_back(unpack(py::cast<py::sequence>(s), "states"));
+  lists.scales = unpack(scales, "scales");
+  for (const std::vector<std::string>& column : formats) {
+    std::vector<Format>& tags = lists.formats.emplace_back();
+    for (const std::string& name : column) tags.push_back(format_named(name));
   }
-  return Slots(unpack(params, "params"), unpack(masters, "masters"), std::move(lists),
-               std::move(tags), unpack(clocks, "clocks"), std::move(groups), std::move(names));
+  lists.stochastic = std::move(stochastic);
+  lists.clocks = unpack(clocks, "clocks");
+  lists.groups = std::move(groups);
+  lists.numbers = std::move(numbers);
+  lists.firsts = std::move(firsts);
+  lists.names = std::move(names);
+  return Slots(std::move(lists));
+}
+
+// By name, so that a rule's new number is a line in core/rules/base.h and one here.
+Hyper make_hyper(const py::kwargs& numbers) {
+  Hyper h = {};
+  const std::pair<const char*, double*> doubles[] = {
+      {"lr", &h.lr},
+      {"beta1", &h.beta1},
+      {"beta2", &h.beta2},
+      {"eps", &h.eps},
+      {"weight_decay", &h.weight_decay},
+      {"momentum", &h.momentum},
+      {"dampening", &h.dampening},
+      {"lr_decay", &h.lr_decay},
+      {"trust", &h.trust},
+  };
+  const std::pair<const char*, bool*> flags[] = {{"nesterov", &h.nesterov},
+                                                 {"maximize", &h.maximize},
+                                                 {"clip", &h.clip},
+                                                 {"always_adapt", &h.always_adapt}};
+  for (const auto& [key, value] : numbers) {
+    const auto name = py::cast<std::string>(key);
+    bool known = name == "seed";
+    if (known) h.seed = py::cast<uint64_t>(value);
+    for (const auto& [own, number] : doubles)
+      if (name == own) {
+        *number = py::cast<double>(value);
+        known = true;
+      }
+    for (const auto& [own, flag] : flags)
+      if (name == own) {
+        *flag = py::cast<bool>(value);
+        known = true;
+      }
+    if (!known) throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
+  }
+  return h;
 }
 
 // Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
-// knows that nobody has put another tensor into its state. Raw calls, since it runs at every step.
+// knows that nobody has put another tensor into its state. Raw calls, since it runs at every step;
+// and the dicts, which have left the cache since the last one, are asked for ahead.
 bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values) {
   const auto count = PyList_GET_SIZE(dicts.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(PyList_GET_ITEM(dicts.ptr(), i));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const char* keys = reinterpret_cast<char*>(
+        reinterpret_cast<PyDictObject*>(PyList_GET_ITEM(dicts.ptr(), i))->ma_keys);
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
+  }
   for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
     PyObject* key = PyTuple_GET_ITEM(keys.ptr(), k);
     const py::list column = values[size_t(k)];
@@ -104,26 +160,18 @@ PYBIND11_MODULE(_C, m) {
         "unset it "
         "to let amp_mp choose");
   m.def("build_info", build_info);
-  m.def("format_names", [] { return kFormatNames; });
+  m.def("format_names",
+        [] { return std::vector<std::string>(std::begin(kFormatNames), std::end(kFormatNames)); });
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
 
-  py::class_<Hyper>(m, "Hyper")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
-                       double momentum, double dampening, double lr_decay, bool nesterov,
-                       bool maximize) {
-             return Hyper{lr,       beta1,     beta2,    eps,      weight_decay,
-                          momentum, dampening, lr_decay, nesterov, maximize};
-           }),
-           py::kw_only(), py::arg("lr"), py::arg("beta1") = 0.0, py::arg("beta2") = 0.0,
-           py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("momentum") = 0.0,
-           py::arg("dampening") = 0.0, py::arg("lr_decay") = 0.0, py::arg("nesterov") = false,
-           py::arg("maximize") = false);
+  py::class_<Hyper>(m, "Hyper").def(py::init(&make_hyper));
 
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
-           py::arg("states"), py::arg("formats"), py::arg("clocks"), py::arg("groups"),
+           py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
+           py::arg("clocks"), py::arg("groups"), py::arg("numbers"), py::arg("firsts"),
            py::arg("names"))
       .def("__len__", &Slots::size)
       .def(
@@ -138,6 +186,7 @@ PYBIND11_MODULE(_C, m) {
         return measure(list);
       },
       py::arg("tensors"));
+  m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
   m.def("decide_", &decide_, py::arg("verdict"), py::kw_only(), py::arg("statistics") = py::none(),
         py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("max_norm") = 0.0,
         py::call_guard<py::gil_scoped_release>());
@@ -151,6 +200,19 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
+  m.def(
+      "encode_",
+      [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
+         const std::string& format, uint64_t seed, int64_t step,
+         int64_t number) { encode_(x, data, rest, format_named(format), seed, step, number); },
+      py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
+      py::arg("seed") = 0, py::arg("step") = 0, py::arg("number") = 0);
+  m.def(
+      "decode",
+      [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
+        return decode(data, rest, format_named(format));
+      },
+      py::arg("data"), py::arg("rest"), py::arg("format"));
   m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::call_guard<py::gil_scoped_release>());
 
@@ -185,6 +247,6 @@ PYBIND11_MODULE(_C, m) {
 
 #define AMP_MP_BIND(Rule, op)                                                        \
   m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
-        py::call_guard<py::gil_scoped_release>());
+        py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
 }

@@ -1,27 +1,16 @@
 #include "torch/ops.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
 
 #include "cpu/passes.h"
-#ifdef AMP_MP_WITH_CUDA
-#include "cuda/passes.h"
-#endif
+#include "torch/device.h"
 
 namespace amp_mp {
 namespace {
-
-at::Tensor scratch(int64_t bytes, const at::Device& device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
-
-template <class T>
-T* data_of(const at::Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
 
 const float* optional_float(const std::optional<at::Tensor>& t, const at::Device& device,
                             const char* argument) {
@@ -48,30 +37,6 @@ Verdict* verdict_of(const at::Tensor& t, const at::Device& device) {
   return check_doubles<Verdict>(t, "verdict", sizeof(Verdict) / sizeof(double));
 }
 
-// Runs `on_cpu`, or `on_cuda(stream)` with the device current; the latter returns null or a
-// message.
-template <class Cpu, class Cuda>
-void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
-  if (device.is_cpu()) return on_cpu();
-#ifdef AMP_MP_WITH_CUDA
-  const c10::OptionalDeviceGuard guard(device);
-  void* stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-  const char* error = on_cuda(stream);
-  TORCH_CHECK(!error, "amp_mp: CUDA refused a kernel on ", device, ": ", error);
-#else
-  (void)on_cuda;
-  TORCH_CHECK(false, "amp_mp was built without CUDA, but a tensor is on ", device,
-              "; rebuild with AMP_MP_CUDA=1 and nvcc on the PATH");
-#endif
-}
-
-// A name for the branch that a build without CUDA never runs.
-#ifdef AMP_MP_WITH_CUDA
-#define AMP_MP_CUDA(call) [&]([[maybe_unused]] void* stream) { return cuda::call; }
-#else
-#define AMP_MP_CUDA(call) nullptr
-#endif
-
 }  // namespace
 
 bool has_cuda() {
@@ -84,28 +49,8 @@ bool has_cuda() {
 
 namespace {
 
-at::Tensor measure(const Tensors& tensors, const std::vector<std::string>* names) {
-  at::Device device(at::kCPU);
-  for (const at::Tensor& t : tensors)
-    if (t.defined()) {
-      device = t.device();
-      break;
-    }
-  const auto count = int64_t(tensors.size());
-  std::vector<Reading> readings(tensors.size());
-  Tensors kept;
-  for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor* t = &tensors[i];
-    if (!t->defined()) continue;
-    const Label label = names ? Label{"the gradient", i, &(*names)[i]} : Label{"tensors", i};
-    check_plain(*t, label);
-    check_device(*t, device, label);
-    if (!t->is_non_overlapping_and_dense()) {
-      kept.push_back(t->contiguous());
-      t = &kept.back();
-    }
-    readings[i] = {t->numel(), span_of(*t, label)};
-  }
+at::Tensor measure(const std::vector<Reading>& readings, const at::Device& device) {
+  const auto count = int64_t(readings.size());
   at::Tensor result =
       at::empty({count + 1, 3}, at::TensorOptions().dtype(at::kDouble).device(device));
   auto* rows = data_of<Statistics>(result);
@@ -123,11 +68,59 @@ at::Tensor measure(const Tensors& tensors, const std::vector<std::string>* names
   return result;
 }
 
+at::Tensor measure(const Tensors& tensors, const std::vector<std::string>* names) {
+  at::Device device(at::kCPU);
+  for (const at::Tensor& t : tensors)
+    if (t.defined()) {
+      device = t.device();
+      break;
+    }
+  std::vector<Reading> readings(tensors.size());
+  Tensors kept;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor* t = &tensors[i];
+    if (!t->defined()) continue;
+    const auto index = int64_t(i);
+    const Label label =
+        names ? Label{"the gradient", index, &(*names)[i]} : Label{"tensors", index};
+    check_plain(*t, label);
+    check_device(*t, device, label);
+    if (!t->is_non_overlapping_and_dense()) {
+      kept.push_back(t->contiguous());
+      t = &kept.back();
+    }
+    readings[i] = {t->numel(), span_of(*t, label)};
+  }
+  return measure(readings, device);
+}
+
 }  // namespace
 
 at::Tensor measure(const Tensors& tensors) { return measure(tensors, nullptr); }
 
 at::Tensor measure(const Slots& slots) { return measure(slots.grads(), &slots.names()); }
+
+at::Tensor combine(const at::Tensor& rows) {
+  check_plain(rows, {"rows"});
+  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.size(1) == 3, "amp_mp: rows (", describe(rows),
+                    ") must have shape [n, 3]");
+  const auto* parts = check_doubles<Statistics>(rows, "rows", 0);
+  const int64_t count = rows.size(0);
+  const at::Device device = rows.device();
+  at::Tensor result = at::empty({count + 1, 3}, rows.options());
+  auto* out = data_of<Statistics>(result);
+  // On CUDA every row counts as a tensor of one span.
+  const at::Tensor first =
+      device.is_cuda() ? at::arange(count + 1, rows.options().dtype(at::kLong)) : at::Tensor();
+  on(
+      device,
+      [&] {
+        std::copy(parts, parts + count, out);
+        out[count] = amp_mp::combine(parts, count);
+      },
+      AMP_MP_CUDA(combine(parts, data_of<int64_t>(first), count, out, stream)));
+  return result;
+}
 
 void decide_(at::Tensor& verdict, const std::optional<at::Tensor>& statistics,
              const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& found_inf,
@@ -178,7 +171,8 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
     transfers.push_back({to[i].numel(),
                          {to[i].mutable_data_ptr(), check_format(to[i], to_label)},
                          span_of(*source, from_label),
-                         saturate});
+                         saturate,
+                         {}});
   }
   check_no_overlap(written);
   const Verdict* v = verdict.has_value() ? verdict_of(*verdict, device) : nullptr;
@@ -194,11 +188,14 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
 }
 
 template <class Rule>
-void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& verdict) {
+void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& verdict,
+            const std::optional<at::Tensor>& statistics) {
   TORCH_CHECK_VALUE(slots.states() == Rule::kStates, "amp_mp: this rule keeps ", Rule::kStates,
                     " states a parameter, the slots have ", slots.states());
   TORCH_CHECK_VALUE(int64_t(hypers.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
                     " groups, but ", hypers.size(), " sets of hyperparameters");
+  TORCH_CHECK_VALUE(!needs_norms<Rule> || statistics.has_value(),
+                    "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   Tensors kept;
   const std::vector<Slot> plan = slots.plan(kept);
   if (plan.empty()) return;
@@ -207,18 +204,38 @@ void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& ve
   if (device.is_cpu() && v->found_inf != 0) return slots.finish(false);
   const auto count = int64_t(plan.size());
   const at::Tensor rules = scratch(count * int64_t(sizeof(Rule)), device);
+  Measured norms;
+  at::Tensor weights, spans, updates, first;
+  if constexpr (needs_norms<Rule>) {
+    check_device(*statistics, device, {"statistics"});
+    norms.grads = check_doubles<Statistics>(*statistics, "statistics", 3 * (slots.size() + 1));
+    weights = measure(slots.weights(), device);
+    norms.weights = data_of<Statistics>(weights);
+  }
+  if constexpr (needs_update_norm<Rule>) {
+    int64_t room = 0;
+    for (const Slot& slot : plan) room += ceil_divide(slot.size, kSpan);
+    spans = scratch(room * int64_t(sizeof(Statistics)), device);
+    updates = scratch((count + 1) * int64_t(sizeof(Statistics)), device);
+    first = scratch((count + 1) * int64_t(sizeof(int64_t)), device);
+    norms.update_spans = data_of<Statistics>(spans);
+    norms.updates = data_of<Statistics>(updates);
+    norms.first_span = data_of<int64_t>(first);
+  }
   on(
       device,
       [&] {
         cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
-                         at::get_num_threads());
+                         norms, at::get_num_threads());
       },
-      AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), v, data_of<Rule>(rules), stream)));
+      AMP_MP_CUDA(
+          apply<Rule>(plan.data(), count, hypers.data(), v, data_of<Rule>(rules), norms, stream)));
   slots.finish(true);
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op) \
-  template void apply_<Rule>(Slots&, const std::vector<Hyper>&, const at::Tensor&);
+#define AMP_MP_INSTANTIATE(Rule, op)                                               \
+  template void apply_<Rule>(Slots&, const std::vector<Hyper>&, const at::Tensor&, \
+                             const std::optional<at::Tensor>&);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(at::Tensor& policy, const at::Tensor& found_inf,

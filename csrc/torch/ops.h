@@ -16,6 +16,9 @@ at::Tensor measure(const Tensors& tensors);
 // The same of the slots' gradients.
 at::Tensor measure(const Slots& slots);
 
+// What measure gives for tensors whose rows, float64 [n, 3], are known already: [n + 1, 3].
+at::Tensor combine(const at::Tensor& rows);
+
 // Fills `verdict`, float64 [5] (core/decide.h, Verdict). statistics: of measure; scale, found_inf:
 // float32 of one element. All on the verdict's device.
 void decide_(at::Tensor& verdict, const std::optional<at::Tensor>& statistics,
@@ -29,8 +32,18 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
            double multiplier, bool saturate);
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow.
+// statistics: measure(slots), for the rules that look at norms.
 template <class Rule>
-void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& verdict);
+void apply_(Slots& slots, const std::vector<Hyper>& hypers, const at::Tensor& verdict,
+            const std::optional<at::Tensor>& statistics);
+
+// x, float32, as the format stores it: `data`, and `rest` for a format of two arrays, are filled.
+// Random bits are those of tensor `number` at `step`.
+void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
+             Format format, uint64_t seed, int64_t step, int64_t number);
+
+// The opposite: float32 numbers of data's shape.
+at::Tensor decode(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format);
 
 // Advances a loss-scale policy (core/scale.h). found_inf: float32 of one element, max_abs: float64
 // of one element for the policies that look at it; both on the policy's device.

@@ -15,73 +15,105 @@ void check_length(size_t found, size_t wanted, const char* argument) {
 at::ScalarType dtype_of(Format format) {
   switch (format) {
     case Format::float32: return at::kFloat;
-    case Format::bfloat16: return at::kBFloat16;
+    case Format::bfloat16:
+    case Format::bfloat16_stochastic: return at::kBFloat16;
+    case Format::ue8m8: return at::kShort;
+    case Format::m8: return at::kChar;
     default: return at::kHalf;
   }
 }
 
+// Of a parameter and its remainders.
+Format split_of(at::ScalarType param, at::ScalarType rest) {
+  if (param == at::kBFloat16)
+    return rest == at::kShort ? Format::bfloat16_split32 : Format::bfloat16_split24;
+  return rest == at::kShort ? Format::float16_split32 : Format::float16_split24;
+}
+
 }  // namespace
 
-Slots::Slots(Tensors params, Tensors masters, std::vector<Tensors> states,
-             std::vector<Format> formats, Tensors clocks, std::vector<int64_t> groups,
-             std::vector<std::string> names)
-    : params_(std::move(params)),
-      masters_(std::move(masters)),
-      clocks_(std::move(clocks)),
-      states_(std::move(states)),
-      formats_(std::move(formats)),
-      groups_(std::move(groups)),
-      names_(std::move(names)),
-      device_(params_.empty() ? at::Device(at::kCPU) : params_[0].device()) {
-  check_length(masters_.size(), params_.size(), "masters");
-  check_length(clocks_.size(), params_.size(), "clocks");
-  check_length(groups_.size(), params_.size(), "groups");
-  check_length(names_.size(), params_.size(), "names");
-  for (const Tensors& s : states_) check_length(s.size(), params_.size(), "a list of states");
-  TORCH_CHECK_VALUE(formats_.size() == states_.size(), "amp_mp: ", states_.size(), " states, but ",
-                    formats_.size(), " formats");
-  TORCH_CHECK_VALUE(states_.size() <= size_t(kMaxStates), "amp_mp: ", states_.size(),
-                    " states, at most ", kMaxStates, " are supported");
-  for (size_t i = 1; i < groups_.size(); ++i)
-    TORCH_CHECK_VALUE(groups_[i] >= groups_[i - 1], "amp_mp: groups must ascend");
+Slots::Slots(Lists lists)
+    : own_(std::move(lists)),
+      device_(own_.params.empty() ? at::Device(at::kCPU) : own_.params[0].device()) {
+  check_lengths();
   check();
   remember();
 }
 
-// In one fixed order: parameter, master, states, clock; undefined masters left out.
+void Slots::check_lengths() const {
+  const size_t n = own_.params.size();
+  check_length(own_.masters.size(), n, "masters");
+  check_length(own_.scales.size(), n, "scales");
+  check_length(own_.stochastic.size(), n, "stochastic");
+  check_length(own_.clocks.size(), n, "clocks");
+  check_length(own_.groups.size(), n, "groups");
+  check_length(own_.numbers.size(), n, "numbers");
+  check_length(own_.firsts.size(), n, "firsts");
+  check_length(own_.names.size(), n, "names");
+  for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
+  for (const auto& f : own_.formats) check_length(f.size(), n, "a list of formats");
+  TORCH_CHECK_VALUE(own_.formats.size() == own_.states.size(), "amp_mp: ", own_.states.size(),
+                    " states, but ", own_.formats.size(), " lists of formats");
+  TORCH_CHECK_VALUE(own_.states.size() <= size_t(kMaxStates), "amp_mp: ", own_.states.size(),
+                    " states, at most ", kMaxStates, " are supported");
+  for (size_t i = 1; i < n; ++i)
+    TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
+}
+
+// In one fixed order: parameter, master, states, scales, clock; undefined ones left out.
 template <class F>
 void Slots::for_each_tensor(int64_t i, const F& f) const {
-  f(params_[i]);
-  if (masters_[i].defined()) f(masters_[i]);
-  for (const Tensors& s : states_) f(s[i]);
-  f(clocks_[i]);
+  f(own_.params[i]);
+  if (own_.masters[i].defined()) f(own_.masters[i]);
+  for (const Tensors& s : own_.states) f(s[i]);
+  if (own_.scales[i].defined()) f(own_.scales[i]);
+  f(own_.clocks[i]);
 }
 
 void Slots::check() const {
   std::vector<std::pair<at::Tensor, Label>> written;
   for (int64_t i = 0; i < size(); ++i) {
-    const Label param{"the weight", i, &names_[i]}, master{"the master", i, &names_[i]},
-        state{"the state", i, &names_[i]}, clock{"the step count", i, &names_[i]};
-    const auto check_like_param = [&](const at::Tensor& t, Format format, const Label& label) {
+    const std::string* name = &own_.names[size_t(i)];
+    const Label param{"the weight", i, name}, master{"the master", i, name},
+        state{"the state", i, name}, scale{"the scales", i, name}, clock{"the step count", i, name};
+    const at::Tensor &p = own_.params[i], &m = own_.masters[i], &s = own_.scales[i],
+                     &c = own_.clocks[i];
+    const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
+                                      const Label& label) {
       check_writable(t, label);
       check_device(t, device_, label);
-      check_dtype(t, dtype_of(format), label);
-      check_same_layout(t, params_[i], label, param);
+      check_dtype(t, dtype, label);
+      check_same_layout(t, p, label, param);
       written.emplace_back(t, label);
     };
-    check_writable(params_[i], param);
-    check_device(params_[i], device_, param);
-    check_format(params_[i], param);
-    written.emplace_back(params_[i], param);
-    if (masters_[i].defined()) check_like_param(masters_[i], Format::float32, master);
-    for (size_t k = 0; k < states_.size(); ++k) check_like_param(states_[k][i], formats_[k], state);
-    check_writable(clocks_[i], clock);
-    check_device(clocks_[i], device_, clock);
-    check_dtype(clocks_[i], at::kDouble, clock);
-    TORCH_CHECK_VALUE(clocks_[i].numel() == 3 && clocks_[i].is_contiguous(),
-                      "amp_mp: ", clock.text(), " must hold 3 contiguous numbers, found ",
-                      describe(clocks_[i]));
-    written.emplace_back(clocks_[i], clock);
+    const auto check_numbers = [&](const at::Tensor& t, at::ScalarType dtype, int64_t count,
+                                   const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, dtype, label);
+      TORCH_CHECK_VALUE(t.numel() == count && t.is_contiguous(), "amp_mp: ", label.text(),
+                        " must hold ", count, " contiguous numbers, found ", describe(t));
+      written.emplace_back(t, label);
+    };
+    check_writable(p, param);
+    check_device(p, device_, param);
+    const Format format = check_format(p, param);
+    written.emplace_back(p, param);
+    if (m.defined()) {
+      const at::ScalarType dtype = m.scalar_type();
+      const bool is_rest = (dtype == at::kShort || dtype == at::kChar) && format != Format::float32;
+      check_like_param(m, is_rest ? dtype : at::kFloat, master);
+    }
+    for (size_t k = 0; k < own_.states.size(); ++k)
+      check_like_param(own_.states[k][i], dtype_of(own_.formats[k][i]), state);
+    for (size_t k = 0; k < own_.states.size(); ++k) {
+      if (own_.formats[k][i] != Format::m8) continue;
+      TORCH_CHECK_VALUE(k == 0 && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),
+                        " (", describe(p), ") cannot be m8: only a rule's first state can, with ",
+                        "scales, and with a multiple of ", kGroup, " elements");
+      check_numbers(s, at::kBFloat16, p.numel() / kGroup, scale);
+    }
+    check_numbers(c, at::kDouble, int64_t(sizeof(Clock) / sizeof(double)), clock);
   }
   check_no_overlap(written);
 }
@@ -99,29 +131,50 @@ void Slots::remember() {
   slots_.clear();
   for (int64_t i = 0; i < size(); ++i) {
     Slot s = {};
-    s.size = params_[i].numel();
-    const Span param = {params_[i].mutable_data_ptr(),
-                        check_format(params_[i], {"the weight", i, &names_[i]})};
-    if (masters_[i].defined()) {
-      s.weight = param;
-      s.master = {masters_[i].mutable_data_ptr(), Format::float32};
-    } else {
-      s.master = param;
-    }
-    for (size_t k = 0; k < states_.size(); ++k)
-      s.state[k] = {states_[k][i].mutable_data_ptr(), formats_[k]};
-    s.clock = reinterpret_cast<Clock*>(clocks_[i].mutable_data_ptr<double>());
-    s.group = int32_t(groups_[i]);
+    const at::Tensor& param = own_.params[i];
+    s.size = param.numel();
+    s.master = master_of(size_t(i));
+    if (own_.masters[i].defined() && !is_split(s.master.format))
+      s.weight = {param.mutable_data_ptr(), check_format(param, {"the weight"})};
+    for (size_t k = 0; k < own_.states.size(); ++k)
+      s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i]};
+    if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
+    s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
+    s.group = int32_t(own_.groups[i]);
+    s.number = uint32_t(own_.numbers[i]);
+    s.first = own_.firsts[i];
+    s.row = i;
     slots_.push_back(s);
-    shapes_.push_back(shape_of(params_[i]));
+    shapes_.push_back(shape_of(param));
     for_each_tensor(i, [&](const at::Tensor& t) { memory_.push_back(t.const_data_ptr()); });
   }
 }
 
+Span Slots::master_of(size_t i) const {
+  const at::Tensor &param = own_.params[i], &master = own_.masters[i];
+  if (!master.defined()) {
+    Format format = check_format(param, {"the weight"});
+    if (own_.stochastic[i] && format != Format::float32)
+      format =
+          format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
+    return {param.mutable_data_ptr(), format};
+  }
+  if (master.scalar_type() == at::kFloat) return {master.mutable_data_ptr(), Format::float32};
+  return {param.mutable_data_ptr(), split_of(param.scalar_type(), master.scalar_type()),
+          master.mutable_data_ptr()};
+}
+
+std::vector<Reading> Slots::weights() const {
+  std::vector<Reading> readings(own_.params.size());
+  for (size_t i = 0; i < readings.size(); ++i)
+    if (own_.params[i].grad().defined()) readings[i] = {own_.params[i].numel(), master_of(i)};
+  return readings;
+}
+
 Tensors Slots::grads() const {
   Tensors grads;
-  grads.reserve(params_.size());
-  for (const at::Tensor& param : params_) grads.push_back(param.grad());
+  grads.reserve(own_.params.size());
+  for (const at::Tensor& param : own_.params) grads.push_back(param.grad());
   return grads;
 }
 
@@ -145,33 +198,33 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
     prefetch(i + 2, i + 4);
-    moved = moved || shape_of(params_[i]) != shapes_[i];
+    moved = moved || shape_of(own_.params[i]) != shapes_[i];
     for_each_tensor(i, [&](const at::Tensor& t) {
       moved = moved || t.const_data_ptr() != memory_[at];
       ++at;
     });
   }
   if (moved) {  // p.data = ..., model.to(...): legal, if what is there now fits together
-    if (!params_.empty()) device_ = params_[0].device();
+    if (!own_.params.empty()) device_ = own_.params[0].device();
     check();
     remember();
   }
-  copies_ = casting::copies_to_write(params_);
+  copies_ = casting::copies_to_write(own_.params);
   std::vector<Slot> slots;
-  slots.reserve(params_.size());
-  kept.reserve(params_.size());  // pointers into it stay good
+  slots.reserve(own_.params.size());
+  kept.reserve(own_.params.size());  // pointers into it stay good
   for (int64_t i = 0; i < size(); ++i) {
-    const at::Tensor& param = params_[i];
+    const at::Tensor& param = own_.params[i];
     const at::Tensor* grad = &param.grad();
     if (!grad->defined()) {
       copies_[size_t(i)].reset();
       continue;
     }
-    const auto label = [&] { return Label{"the gradient", i, &names_[i]}; };
+    const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
     if (is_subclass(*grad) || grad->layout() != at::kStrided) check_plain(*grad, label());
     if (grad->device() != device_) check_device(*grad, device_, label());
     if (grad->sizes() != param.sizes())
-      check_same_layout(*grad, param, label(), {"the weight", i, &names_[i]});
+      check_same_layout(*grad, param, label(), {"the weight", i, &own_.names[size_t(i)]});
     if (!same_layout(*grad, param) || grad->is_neg()) {
       kept.push_back(
           at::empty_strided(param.sizes(), param.strides(), grad->options()).copy_(*grad));
@@ -179,7 +232,7 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     }
     slots.push_back(slots_[size_t(i)]);
     slots.back().grad = span_of(*grad, label());
-    if (copies_[size_t(i)].defined() && !masters_[size_t(i)].defined())
+    if (copies_[size_t(i)].defined() && !own_.masters[size_t(i)].defined())
       slots.back().weight = span_of(copies_[size_t(i)], label());
   }
   return slots;
@@ -188,8 +241,8 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
 void Slots::finish(bool written) {
   if (written)
     for (int64_t i = 0; i < size(); ++i)
-      if (params_[i].grad().defined()) for_each_tensor(i, bump_version);
-  casting::copies_written(params_, copies_);
+      if (own_.params[i].grad().defined()) bump_version(own_.params[i]);
+  casting::copies_written(own_.params, copies_);
   copies_.clear();  // to be held by the cache alone again
 }
 

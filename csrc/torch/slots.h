@@ -11,43 +11,56 @@ namespace amp_mp {
 
 class Slots {
  public:
-  // One element a parameter in each list. masters[i]: float32, or undefined where the rule is to
-  // update params[i] itself. states: one list per state of the rule, and how each is stored.
-  // clocks: float64 of 3 elements (core/rules.h, Clock). groups: ascending indices into the step's
-  // hypers. names: for messages.
-  Slots(Tensors params, Tensors masters, std::vector<Tensors> states, std::vector<Format> formats,
-        Tensors clocks, std::vector<int64_t> groups, std::vector<std::string> names);
+  // One element a parameter in each list.
+  struct Lists {
+    Tensors params;
+    // float32 masters, int16 or int8 remainders of masters split with the parameter
+    // (core/splits.h), or undefined where the rule is to update the parameter itself.
+    Tensors masters;
+    std::vector<Tensors> states;               // a list per state of the rule
+    Tensors scales;                            // of states[0] where it is m8, undefined elsewhere
+    std::vector<std::vector<Format>> formats;  // of the states, as `states`
+    std::vector<bool> stochastic;              // whether a parameter without master is rounded so
+    Tensors clocks;                            // float64 of 4 elements (core/rules/base.h, Clock)
+    std::vector<int64_t> groups;               // ascending indices into the step's hypers
+    std::vector<int64_t> numbers;              // of the tensors, for their random bits
+    std::vector<int64_t>
+        firsts;  // where a parameter's element 0 lies in the tensor it is a part of
+    std::vector<std::string> names;  // for messages
+  };
+  explicit Slots(Lists lists);
 
-  int64_t size() const { return int64_t(params_.size()); }
+  int64_t size() const { return int64_t(own_.params.size()); }
   at::Device device() const { return device_; }
-  int64_t groups() const { return groups_.empty() ? 0 : groups_.back() + 1; }
-  int states() const { return int(states_.size()); }
+  int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
+  int states() const { return int(own_.states.size()); }
 
   // The parameters' gradients as they are now, undefined where there is none.
   Tensors grads() const;
-  const std::vector<std::string>& names() const { return names_; }
+  // What the rule updates, as float32 numbers to read; empty where there is no gradient.
+  std::vector<Reading> weights() const;
+  const std::vector<std::string>& names() const { return own_.names; }
 
   // The slots of the parameters with a gradient. A gradient of another layout than its parameter's
   // is copied to `kept`, which has to outlive the slots' use. A float32 parameter whose
   // low-precision copy autocast has cached gets it as its weight: the step writes both.
   std::vector<Slot> plan(Tensors& kept);
 
-  // After the slots of plan() have been written, or not been: counts the writes.
+  // After the slots of plan() have been written, or not been: counts the parameters' writes. Not
+  // the states': no graph holds them, and each count is a line of memory of its own.
   void finish(bool written);
 
  private:
+  void check_lengths() const;
   void check() const;
+  Span master_of(size_t i) const;
   void remember();
   void prefetch(int64_t near, int64_t far) const;
   static uint64_t shape_of(const at::Tensor& param);  // dtype, sizes and strides, mixed
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 
-  Tensors params_, masters_, clocks_;
-  std::vector<Tensors> states_;
-  std::vector<Format> formats_;
-  std::vector<int64_t> groups_;
-  std::vector<std::string> names_;
+  Lists own_;
   at::Device device_;
   // What check() saw, to notice what has moved since.
   std::vector<uint64_t> shapes_;     // of every parameter

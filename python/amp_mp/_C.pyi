@@ -18,7 +18,7 @@ class Hyper:
     def __init__(
         self,
         *,
-        lr: float,
+        lr: float = 0.0,
         beta1: float = 0.0,
         beta2: float = 0.0,
         eps: float = 0.0,
@@ -26,12 +26,17 @@ class Hyper:
         momentum: float = 0.0,
         dampening: float = 0.0,
         lr_decay: float = 0.0,
+        trust: float = 0.0,
+        seed: int = 0,
         nesterov: bool = False,
         maximize: bool = False,
-    ) -> None: ...
+        clip: bool = False,
+        always_adapt: bool = False,
+    ) -> None:
+        """TypeError for another name."""
 
 def format_names() -> list[str]:
-    """How states may be stored."""
+    """How numbers may be stored: csrc/core/formats.h."""
 
 class Slots:
     """The tensors an optimizer updates on one device, checked once."""
@@ -42,9 +47,13 @@ class Slots:
         params: Sequence[Tensor],
         masters: Tensors,
         states: Sequence[Sequence[Tensor]],
-        formats: Sequence[str],
+        scales: Tensors,
+        formats: Sequence[Sequence[str]],
+        stochastic: Sequence[bool],
         clocks: Sequence[Tensor],
         groups: Sequence[int],
+        numbers: Sequence[int],
+        firsts: Sequence[int],
         names: Sequence[str],
     ) -> None: ...
     def __len__(self) -> int: ...
@@ -53,6 +62,9 @@ class Slots:
 
 def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
+
+def combine(rows: Tensor) -> Tensor:
+    """`measure`'s result, float64 [n + 1, 3], for tensors whose rows [n, 3] are known."""
 
 def decide_(
     verdict: Tensor,
@@ -83,15 +95,67 @@ def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence
 def same_items(lists: Sequence[Sequence[Tensor]], items: Sequence[Tensor]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
 
-def adamw_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def adam_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def scaled_sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def plain_sgd_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def adagrad_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def rmsprop_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def plain_rmsprop_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
-def lion_(slots: Slots, hypers: Sequence[Hyper], verdict: Tensor) -> None: ...
+def encode_(
+    x: Tensor,
+    data: Tensor,
+    rest: Tensor | None,
+    format: str,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    number: int = 0,
+) -> None:
+    """Stores x, float32, in a format's one or two arrays; all contiguous."""
+
+def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
+    """float32, shaped like data."""
+
+# statistics: slots.measure(), for the rules that look at norms: lars_, lamb_, novograd_.
+def adamw_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def amsgrad_adamw_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def adam_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def amsgrad_adam_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def sgd_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def scaled_sgd_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def plain_sgd_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def lars_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def adagrad_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def rmsprop_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def plain_rmsprop_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def centered_rmsprop_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def lion_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def lamb_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
+def novograd_(
+    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+) -> None: ...
 
 class casting:  # noqa: N801 (a submodule)
     """The op-policy table: csrc/torch/autocast.h and cast_cache.h."""

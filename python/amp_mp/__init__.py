@@ -34,7 +34,7 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import diagnose, nn, optim, scaling  # noqa: E402
+from amp_mp import diagnose, formats, nn, optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
 from amp_mp.casting import (  # noqa: E402
     autocast,
@@ -59,10 +59,12 @@ from amp_mp.master import (  # noqa: E402
     MixedPrecisionOptimizerWrapper,
     TypedTensor,
     convert_network,
+    float32_state_dict,
     keep_fp32,
     l1,
     l2_half,
     l2_sum,
+    load_float32_state_dict,
     master_params,
     master_params_to_model_params,
     mixed_precision,
@@ -90,13 +92,16 @@ __all__ = [
     "diagnose",
     "disable_casts",
     "explain",
+    "float32_state_dict",
     "float_function",
+    "formats",
     "half_function",
     "init",
     "keep_fp32",
     "l1",
     "l2_half",
     "l2_sum",
+    "load_float32_state_dict",
     "master_params",
     "master_params_to_model_params",
     "mixed_precision",

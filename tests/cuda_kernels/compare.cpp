@@ -1,200 +1,179 @@
-// The library's CUDA kernels against its CPU loops, bit for bit, over ragged lists of tensors.
-// Built with the stand-in for CUDA, so it needs no GPU; buffers have exactly the size they need, so
-// that the address sanitizer sees the first byte past them.
+// The library's CUDA kernels against its CPU loops, bit for bit, for every rule, format and kind of
+// list. Built with the stand-in for CUDA, so it needs no GPU.
 //
-// Usage: compare [quick]. Prints what ran; exits 1 if anything differs.
-#include <cmath>
+// Usage: compare full|quick. Prints what ran; exits 1 if anything differs.
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <vector>
 
-#include "cpu/passes.h"
 #include "cuda/passes.h"
-
-using namespace amp_mp;
+#include "cuda/slots.h"
+#include "model.h"
 
 namespace {
 
 int failures = 0;
 
-void expect(bool holds, const char* what, size_t where) {
+void expect(bool holds, const char* what, const char* detail, size_t where) {
   if (holds) return;
-  if (failures++ < 10) std::fprintf(stderr, "FAILED %s, tensor %zu\n", what, where);
+  if (failures++ < 20) std::fprintf(stderr, "FAILED %s, %s, tensor %zu\n", what, detail, where);
 }
 
-size_t width(Format f) { return f == Format::float32 ? 4 : 2; }
+bool same(const Statistics& a, const Statistics& b) { return !std::memcmp(&a, &b, sizeof a); }
 
-// n elements of a format, `shift` of them off an aligned address.
-class Array {
- public:
-  Array(size_t n, Format format, int shift)
-      : n_(n), format_(format), shift_(shift), bytes_((n + shift) * width(format)) {
-    data_.reset(static_cast<char*>(std::malloc(bytes_ ? bytes_ : 1)));
-  }
-
-  Span span() const { return {data_.get() + shift_ * width(format_), format_}; }
-
-  void fill(std::mt19937& random, float spread) {
-    std::normal_distribution<float> normal(0, spread);
-    for (size_t i = 0; i < n_; ++i) set(i, normal(random));
-  }
-
-  void set(size_t i, float x) {
-    char* at = static_cast<char*>(span().data) + i * width(format_);
-    if (format_ == Format::float32) std::memcpy(at, &x, 4);
-    if (format_ == Format::float16 || format_ == Format::float16_root) {
-      const float16 h = encode_float16(x);
-      std::memcpy(at, &h, 2);
-    }
-    if (format_ == Format::bfloat16) {
-      const bfloat16 b = encode_bfloat16(x);
-      std::memcpy(at, &b, 2);
-    }
-  }
-
-  bool same_bytes(const Array& other) const {
-    return !std::memcmp(span().data, other.span().data, n_ * width(format_));
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  size_t n_;
-  Format format_;
-  int shift_;
-  size_t bytes_;
-  std::unique_ptr<char, Free> data_;
-};
-
-// A model: ragged tensors of mixed formats, alignments and groups; the same for the same seed.
-struct Model {
-  std::vector<size_t> sizes;
-  std::vector<Array> grad, weight, master, state0, state1;
-  std::vector<Clock> clocks;
-  std::vector<Slot> slots;
-  std::vector<Reading> readings;
-
-  Model(const std::vector<size_t>& tensor_sizes, int per_group, bool bad, unsigned seed)
-      : sizes(tensor_sizes) {
-    std::mt19937 random(seed);
-    clocks.assign(sizes.size(), {2, 0.81, 0.998});
-    for (size_t t = 0; t < sizes.size(); ++t) {
-      const size_t n = sizes[t];
-      const auto format = [&](size_t k) { return Format(k % 3); };
-      const int shift = t % 4 == 1 ? int(1 + t % 7) : 0;  // elements
-      grad.emplace_back(n, format(t), shift);
-      weight.emplace_back(n, format(t / 3), t % 5 == 2 ? 3 : 0);
-      // mostly float32, as in use
-      const auto rare = [&](size_t k, Format a, Format b) {
-        return k % 8 == 6 ? a : k % 8 == 7 ? b : Format::float32;
-      };
-      master.emplace_back(n, rare(t, Format::float16, Format::bfloat16), t % 6 == 4 ? 1 : 0);
-      state0.emplace_back(n, rare(t + 1, Format::bfloat16, Format::float16), 0);
-      state1.emplace_back(n, rare(t + 3, Format::float16_root, Format::bfloat16),
-                          t % 7 == 3 ? 1 : 0);
-      grad[t].fill(random, t % 11 == 5 ? 1e-20f : 8.0f);
-      master[t].fill(random, t % 9 == 7 ? 1e5f : 1.0f);  // beyond float16: stored saturated
-      state0[t].fill(random, 1e-2f);
-      std::uniform_real_distribution<float> positive(0, 1e-2f);
-      for (size_t i = 0; i < n; ++i) state1[t].set(i, positive(random));
-      weight[t].fill(random, 1.0f);
-    }
-    if (bad)
-      for (size_t t = 0; t < sizes.size(); ++t)
-        if (sizes[t] > 1) {
-          grad[t].set(sizes[t] - 1, HUGE_VALF);
-          grad[t].set(0, std::nanf(""));
-        }
-    for (size_t t = 0; t < sizes.size(); ++t) {
-      Slot s = {};
-      s.size = int64_t(sizes[t]);
-      s.grad = grad[t].span();
-      if (weight[t].span().format != Format::float32) s.weight = weight[t].span();
-      s.master = master[t].span();
-      s.state[0] = state0[t].span();
-      s.state[1] = state1[t].span();
-      s.clock = &clocks[t];
-      s.group = int32_t(t / size_t(per_group));
-      slots.push_back(s);
-      readings.push_back({s.size, s.grad});
-    }
-  }
-
-  bool same(const Model& other, size_t t) const {
-    return weight[t].same_bytes(other.weight[t]) && master[t].same_bytes(other.master[t]) &&
-           state0[t].same_bytes(other.state0[t]) && state1[t].same_bytes(other.state1[t]) &&
-           !std::memcmp(&clocks[t], &other.clocks[t], sizeof(Clock));
-  }
-};
-
-std::vector<Statistics> measure_both(const Model& model) {
-  const auto count = int64_t(model.sizes.size());
-  const int64_t spans = cpu::count_spans(model.readings.data(), count);
-  std::vector<Statistics> wanted(count + 1), found(count + 1);
-  std::vector<Statistics> scratch(spans), device_scratch(spans);
+std::vector<Statistics> measure_both(const std::vector<Reading>& readings, const char* name) {
+  const auto count = int64_t(readings.size()), spans = cpu::count_spans(readings.data(), count);
+  std::vector<Statistics> wanted(count + 1), found(count + 1), parts(spans), device_parts(spans);
   std::vector<int64_t> first(count + 1);
-  cpu::measure(model.readings.data(), count, scratch.data(), wanted.data(), 1);
-  const char* error = cuda::measure(model.readings.data(), count, device_scratch.data(),
-                                    first.data(), found.data(), nullptr);
-  expect(!error, "measure is launched", 0);
-  for (size_t t = 0; t < wanted.size(); ++t)
-    expect(!std::memcmp(&wanted[t], &found[t], sizeof(Statistics)), "measure", t);
+  cpu::measure(readings.data(), count, parts.data(), wanted.data(), 1);
+  const char* error = cuda::measure(readings.data(), count, device_parts.data(), first.data(),
+                                    found.data(), nullptr);
+  expect(!error, "measure is launched", name, 0);
+  for (size_t t = 0; t < wanted.size(); ++t) expect(same(wanted[t], found[t]), "measure", name, t);
   return found;
 }
 
-template <class Rule>
-void step_both(const std::vector<size_t>& sizes, int per_group, bool bad, const char* name) {
-  Model wanted(sizes, per_group, bad, 7), found(sizes, per_group, bad, 7);
-  const Model before(sizes, per_group, bad, 7);
-  const auto count = int64_t(sizes.size());
-  std::vector<Hyper> hypers;
-  for (int64_t g = 0; g <= count / per_group; ++g)
-    hypers.push_back(
-        {1e-3 * double(g + 1), 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, 0.01, false, g % 2 == 1});
-  const std::vector<Statistics> statistics = measure_both(found);
-  const float scale = 1024;
-  const Verdict host = decide(&statistics[count], &scale, nullptr, 1.0);
-  Verdict verdict = {};
-  cuda::decide(&statistics[count], &scale, nullptr, 1.0, &verdict, nullptr);
-  expect(!std::memcmp(&host, &verdict, sizeof host), "decide", 0);
-  expect((verdict.found_inf != 0) == bad, "overflow is found", 0);
-  std::vector<Rule> rules(count), device_rules(count);
-  if (!bad)
-    cpu::apply<Rule>(wanted.slots.data(), count, hypers.data(), host.multiplier, rules.data(), 1);
-  const char* error = cuda::apply<Rule>(found.slots.data(), count, hypers.data(), &verdict,
-                                        device_rules.data(), nullptr);
-  expect(!error, "apply is launched", 0);
-  for (size_t t = 0; t < sizes.size(); ++t) {
-    expect(found.same(wanted, t), bad ? "a skipped step changes nothing" : "apply", t);
-    if (!bad && sizes[t] > 0) expect(!found.same(before, t), "apply changes something", t);
+struct Rule {
+  const char* name;
+  int states, squares;
+  bool needs_norms, needs_update_norm;
+  void (*on_cpu)(const std::vector<Slot>&, const std::vector<Hyper>&, double, const Measured&);
+  const char* (*on_cuda)(const std::vector<Slot>&, const std::vector<Hyper>&, const Verdict&,
+                         const Measured&);
+};
+
+template <class R>
+constexpr Rule rule_of(const char* name) {
+  return {name,
+          R::kStates,
+          R::kSquares,
+          needs_norms<R>,
+          needs_update_norm<R>,
+          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers, double multiplier,
+             const Measured& measured) {
+            std::vector<R> rules(slots.size());
+            cpu::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), multiplier,
+                          rules.data(), measured, 1);
+          },
+          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers,
+             const Verdict& verdict, const Measured& measured) {
+            std::vector<R> rules(slots.size());
+            return cuda::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), &verdict,
+                                  rules.data(), measured, nullptr);
+          }};
+}
+
+#define AMP_MP_RULE(R, op) rule_of<R>(#R),
+constexpr Rule kRules[] = {AMP_MP_FOR_EACH_RULE(AMP_MP_RULE)};
+
+// What a rule is told, with its scratch.
+struct Norms {
+  std::vector<Statistics> spans, updates;
+  std::vector<int64_t> first;
+  Measured measured;
+
+  Norms(const Rule& rule, const std::vector<Slot>& slots, const std::vector<Statistics>& grads,
+        const std::vector<Statistics>& masters) {
+    if (!rule.needs_norms) return;
+    measured.grads = grads.data();
+    measured.weights = masters.data();
+    if (!rule.needs_update_norm) return;
+    int64_t room = 0;
+    for (const Slot& s : slots) room += ceil_divide(s.size, kSpan);
+    spans.resize(room);
+    updates.resize(slots.size() + 1);
+    first.resize(slots.size() + 1);
+    measured.update_spans = spans.data();
+    measured.updates = updates.data();
+    measured.first_span = first.data();
   }
-  std::printf("%s: %zu tensors, %s\n", name, sizes.size(), bad ? "overflow" : "applied");
+};
+
+void step_both(const Rule& rule, const Shape& shape, bool bad = false) {
+  const Model before(shape, bad, rule.states, rule.squares);
+  Model wanted = before, found = before;
+  const std::vector<Statistics> grads = measure_both(before.readings(kGrad), rule.name);
+  std::vector<Statistics> masters;
+  if (rule.needs_norms) masters = measure_both(before.readings(kMaster), rule.name);
+  const float scale = 1024;
+  const Verdict host = decide(&grads.back(), &scale, nullptr, 1.0);
+  Verdict verdict = {};
+  cuda::decide(&grads.back(), &scale, nullptr, 1.0, &verdict, nullptr);
+  expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.name, 0);
+  expect((verdict.found_inf != 0) == bad, "overflow is found", rule.name, 0);
+
+  const std::vector<Slot> slots = wanted.slots(), device_slots = found.slots();
+  const std::vector<Hyper> hypers = before.hypers();
+  const Norms norms(rule, slots, grads, masters), device_norms(rule, slots, grads, masters);
+  if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.measured);
+  const char* error = rule.on_cuda(device_slots, hypers, verdict, device_norms.measured);
+  expect(!error, "apply is launched", rule.name, 0);
+  size_t moved = 0, may_stay = 0;  // large weights may not move in float32
+  for (size_t t = 0; t < slots.size(); ++t) {
+    const Tensor& f = found.tensors[t];
+    expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.name, t);
+    const Array& master = f.arrays[kMaster];
+    if (bad || master.n < 64 || master.format != F::float32) continue;
+    ++(master.same(before.tensors[t].arrays[kMaster]) ? may_stay : moved);
+  }
+  expect(moved >= 3 * may_stay, "apply moves weights", rule.name, may_stay);
+  for (size_t t = 0; !bad && t < norms.updates.size(); ++t)
+    expect(same(norms.updates[t], device_norms.updates[t]), "norm of the update", rule.name, t);
+  std::printf("%s: %zu tensors, %s\n", rule.name, slots.size(), bad ? "overflow" : "applied");
 }
 
 constexpr double kFactor = 2e4;  // takes some numbers beyond float16
 
-void copy_both(const std::vector<size_t>& sizes) {
-  Model wanted(sizes, 1000, false, 3), found(sizes, 1000, false, 3);
-  const auto transfers = [&](const Model& m) {
+// Pairs of arrays to copy between; those of one format are one array, multiplied in place.
+struct Pairs {
+  std::vector<Array> to, from;
+
+  Pairs(const std::vector<size_t>& sizes, size_t count, unsigned seed) {
+    std::mt19937 random(seed);
+    for (size_t p = 0; p < count; ++p) {
+      const Format target = Format(p % kFormats), source = Format(p / kFormats % kFormats);
+      size_t n = sizes[p % sizes.size()];
+      if (target == F::m8 || source == F::m8) n = to_groups(n);
+      const auto shift = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
+      to.emplace_back(n, target, shift(), shift());
+      from.emplace_back(n, source, shift(), shift());
+      if (random() % 2) {
+        from[p].fill_with_any_bits(random);
+      } else {
+        from[p].fill(numbers(n, p, 3.0f, source == F::float16_root || source == F::ue8m8), true);
+      }
+    }
+  }
+
+  std::vector<Transfer> transfers() const {
     std::vector<Transfer> list;
-    for (size_t t = 0; t < sizes.size(); ++t) {
-      const Span from = t % 2 ? m.grad[t].span() : m.master[t].span();
-      list.push_back({int64_t(sizes[t]), m.weight[t].span(), from, t % 3 == 0});
+    for (size_t p = 0; p < to.size(); ++p) {
+      const bool in_place = to[p].format == from[p].format;
+      const Stream stream = stream_of(p * 0x123456789ABCDEFu, double(p), uint32_t(7 * p), p % 2);
+      list.push_back({int64_t(to[p].n), in_place ? from[p].span() : to[p].span(), from[p].span(),
+                      p % 5 < 2, stream});
     }
     return list;
-  };
-  const auto count = int64_t(sizes.size());
-  cpu::copy(transfers(wanted).data(), count, kFactor, 1);
-  cuda::copy(transfers(found).data(), count, nullptr, kFactor, nullptr);
-  for (size_t t = 0; t < sizes.size(); ++t) expect(found.same(wanted, t), "copy", t);
-  Verdict overflow = {1, 1, 0, 0, 1};
-  cuda::copy(transfers(found).data(), count, &overflow, 1.0, nullptr);
-  for (size_t t = 0; t < sizes.size(); ++t) expect(found.same(wanted, t), "skipped copy", t);
-  std::printf("copy: %zu tensors\n", sizes.size());
+  }
+
+  void expect_same(const Pairs& other, const char* what) const {
+    for (size_t p = 0; p < to.size(); ++p)
+      expect(to[p].same(other.to[p]) && from[p].same(other.from[p]), what,
+             kFormatNames[int(to[p].format)], p);
+  }
+};
+
+void copy_both(const std::vector<size_t>& sizes, size_t count) {
+  const Pairs before(sizes, count, 3), wanted = before, found = before;
+  const Verdict overflow = {1, 1, 0, 0, 1}, half = {0, 0.5, 0, 0, 1};
+  const std::vector<Transfer> transfers = found.transfers();
+  cuda::copy(transfers.data(), int64_t(count), &overflow, 1.0, nullptr);
+  found.expect_same(before, "a skipped copy");
+  cpu::copy(wanted.transfers().data(), int64_t(count), kFactor, 1);
+  cuda::copy(transfers.data(), int64_t(count), nullptr, kFactor, nullptr);
+  found.expect_same(wanted, "copy to");
+  cpu::copy(wanted.transfers().data(), int64_t(count), 0.5, 1);
+  cuda::copy(transfers.data(), int64_t(count), &half, 1.0, nullptr);
+  found.expect_same(wanted, "copy with a verdict to");
+  std::printf("copy: %zu tensors\n", count);
 }
 
 template <class Scale>
@@ -209,9 +188,9 @@ void scale_both(const Scale& start, const char* name) {
     const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
     update_scale(host.data(), found_inf != 0, max_abs);
     cuda::update_scale(device.data(), &found_inf, &max_abs, nullptr);
-    expect(host == device, name, size_t(i));
+    expect(host == device, "scale", name, size_t(i));
   }
-  expect(host[1] != start.scale, name, 0);
+  expect(host[1] != start.scale, "the scale moves", name, 0);
 }
 
 void scales_both() {
@@ -222,26 +201,68 @@ void scales_both() {
   scale_both(AdaptiveScale{4, 1000, 1, 16777216, 1000}, "adaptive");
 }
 
+// `count` sizes in which `cycle` repeats; where the moments may be in m8, whole groups.
+Shape repeated(const std::vector<size_t>& cycle, size_t count, int per_group, size_t offset = 0) {
+  Shape shape = {{}, per_group, offset};
+  for (size_t t = 0; t < count; ++t) {
+    const size_t n = cycle[t % cycle.size()];
+    shape.sizes.push_back((t + offset) % 5 == 0 ? to_groups(n) : n);
+  }
+  return shape;
+}
+
+const std::vector<size_t> kEdges = {1, 8, 0, 257, 31, 2049, 64, 9, 4097, 256, 700, 7, 513};
+const std::vector<size_t> kTiny = {3, 0, 9, 1, 8, 33, 0, 5};
+const std::vector<size_t> kRagged = {
+    0,  1,    7,  8,  9,     0,     63,    64, 65, 4095, 4096,  4097, 16383, 16384, 16385, 3,
+    49, 2049, 15, 17, 65535, 65536, 65537, 31, 0,  33,   70001, 2,    12320, 100,   65568};
+
+// Lists of all lengths at which a launch begins or ends.
+void lengths_of_lists(const Rule& rule, bool quick) {
+  constexpr int capacity = cuda::SlotTable::kCapacity;
+  const std::vector<int> all = {0, 1, 35, 36, 37, capacity - 1, capacity, capacity + 1};
+  for (int count : quick ? std::vector{0, capacity + 1} : all)
+    step_both(rule, repeated(kTiny, count, 100));
+  step_both(rule, repeated({33}, 40, 1));  // more groups than a launch takes
+  step_both(rule, {{0, 0, 0}, 1});
+  step_both(rule, {{0, 0, 5, 0, 40, 0, 0}, 3});
+}
+
+void lengths_of_copies(bool quick) {
+  constexpr int capacity = cuda::Table<4, 0, Stream>::kCapacity;
+  copy_both(kTiny, 0);
+  copy_both(kTiny, capacity + 1);
+  for (int count = capacity - 1; !quick && count <= capacity; ++count) copy_both(kTiny, count);
+}
+
+void lengths_of_readings(bool quick) {
+  constexpr int capacity = cuda::Table<2>::kCapacity;
+  for (int count : {0, capacity - 1, capacity, capacity + 1}) {
+    if (quick && count != capacity + 1) continue;
+    const Model model(repeated(kTiny, count, 100), false, 0, -1);
+    std::vector<Reading> readings = model.readings(kMaster);
+    readings.resize(count);  // the gaps made it longer
+    measure_both(readings, "of many");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const bool quick = argc > 1 && !std::strcmp(argv[1], "quick");
-  const std::vector<size_t> ragged = {0,    1,    7,     8,     9,     0,     63, 64,   65,
-                                      4095, 4096, 4097,  16383, 16384, 16385, 3,  2049, 15,
-                                      16,   17,   65535, 65536, 65537, 31,    0,  33,   70001};
-  step_both<AdamW>(ragged, 2, false, "AdamW");
-  step_both<AdamW>(ragged, 2, true, "AdamW");
-  step_both<SGD>(ragged, 2, false, "SGD");
-  if (!quick) {
-#define AMP_MP_STEP(Rule, op) step_both<Rule>(ragged, 100, false, #Rule);
-    AMP_MP_FOR_EACH_RULE(AMP_MP_STEP)
-    step_both<AdamW>({}, 1, false, "AdamW");
-    step_both<AdamW>({0, 0, 0}, 1, false, "AdamW");
-    step_both<AdamW>(std::vector<size_t>(1500, 5), 400, false, "AdamW");  // several launches
-    step_both<SGD>(std::vector<size_t>(40, 33), 1, false,
-                   "SGD");  // more groups than a launch takes
+  for (size_t r = 0; r < std::size(kRules); ++r) {
+    const Rule& rule = kRules[r];
+    const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
+    step_both(rule, repeated(kEdges, quick ? 66 : kAllPairs, 17, 66 * r));
+    if (shown) lengths_of_lists(rule, quick);
+    if (quick && !shown) continue;
+    step_both(rule, repeated(kTiny, 37, 5, 37 * r), true);
+    step_both(rule, {kRagged, 2, 35 * r});
   }
-  copy_both(ragged);
+  copy_both(kEdges, kFormats * kFormats);
+  copy_both(kRagged, quick ? kRagged.size() : 5 * kFormats);
+  lengths_of_copies(quick);
+  lengths_of_readings(quick);
   scales_both();
   std::printf(failures ? "%d failures\n" : "all equal\n", failures);
   return failures != 0;

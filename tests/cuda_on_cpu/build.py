@@ -11,14 +11,20 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-# No contraction and no errno: the arithmetic that the library itself is built with.
+# No contraction and no errno: the arithmetic that the library itself is built with. -g1 has the
+# lines that a sanitizer names; with -g the kernels take twice the time to compile.
 FLAGS = [
-    *("-std=c++20", "-g", "-Wall", "-Wextra", "-Werror"),
+    *("-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer"),
 ]
+# UBSan's checks for null pointers are left out: they double the time to compile once more, and a
+# null pointer that is used stops the program anyhow.
 VARIANTS = {
     "plain": ["-O2"],
-    "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "asan": [
+        *("-Og", "-fsanitize=address,undefined", "-fsanitize=float-cast-overflow"),
+        *("-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),
+    ],
     "tsan": ["-O1", "-fsanitize=thread"],
 }
 
@@ -32,30 +38,41 @@ def build(
 ) -> Path:
     """Compile and link `sources` (.cu and .cpp) into a program in the folder `out`.
 
-    Raises RuntimeError with the compiler's output. The shim's objects are shared by all variants
-    that are built into the same folder.
+    Raises RuntimeError with the compiler's output. Variants that are built into the same folder
+    share the shim's objects, and what TSan need not see of the plain variant's.
     """
     program = out / f"{sources[0].stem}-{variant}"
-    objects = out / f"{program.name}.objects"
-    objects.mkdir(parents=True, exist_ok=True)
-    flags = [*FLAGS, *VARIANTS[variant], *(f"-I{folder}" for folder in [*include, HERE])]
-    flags += [f"-D{define}" for define in defines]
+    folders = [*include, HERE]
+    options = [*(f"-I{folder}" for folder in folders), *(f"-D{define}" for define in defines)]
 
     jobs = _shim_jobs(out)
     linked = [target for _, target in jobs]
-    jobs = [job for job in jobs if not _is_current(job[1])]
+    jobs = [
+        job for job in jobs if not _is_current(job[1], [*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+    ]
+    kernels = {}
     for number, source in enumerate(sources):
+        is_kernel = source.suffix == ".cu"
+        # TSan has to see the kernels alone: everything else runs in one thread.
+        of = variant if is_kernel or variant != "tsan" else "plain"
+        objects = out / f"{sources[0].stem}-{of}.objects"
+        objects.mkdir(parents=True, exist_ok=True)
         # The number tells cpu/apply.cpp from cuda/apply.cu.
         target = objects / f"{number}-{source.name}.o"
-        language = ["-x", "c++"] if source.suffix == ".cu" else []
-        jobs.append(([*flags, *language, "-c", str(source), "-o", str(target)], target))
         linked.append(target)
+        headers = [h for folder in [source.parent, *folders] for h in folder.rglob("*.h")]
+        if of != variant and _is_current(target, [source, *headers]):
+            continue
+        language = ["-x", "c++"] if is_kernel else []
+        flags = [*FLAGS, *VARIANTS[of], *options, *language]
+        jobs.append(([*flags, "-c", str(source), "-o", str(target)], target))
+        if is_kernel:
+            kernels[source] = target
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(lambda job: _compile(job[0]), jobs))
     if variant == "asan":
-        for number, source in enumerate(sources):
-            if source.suffix == ".cu":
-                _refuse_unguarded_shared_memory(objects / f"{number}-{source.name}.o", source)
+        for source, target in kernels.items():
+            _refuse_unguarded_shared_memory(target, source)
     _compile([*VARIANTS[variant], *map(str, linked), "-o", str(program), "-pthread"])
     return program
 
@@ -106,9 +123,9 @@ def _shim_jobs(out: Path) -> list[tuple[list[str], Path]]:
     return [([*FLAGS, "-O2", "-c", str(s), "-o", str(t)], t) for s, t in targets]
 
 
-def _is_current(target: Path) -> bool:
-    """Whether a shim object is newer than all of the shim's sources."""
-    newest = max(path.stat().st_mtime for path in [*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+def _is_current(target: Path, inputs: Sequence[Path]) -> bool:
+    """Whether an object is newer than everything it is made from."""
+    newest = max(path.stat().st_mtime for path in inputs)
     return target.exists() and target.stat().st_mtime > newest
 
 

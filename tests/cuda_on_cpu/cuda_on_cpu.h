@@ -47,6 +47,9 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 struct __attribute__((may_alias, aligned(16))) float4 {
   float x, y, z, w;
 };
+struct __attribute__((may_alias, aligned(8))) uint2 {
+  unsigned x, y;
+};
 struct uint3 {
   unsigned x, y, z;
 };

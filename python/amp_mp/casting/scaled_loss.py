@@ -17,6 +17,7 @@ from amp_mp.casting.steps import steps_taken
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.gradients import gradients_of, scaled_backward, unscale_
 from amp_mp.master.streak import OverflowStreak, names_of
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.scaling.policies import Policy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -120,6 +121,11 @@ def _checked(optimizer: Any) -> list[Optimizer]:
             raise TypeError(
                 "scale_loss: optimizer must be a torch.optim.Optimizer or several of them, "
                 f"found {type(each).__name__}"
+            )
+        if isinstance(each, FusedOptimizer) and each.releases:
+            raise ValueError(
+                "scale_loss: an optimizer attached with release=True steps during backward, with "
+                "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
             )
     return optimizers
 

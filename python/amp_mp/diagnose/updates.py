@@ -19,6 +19,7 @@ from amp_mp.diagnose.histogram import limits
 from amp_mp.diagnose.report import share, short
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.optim.originals import LOW_PRECISION
+from amp_mp.optim.state import master_of
 
 
 class Updates(NamedTuple):
@@ -215,8 +216,8 @@ class UpdateRatios:
 
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
     """What the update acts on: the parameter, or the float32 master in the optimizer's state."""
-    master = optimizer.state[param].get("master") if param in optimizer.state else None
-    return master if isinstance(master, Tensor) else param
+    master = master_of(param, optimizer.state[param]) if param in optimizer.state else None
+    return param if master is None else master
 
 
 def _layer(name: str) -> str:

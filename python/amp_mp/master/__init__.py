@@ -7,6 +7,7 @@ from amp_mp.master.convert import (
     network_to_half,
     tofp16,
 )
+from amp_mp.master.float32 import float32_state_dict, load_float32_state_dict
 from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.helpers import (
     master_params,
@@ -25,10 +26,12 @@ __all__ = [
     "MixedPrecisionOptimizerWrapper",
     "TypedTensor",
     "convert_network",
+    "float32_state_dict",
     "keep_fp32",
     "l1",
     "l2_half",
     "l2_sum",
+    "load_float32_state_dict",
     "master_params",
     "master_params_to_model_params",
     "mixed_precision",

@@ -17,7 +17,7 @@ from amp_mp.master.fp16_optimizer import FP16_Optimizer
 from amp_mp.master.masters import check_dtypes, check_masters
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.originals import LOW_PRECISION
-from amp_mp.optim.state import ensure_state
+from amp_mp.optim.state import ensure_state, master_of, set_master
 
 
 class OwnMasters:
@@ -51,9 +51,13 @@ class OwnMasters:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters; none with master="none"."""
+        """Their masters; none with master="none". Split ones are decoded: copies, for reading."""
+        return [[m for _, m in self._decoded(params)] for params in self.fp16_groups]
+
+    def _decoded(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         state = self._optimizer.state
-        return [[state[p]["master"] for p in ps if "master" in state[p]] for ps in self.fp16_groups]
+        pairs = [(p, master_of(p, state[p])) for p in params]
+        return [(p, master) for p, master in pairs if master is not None]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
@@ -62,9 +66,7 @@ class OwnMasters:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every low-precision parameter with its master."""
-        state = self._optimizer.state
-        low = [p for params in self.fp16_groups for p in params]
-        return [(p, state[p]["master"]) for p in low if "master" in state[p]]
+        return self._decoded([p for params in self.fp16_groups for p in params])
 
     def whole(self) -> list[Tensor]:
         """Every float32 parameter."""
@@ -81,9 +83,11 @@ class OwnMasters:
     def load(self, saved: list[list[Tensor]]) -> None:
         """Copies a snapshot of the masters that has been checked."""
         self.refresh()  # another FP16_Optimizer's snapshot has them nowhere else
-        for own, group in zip(self.fp32_from_fp16_groups, saved, strict=True):
-            for master, value in zip(own, group, strict=True):
-                master.copy_(value)
+        groups = zip(self._optimizer.param_groups, self.fp16_groups, saved, strict=True)
+        for own, params, values in groups:
+            for (param, _), value in zip(self._decoded(params), values, strict=True):
+                master = torch.empty_like(param, dtype=torch.float32).copy_(value)
+                set_master(own["master"], param, self._optimizer.state[param], master)
 
 
 class FoldedFP16Optimizer(FP16_Optimizer):
@@ -185,6 +189,7 @@ class FoldedFP16Optimizer(FP16_Optimizer):
         found = []
         for group, own in zip(optimizer["param_groups"], self.param_groups, strict=True):
             rows = zip(group["params"], own["params"], strict=True)
-            states = [optimizer["state"].get(i, {}) for i, p in rows if p.dtype in LOW_PRECISION]
-            found.append([state["master"] for state in states if "master" in state])
+            low = [(p, optimizer["state"].get(i, {})) for i, p in rows if p.dtype in LOW_PRECISION]
+            masters = [master_of(p, state) for p, state in low]
+            found.append([m for m in masters if m is not None])
         return found

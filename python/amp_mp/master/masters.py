@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp.master.gradients import copy_all_
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.originals import LOW_PRECISION, take_original
+from amp_mp.optim.state import master_of
 
 
 class Masters:
@@ -50,9 +51,11 @@ class Masters:
     def _adopt(self, param: Tensor) -> Tensor:
         state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
-        own = state.pop("master", None) if state and fused else None  # ours has one already
+        own = master_of(param, state) if state and fused else None  # ours has one already
         master = nn.Parameter(take_original(param) if own is None else own)
         if state is not None:
+            for name in ("master", "remainder"):
+                state.pop(name, None)
             self._optimizer.state[master] = {k: _widen(v) for k, v in state.items()}
         self._low[master] = param
         return master

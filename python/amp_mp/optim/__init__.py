@@ -4,8 +4,24 @@ from amp_mp.optim.adagrad import Adagrad
 from amp_mp.optim.adam import Adam
 from amp_mp.optim.adamw import AdamW
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.lamb import LAMB
+from amp_mp.optim.lars import LARS
 from amp_mp.optim.lion import Lion
+from amp_mp.optim.novograd import NovoGrad
+from amp_mp.optim.report import MemoryReport
 from amp_mp.optim.rmsprop import RMSprop
 from amp_mp.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "RMSprop"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "FusedOptimizer",
+    "Lion",
+    "MemoryReport",
+    "NovoGrad",
+    "RMSprop",
+]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.adamw import AdamW
+from amp_mp.optim.base import Options
 
 
 class Adam(AdamW):
@@ -19,7 +20,8 @@ class Adam(AdamW):
         v = beta2 v + (1 - beta2) g^2
         w = w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Everything else as AdamW; weight_decay is 0 by default.
+    Everything else as AdamW, which is also what decoupled_weight_decay=True gives in torch;
+    weight_decay is 0 by default.
     """
 
     def __init__(
@@ -29,14 +31,11 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        check_overflow: bool = False,
-        amp_scaling: bool = True,
-        master: str = "float32",
-        exp_avg: str = "float32",
-        exp_avg_sq: str = "float32",
+        exp_avg: str | None = None,
+        exp_avg_sq: str | None = None,
+        **options: Unpack[Options],
     ) -> None:
         """See the class."""
         super().__init__(
@@ -45,14 +44,11 @@ class Adam(AdamW):
             betas,
             eps,
             weight_decay,
-            maximize=maximize,
-            max_grad_norm=max_grad_norm,
-            check_overflow=check_overflow,
-            amp_scaling=amp_scaling,
-            master=master,
+            amsgrad,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
+            **options,
         )
 
     def _operator(self) -> Callable[..., None]:
-        return _C.adam_
+        return _C.amsgrad_adam_ if self._amsgrad() else _C.adam_

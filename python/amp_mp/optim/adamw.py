@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, check_ranges
+from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
 
 
 class AdamW(FusedOptimizer):
@@ -18,11 +18,13 @@ class AdamW(FusedOptimizer):
         v = beta2 v + (1 - beta2) g^2
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`, and how masters and
-    states are stored, `master`, `exp_avg`, `exp_avg_sq`: see FusedOptimizer.
-    State: step, beta_powers, exp_avg, exp_avg_sq, and master for low-precision parameters. A late
-    parameter has its own step count. betas may change between steps: the bias corrections use the
-    product of those that were in force.
+    With amsgrad the largest v so far takes v's place in the last line (Reddi et al. 2018).
+
+    Arguments are torch's, how the moments are stored, `exp_avg`, `exp_avg_sq`, and what all fused
+    optimizers take: see FusedOptimizer.
+    State: step, beta_powers, exp_avg, exp_avg_sq, max_exp_avg_sq with amsgrad, and master or
+    remainder for low-precision parameters. A late parameter has its own step count. betas may
+    change between steps: the bias corrections use the product of those that were in force.
 
     Raises ValueError for an argument out of range.
     """
@@ -34,14 +36,11 @@ class AdamW(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        check_overflow: bool = False,
-        amp_scaling: bool = True,
-        master: str = "float32",
-        exp_avg: str = "float32",
-        exp_avg_sq: str = "float32",
+        exp_avg: str | None = None,
+        exp_avg_sq: str | None = None,
+        **options: Unpack[Options],
     ) -> None:
         """See the class."""
         check_ranges(lr, betas, eps, weight_decay)
@@ -50,30 +49,29 @@ class AdamW(FusedOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "maximize": maximize,
+            "amsgrad": amsgrad,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            check_overflow=check_overflow,
-            amp_scaling=amp_scaling,
-            master=master,
-            formats={"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
-        )
+        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": None}
+        super().__init__(params, defaults, formats, **options)
+
+    def _amsgrad(self) -> bool:
+        kinds = {bool(group["amsgrad"]) for group in self.param_groups}
+        if len(kinds) > 1:
+            raise ValueError("amsgrad must be the same in all param_groups, found both")
+        return kinds == {True}
 
     def _states(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        more = ("max_exp_avg_sq",) if self._amsgrad() else ()
+        return ("exp_avg", "exp_avg_sq", *more)
 
-    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
-        return _C.Hyper(
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-        )
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+        }
 
     def _operator(self) -> Callable[..., None]:
-        return _C.adamw_
+        return _C.amsgrad_adamw_ if self._amsgrad() else _C.adamw_

@@ -1,79 +1,115 @@
 """What the fused optimizers share: measure, decide, apply, once a device.
 
-A subclass names its native operator and states and turns a param_group into hyperparameters; the
-update itself is in csrc/core/rules.h.
+A subclass names its native operator and states and turns a param_group into numbers; the update
+itself is in csrc/core/rules.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.optim.state import Bucket, all_current, gather_buckets, restore_state
+from amp_mp.optim.attach import Attachment, Measure, attach
+from amp_mp.optim.decide import decide
+from amp_mp.optim.loading import restore_state, torch_state_dict
+from amp_mp.optim.options import Options as Options
+from amp_mp.optim.options import check_ranges as check_ranges
+from amp_mp.optim.release import Release
+from amp_mp.optim.report import MemoryReport, report_memory
+from amp_mp.optim.state import Bucket, all_current, gather_buckets
+from amp_mp.optim.storage import ROUNDINGS, check_low_precision, resolve
 
-STATE_FORMATS = ("float32", "float16", "float16_root")
-SQUARES = ("exp_avg_sq", "square_avg", "sum")  # sums of squares, of which the root may be stored
+if TYPE_CHECKING:
+    from amp_mp.scaling.grad_scaler import GradScaler
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
     """Base of the fused optimizers, a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout; gradients any of the
-    three. A low-precision parameter has a float32 `master` in its state, which the update works on;
-    the parameter is its rounded copy (nearest even; float16 saturates at +-65504). With
-    `master="none"` there is none and the parameter itself is updated, in float32 registers, and
-    rounded: half the memory, but an update below half a unit in the last place of a weight is lost
-    (docs/fp16_momentum.md).
+    three. All take, besides torch's arguments:
 
-    States are float32 unless told otherwise, by an argument of the state's name: "float16", and for
-    sums of squares also "float16_root", which stores the square root, since squares of gradients
-    below 2^-12 underflow in float16. Rounding is to nearest, saturating.
+        maximize=False: ascend.
+        max_grad_norm=None: clip by the global norm over all groups, as
+            torch.nn.utils.clip_grad_norm_, inside the step.
+        check_overflow=False: skip steps with an inf or NaN gradient. Whenever gradients are
+            measured, for this, for clipping, by a scaler or by LAMB, LARS and NovoGrad, such a
+            gradient makes the step leave every byte as it was. Without any of these nothing is
+            checked, as in torch.
+        amp_scaling=True: with torch.amp.GradScaler the step takes over unscaling and skipping,
+            which also lets the scaler accept float16 gradients. False where a framework insists on
+            unscaled gradients itself (Lightning's gradient clipping, Accelerate's
+            step_was_skipped).
+        memory=None: how masters and states are stored: "exact" (12 bytes a parameter beside the
+            gradient, with bfloat16 weights; loses nothing), "lean" (7), "tiny" (6.1).
+        master=None: one of them alone. "float32" (the default): the update works on a float32
+            tensor, the parameter is its rounded copy (nearest even; float16 saturates at +-65504).
+            "split32", "split24": the parameter and a remainder of 2 or 1 bytes together are the
+            master (nearest, ties away from zero). "none": the parameter itself is updated and
+            rounded, and an update below half a unit in its last place is lost, unless
+            rounding="stochastic".
+        A state's own name, exp_avg="bfloat16" and the like: first moments are "float32",
+            "bfloat16", "float16" or "m8", sums of squares "float32", "bfloat16", "float16",
+            "float16_root" or "ue8m8". amp_mp.formats explains them.
+        rounding="nearest": of the weights, where there is no master.
+        seed=0: of stochastic rounding. Saved and restored; has to be the same on all replicas.
+        foreach, fused, capturable: torch's; accepted, and without effect.
 
-    `max_grad_norm` clips by the global norm over all groups, as torch.nn.utils.clip_grad_norm_,
-    inside the step. Whenever gradients are measured (for clipping, by `check_overflow=True`, or by
-    a scaler) an inf or NaN among them makes the step leave every byte as it was. Without any of
-    these nothing is checked, as in torch.
+    Formats and seed may differ from group to group.
 
     After `step()`: `step_was_skipped` and `grad_norm`.
-
-    With torch.amp.GradScaler the step takes over unscaling and skipping (`amp_scaling=True`), which
-    also lets it accept float16 gradients. Pass `amp_scaling=False` where a framework insists on
-    unscaled gradients itself (Lightning's gradient clipping, Accelerate's step_was_skipped).
     """
+
+    _needs_norms = False  # whether the rule looks at the gradients' norms
+    _attachment: Attachment | None = None
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
-        max_grad_norm: float | None,
-        check_overflow: bool,
-        amp_scaling: bool,
-        master: str = "float32",
-        formats: dict[str, str] | None = None,
+        formats: dict[str, str | None],
+        **options: Unpack[Options],
     ) -> None:
-        """Checks what all fused optimizers take; raises ValueError naming the argument."""
-        if master not in ("float32", "none"):
-            raise ValueError(f'master must be "float32" or "none", found {master!r}')
-        for name, stored in (formats or {}).items():
-            known = STATE_FORMATS if name in SQUARES else STATE_FORMATS[:-1]
-            if stored not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; found {stored!r}")
+        """Raises ValueError naming the argument; formats: the states' as given, None for any."""
+        unknown = set(options) - set(Options.__annotations__)
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {sorted(unknown)[0]!r}; it takes its "
+                f"own and {', '.join(Options.__annotations__)}"
+            )
+        if options.get("differentiable"):
+            raise ValueError("differentiable=True is not there; use torch.optim")
+        rounding = options.get("rounding", "nearest")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
+        seed = options.get("seed", 0)
+        if not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+        max_grad_norm = options.get("max_grad_norm")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
         self.max_grad_norm = max_grad_norm
-        self.check_overflow = check_overflow
-        self._step_supports_amp_scaling = amp_scaling
-        self.master = master
-        self.formats = dict(formats or {})  # how states are stored, where not in float32
+        self.check_overflow = options.get("check_overflow", False)
+        self._step_supports_amp_scaling = options.get("amp_scaling", True)
+        self._chosen = {"master": options.get("master"), **formats}
+        stored = resolve(options.get("memory"), self._chosen)
+        defaults = {
+            **defaults,
+            "maximize": options.get("maximize", False),
+            **stored,
+            "rounding": rounding,
+            "seed": seed,
+        }
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._forget()
         super().__init__(params, defaults)
+        everything = [p for group in self.param_groups for p in group["params"]]
+        check_low_precision(stored["master"], everything)
 
     def _forget(self) -> None:
         """Drops what is derived from param_groups and state, or known of the last step."""
@@ -81,12 +117,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._ready: tuple[list[Bucket], list[Tensor]] | None = None
         self._verdict: Tensor | None = None
         self._measured = False
+        if self._attachment is not None:
+            self._attachment.forget()
 
     # What a subclass gives.
 
     @abstractmethod
-    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
-        """A param_group's numbers."""
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A param_group's numbers, as _C.Hyper has them."""
 
     @abstractmethod
     def _operator(self) -> Callable[..., None]:
@@ -96,8 +134,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def _states(self) -> tuple[str, ...]:
         """The names of the operator's states, in its order."""
 
-    def _fill(self, name: str, state: Tensor, group: dict[str, Any]) -> None:
-        """What a new state starts as, in its format; it is zero already."""
+    def _fill(self, name: str, group: dict[str, Any]) -> float:
+        """What a new state starts as."""
+        return 0.0
 
     # The step.
 
@@ -112,13 +151,25 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if isinstance(self._attachment, Release):
+            self._attachment.finish()
+            return loss
         buckets, statistics = self._measure()
         verdict = self._decide(buckets, statistics)
+        self._apply(buckets, verdict, statistics)
+        return loss
+
+    def _apply(
+        self, buckets: list[Bucket], verdict: Tensor, statistics: list[Tensor] | None
+    ) -> None:
         hypers = [self._hyper(group) for group in self.param_groups]
         operator = self._operator()
-        for bucket in buckets:
-            operator(bucket.slots, hypers, verdict.to(bucket.device))
-        return loss
+        measured: list[Tensor | None] = [*statistics] if statistics else [None] * len(buckets)
+        for bucket, rows in zip(buckets, measured, strict=True):
+            operator(bucket.slots, hypers, verdict.to(bucket.device), rows)
+
+    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
+        return _C.Hyper(seed=group["seed"], maximize=group["maximize"], **self._numbers(group))
 
     def _gather(self) -> list[Bucket]:
         lists = [group["params"] for group in self.param_groups]
@@ -132,26 +183,25 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if ready is not None and hasattr(self, "found_inf"):
             return ready  # a scaler has measured for this very step
         buckets = self._gather()
-        if self.max_grad_norm is None and not self.check_overflow:
-            return buckets, None
-        return buckets, [bucket.slots.measure() for bucket in buckets]
+        return buckets, [self._read(bucket) for bucket in buckets] if self._asks() else None
+
+    def _asks(self) -> bool:
+        """Whether a step has to know the gradients' norms or overflows."""
+        return self.max_grad_norm is not None or self.check_overflow or self._needs_norms
+
+    def _read(self, bucket: Bucket) -> Tensor:
+        attached = self._attachment
+        return attached.read(bucket) if isinstance(attached, Measure) else bucket.slots.measure()
 
     def _decide(self, buckets: list[Bucket], statistics: list[Tensor] | None) -> Tensor:
         device = buckets[0].device if buckets else torch.device("cpu")
-        total = None
-        if statistics:
-            total = statistics[0]
-            if len(statistics) > 1:  # parameters on several devices: one norm, one verdict
-                rows = torch.stack([s[-1].to(device) for s in statistics])
-                total = torch.stack([rows[:, 0].sum(), rows[:, 1].max(), rows[:, 2].sum()])
-        self._verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
-        self._measured = total is not None
-        _C.decide_(
-            self._verdict,
-            statistics=total,
-            scale=_scalar(getattr(self, "grad_scale", None), device),
-            found_inf=_scalar(getattr(self, "found_inf", None), device),
-            max_norm=self.max_grad_norm or 0.0,
+        self._measured = bool(statistics)
+        self._verdict = decide(
+            device,
+            statistics,
+            scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            max_norm=self.max_grad_norm,
         )
         return self._verdict
 
@@ -160,16 +210,27 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
         Returns, per device, the total's row: sum of squares, largest finite |g|, number of
         non-finite elements, float64 [3]; amp_mp.GradScaler asks for it in place of torch's
-        read-and-write check.
+        read-and-write check. Attached with release=True: what has been released since the last
+        step; RuntimeError where nothing has asked for measuring it.
         """
+        if isinstance(self._attachment, Release):
+            return self._attachment.totals()
         buckets = self._gather()
-        statistics = [bucket.slots.measure() for bucket in buckets]
+        statistics = [self._read(bucket) for bucket in buckets]
         self._ready = buckets, statistics
         return {bucket.device: rows[-1] for bucket, rows in zip(buckets, statistics, strict=True)}
 
     @property
+    def releases(self) -> bool:
+        """Whether gradients are stepped and freed during backward (attach)."""
+        return isinstance(self._attachment, Release)
+
+    @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step met an overflow and so changed nothing. Waits for the device."""
+        """Whether the last step met an overflow and so changed nothing. Waits for the device.
+
+        Attached with release=True: whether any parameter was left as it was.
+        """
         return self._verdict is not None and bool(self._verdict[0].item())
 
     @property
@@ -183,10 +244,54 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             float(self._verdict[2].item()) if self._verdict is not None and self._measured else None
         )
 
+    def memory_report(self) -> MemoryReport:
+        """Bytes of weights, gradients, masters and states as they are now, from real storages."""
+        return report_memory(self)
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        release: bool = False,
+        measure: bool = False,
+        scaler: GradScaler | None = None,
+        clip: str = "parameter",
+    ) -> Attachment:
+        """Works during the backward pass, on each gradient as it is made: docs/gradient_release.md.
+
+        Args:
+            model: whose parameters to attend to; those of a DistributedDataParallel once they are
+                averaged. The optimizer's other parameters, if any, wait for `step`.
+            release: step each parameter as soon as its gradient is there, and free the gradient
+                (under DistributedDataParallel it stays). Every backward steps; `step` only ends
+                the iteration.
+            measure: read each gradient while it is in the cache, so that `step` need not. One of
+                release and measure has to be True.
+            scaler: the amp_mp.GradScaler of the losses; with release only.
+            clip: how max_grad_norm is kept with release, where no gradient waits for the norm of
+                all: "parameter", each by its own norm; "previous", all by the norm of the last
+                step without overflow, before the first one as "parameter".
+
+        Returns:
+            The attachment: `remove()` ends it, as does the end of a `with` block.
+
+        Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
+        """
+        return attach(self, model, release=release, measure=measure, scaler=scaler, clip=clip)
+
     # State.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group's parameters get their state at the next step."""
+        """As torch's; the group's parameters get their state at the next step.
+
+        The group may have formats of its own, by `memory` or by name.
+        """
+        own = {name: param_group.get(name) for name in self._chosen}
+        memory = param_group.pop("memory", None)
+        if memory is not None or any(own.values()):
+            given = {name: own[name] or self._chosen[name] for name in own}
+            stored = resolve(memory, own if memory is not None else given)
+            param_group.update({n: s for n, s in stored.items() if memory or own[n]})
         super().add_param_group(param_group)
         self._forget()
 
@@ -194,12 +299,21 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """As torch's, but states keep the width they were saved with.
 
         torch casts every state to its parameter's dtype, which would round masters and moments of
-        low-precision parameters. Reads checkpoints of torch.optim too: a missing master is made
-        from the parameter. Raises ValueError on a shape that does not fit, before anything is
-        changed.
+        low-precision parameters. States saved in another format than this optimizer's are
+        converted; load the model first, since a split master is stored in its weights. Reads
+        checkpoints of torch.optim too: a missing master is made from the parameter. Raises
+        ValueError on a shape that does not fit, before anything is changed.
         """
         restore_state(self, state_dict, super().load_state_dict)
         self._forget()
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as the optimizer of torch.optim with the same name has it, for float32 weights.
+
+        States are decoded to float32; masters are left out: they are the float32 weights
+        (amp_mp.float32_state_dict).
+        """
+        return torch_state_dict(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles, or as torch does, reloads; what was derived is built anew."""
@@ -212,29 +326,5 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles and the fused optimizers' own arguments."""
         own = ["max_grad_norm", "check_overflow", "_step_supports_amp_scaling", "_own_defaults"]
-        own += ["master", "formats"]
+        own += ["_chosen"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
-
-
-def _scalar(value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """A scaler's number as a float32 tensor on the device, or None."""
-    if value is None:
-        return None
-    return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
-
-
-def check_ranges(lr: Any, betas: Iterable[float], eps: float, weight_decay: float) -> None:
-    """Raises ValueError naming the argument; a tensor lr has to have one element."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"lr must be a number or a tensor of one element, found shape {tuple(lr.shape)}"
-        )
-    if not float(lr) >= 0:
-        raise ValueError(f"lr must not be negative, found {lr!r}")
-    for i, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{i}] must be in [0, 1), found {beta!r}")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, found {eps!r}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, found {weight_decay!r}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, check_ranges
+from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
 
 
 class RMSprop(FusedOptimizer):
@@ -19,12 +19,14 @@ class RMSprop(FusedOptimizer):
         u = g / (sqrt(v) + eps), with momentum b = momentum b + u in its place
         w = w - lr u
 
-    Arguments are torch's, without `centered`; `max_grad_norm`, `check_overflow`, `amp_scaling`, and
-    how masters and states are stored, `master`, `square_avg`, `momentum_buffer`: see
-    FusedOptimizer. State: step, beta_powers (unused), square_avg, momentum_buffer where a group has
-    momentum, and master for low-precision parameters.
+    centered=True subtracts the square of the averaged gradient from v (Graves 2013).
 
-    Raises ValueError for an argument out of range, and for centered=True.
+    Arguments are torch's, how states are stored, `square_avg`, `momentum_buffer`, and what all
+    fused optimizers take: see FusedOptimizer. A centered v is a difference, so it is float32.
+    State: step, square_avg, momentum_buffer where a group has momentum or all are centered,
+    grad_avg with centered, and master or remainder for low-precision parameters.
+
+    Raises ValueError for an argument out of range.
     """
 
     def __init__(
@@ -37,13 +39,9 @@ class RMSprop(FusedOptimizer):
         momentum: float = 0.0,
         centered: bool = False,
         *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        check_overflow: bool = False,
-        amp_scaling: bool = True,
-        master: str = "float32",
-        square_avg: str = "float32",
-        momentum_buffer: str = "float32",
+        square_avg: str | None = None,
+        momentum_buffer: str | None = None,
+        **options: Unpack[Options],
     ) -> None:
         """See the class."""
         check_ranges(lr, (), eps, weight_decay)
@@ -51,41 +49,47 @@ class RMSprop(FusedOptimizer):
             raise ValueError(f"alpha must be in [0, 1), found {alpha!r}")
         if not momentum >= 0:
             raise ValueError(f"momentum must not be negative, found {momentum!r}")
-        if centered:
-            raise ValueError("centered=True is not there; use torch.optim.RMSprop")
+        if centered and square_avg not in (None, "float32"):
+            raise ValueError(f'square_avg must be "float32" if centered, found {square_avg!r}')
         defaults = {
             "lr": lr,
             "alpha": alpha,
             "eps": eps,
             "weight_decay": weight_decay,
             "momentum": momentum,
-            "maximize": maximize,
+            "centered": centered,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            check_overflow=check_overflow,
-            amp_scaling=amp_scaling,
-            master=master,
-            formats={"square_avg": square_avg, "momentum_buffer": momentum_buffer},
-        )
+        formats = {
+            "square_avg": "float32" if centered else square_avg,
+            "momentum_buffer": momentum_buffer,
+            "grad_avg": None,
+        }
+        super().__init__(params, defaults, formats, **options)
 
     def _has_momentum(self) -> bool:
         return any(group["momentum"] != 0 for group in self.param_groups)
 
-    def _states(self) -> tuple[str, ...]:
-        return ("square_avg", "momentum_buffer") if self._has_momentum() else ("square_avg",)
+    def _centered(self) -> bool:
+        kinds = {bool(group["centered"]) for group in self.param_groups}
+        if len(kinds) > 1:
+            raise ValueError("centered must be the same in all param_groups, found both")
+        return kinds == {True}
 
-    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
-        return _C.Hyper(
-            lr=float(group["lr"]),
-            beta2=group["alpha"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            maximize=group["maximize"],
-        )
+    def _states(self) -> tuple[str, ...]:
+        if self._centered():
+            return ("momentum_buffer", "square_avg", "grad_avg")
+        return ("momentum_buffer", "square_avg") if self._has_momentum() else ("square_avg",)
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "beta2": group["alpha"],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"],
+        }
 
     def _operator(self) -> Callable[..., None]:
+        if self._centered():
+            return _C.centered_rmsprop_
         return _C.rmsprop_ if self._has_momentum() else _C.plain_rmsprop_

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, check_ranges
+from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
 
 
 class SGD(FusedOptimizer):
@@ -26,9 +26,9 @@ class SGD(FusedOptimizer):
     Equal where lr is constant and nothing is rounded. In float16 lr g may vanish where g does not:
     see docs/fp16_momentum.md. A buffer of one form is lr times one of the other.
 
-    Arguments are torch's; `max_grad_norm`, `check_overflow`, `amp_scaling`, and how masters and
-    states are stored, `master`, `momentum_buffer`: see FusedOptimizer.
-    State: step, beta_powers (unused), momentum_buffer unless no group has momentum, and master for
+    Arguments are torch's, how the buffer is stored, `momentum_buffer`, and what all fused
+    optimizers take: see FusedOptimizer.
+    State: step, momentum_buffer unless no group has momentum, and master or remainder for
     low-precision parameters.
 
     Raises ValueError for an argument out of range.
@@ -43,13 +43,9 @@ class SGD(FusedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        check_overflow: bool = False,
-        amp_scaling: bool = True,
-        master: str = "float32",
-        momentum_buffer: str = "float32",
+        momentum_buffer: str | None = None,
         momentum_form: str = "unscaled",
+        **options: Unpack[Options],
     ) -> None:
         """See the class."""
         if momentum_form not in ("unscaled", "scaled"):
@@ -75,17 +71,8 @@ class SGD(FusedOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            check_overflow=check_overflow,
-            amp_scaling=amp_scaling,
-            master=master,
-            formats={"momentum_buffer": momentum_buffer},
-        )
+        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, **options)
 
     def _has_momentum(self) -> bool:
         return any(group["momentum"] != 0 for group in self.param_groups)
@@ -93,15 +80,14 @@ class SGD(FusedOptimizer):
     def _states(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self._has_momentum() else ()
 
-    def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
-        return _C.Hyper(
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"] if group["momentum"] else 0.0,
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "momentum": group["momentum"],
+            "dampening": group["dampening"] if group["momentum"] else 0.0,
+            "weight_decay": group["weight_decay"],
+            "nesterov": group["nesterov"],
+        }
 
     def _operator(self) -> Callable[..., None]:
         if not self._has_momentum():

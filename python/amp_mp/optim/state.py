@@ -1,8 +1,7 @@
-"""An optimizer's state: made, gathered for the native step, and restored exactly."""
+"""An optimizer's state: made, and gathered for the native step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,58 +9,115 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.originals import LOW_PRECISION, rounded, take_original
-
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "float16_root": torch.float16,
-}
+from amp_mp.optim.originals import LOW_PRECISION, take_original
+from amp_mp.optim.storage import (
+    format_of,
+    get,
+    native_name,
+    new_rest,
+    new_state,
+    put,
+    split_name,
+)
 
 if TYPE_CHECKING:
     from amp_mp.optim.base import FusedOptimizer
+
+CLOCK = ("step", "beta_powers", "layer")  # float64 [], [2] and []: core/rules/base.h, Clock
 
 
 def init_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> Tensor:
     """Fills in what is missing of a parameter's tensors; returns its clock (clock_of).
 
-    One tensor of the parameter's shape and layout for each state, in its format. master: float32,
-    only for a low-precision parameter; the exact original where `prepare` has kept one.
+    One tensor of the parameter's shape and layout for each state, in its format, and for m8 one of
+    scales, NAME_scale. For a low-precision parameter `master`, float32, or `remainder`, int16 or
+    int8, from the exact original where `prepare` has kept one.
     """
     state = optimizer.state[param]
     clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
     for name in optimizer._states():
-        if state.get(name) is None:
-            dtype = DTYPES[optimizer.formats.get(name, "float32")]
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            optimizer._fill(name, state[name], group)
-    if optimizer.master != "none" and param.dtype in LOW_PRECISION and "master" not in state:
-        state["master"] = take_original(param)
+        if state.get(name) is not None:
+            continue
+        format = format_of(group[name], param)
+        state[name], scale = new_state(format, param)
+        if scale is not None:
+            state[f"{name}_scale"] = scale
+        start = optimizer._fill(name, group)
+        if start:
+            values = torch.full_like(param, start, dtype=torch.float32)
+            put(values, state[name], scale, native_name(format))
+    if param.dtype in LOW_PRECISION:
+        set_master(group["master"], param, state)
     return clock
 
 
-def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -> Tensor:
-    """The parameter's applied steps and beta powers as one float64 [3]; the state has views.
+def set_master(
+    format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
+) -> None:
+    """Gives a low-precision parameter its master in the format, from values if there are any.
 
-    step: float64 []. beta_powers: float64 [2], running products of the betas. Rebuilt where the
-    state's tensors no longer lie side by side (after loading, copying, or somebody's own
-    assignment), or where a torch.optim checkpoint has no powers.
+    Without, one that is there stays, one in another format is converted. A split master writes the
+    parameter too: where its float32 value lies half way between two weights, it rounds away.
     """
-    step, powers = state.get("step"), state.get("beta_powers")
+    rest = state.get("remainder")
+    if values is None:
+        if "master" in state if format == "float32" else rest is not None:
+            return
+        if format == "none":
+            return
+        values = master_of(param, state)
+        values = take_original(param) if values is None else values
+    state.pop("master", None)
+    state.pop("remainder", None)
+    if format == "float32":
+        state["master"] = values
+    elif format != "none":
+        state["remainder"] = new_rest(format, param)
+        with torch.no_grad():
+            put(values, param.detach(), state["remainder"], split_name(format, param.dtype))
+
+
+def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    """A low-precision parameter's master as float32: the tensor itself, or decoded; None without.
+
+    Same shape and layout as the parameter.
+    """
+    master: Tensor | None = state.get("master")
+    if master is not None:
+        return master
+    rest = state.get("remainder")
+    if rest is None:
+        return None
+    format = "split32" if rest.dtype == torch.int16 else "split24"
+    return get(param.detach(), rest, split_name(format, param.dtype))
+
+
+def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -> Tensor:
+    """The parameter's clock as one float64 [4]; the state has views of it.
+
+    step: float64 []. beta_powers: float64 [2], running products of the betas. layer: float64 [],
+    what a layerwise rule remembers. Rebuilt where the state's tensors no longer lie side by side
+    (after loading, copying, or somebody's own assignment), or where a torch.optim checkpoint has
+    none but the step.
+    """
+    step, powers, layer = (state.get(name) for name in CLOCK)
     if (
         isinstance(step, Tensor)
         and isinstance(powers, Tensor)
-        and step.dtype == powers.dtype == torch.float64
-        and step.device == powers.device == param.device
+        and isinstance(layer, Tensor)
+        and step.dtype == powers.dtype == layer.dtype == torch.float64
+        and step.device == powers.device == layer.device == param.device
         and powers.data_ptr() == step.data_ptr() + step.element_size()
-        and step.untyped_storage().data_ptr() == powers.untyped_storage().data_ptr()
+        and layer.data_ptr() == step.data_ptr() + 3 * step.element_size()
+        and step.untyped_storage().data_ptr() == layer.untyped_storage().data_ptr()
     ):
-        return step.as_strided((3,), (1,))
+        return step.as_strided((4,), (1,))
     # torch's SGD counts no steps: a buffer says that there have been some.
     count = float(step) if step is not None else float(state.get("momentum_buffer") is not None)
     products = [b**count for b in betas] if powers is None else powers.tolist()
-    clock = torch.tensor([count, *products], dtype=torch.float64, device=param.device)
-    state["step"], state["beta_powers"] = clock[0], clock[1:]
+    norm = 0.0 if layer is None else float(layer)
+    clock = torch.tensor([count, *products, norm], dtype=torch.float64, device=param.device)
+    state["step"], state["beta_powers"], state["layer"] = clock[0], clock[1:3], clock[3]
     return clock
 
 
@@ -90,114 +146,87 @@ class Bucket:
 def all_current(buckets: list[Bucket], lists: list[list[Tensor]], names: tuple[str, ...]) -> bool:
     """Whether gathering again would find the same tensors in the same places."""
     return _C.same_items(lists, buckets[0].everything if buckets else []) and all(
-        b.keys == _keys(names)
+        b.keys == state_keys(names)
         and _C.holds(b.dicts, b.keys, b.values)
         and all(p.grad is None for p in b.dormant)
         for b in buckets
     )
 
 
-def _keys(names: tuple[str, ...]) -> tuple[str, ...]:
-    return ("step", "beta_powers", "master", *names)
+def state_keys(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The state entries whose tensors the slots hold."""
+    scales = (f"{names[0]}_scale",) if names else ()
+    return ("master", "remainder", "step", *scales, *names)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter with what the native slot has to know of it."""
+
+    param: Tensor
+    group: int
+    number: int  # among all parameters of the optimizer
+    label: str
+    clock: Tensor
 
 
 def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
     """Sorts the parameters by device, makes missing state, and has every tensor checked."""
     by_device: dict[torch.device, Bucket] = {}
-    lists: dict[torch.device, list[tuple[Tensor, int, str, Tensor]]] = {}
-    names = optimizer._states()
+    rows: dict[torch.device, list[Row]] = {}
+    number = -1
     for index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for position, param in enumerate(group["params"]):
+            number += 1
             bucket = by_device.setdefault(param.device, Bucket(param.device))
-            rows = lists.setdefault(param.device, [])
-            state = optimizer.state.get(param, {})
-            if param.grad is None and not state:
+            if param.grad is None and not optimizer.state.get(param, {}):
                 bucket.dormant.append(param)
                 continue
             label = f"parameter {position} of group {index}"
             label += f" ({given[position]!r})" if given else ""
-            if not param.is_floating_point() or param.dtype == torch.float64:
-                raise TypeError(
-                    f"{label} has dtype {param.dtype}; amp_mp's optimizers take float32, float16 "
-                    "and bfloat16, use torch.optim for the others"
-                )
-            clock = init_state(optimizer, group, param)
+            clock = checked_clock(optimizer, group, param, label)
             bucket.params.append(param)
             bucket.dicts.append(optimizer.state[param])
-            rows.append((param, index, label, clock))
+            rows.setdefault(param.device, []).append(Row(param, index, number, label, clock))
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     for device, bucket in by_device.items():
-        rows = lists[device]
         bucket.everything = everything
-        bucket.keys = _keys(names)
+        bucket.keys = state_keys(optimizer._states())
         bucket.values = [[d.get(key) for d in bucket.dicts] for key in bucket.keys]
-        bucket.slots = _C.Slots(
-            params=bucket.params,
-            masters=bucket.values[2],
-            states=[[d[name] for d in bucket.dicts] for name in names],
-            formats=[optimizer.formats.get(name, "float32") for name in names],
-            clocks=[clock for _, _, _, clock in rows],
-            groups=[index for _, index, _, _ in rows],
-            names=[label for _, _, label, _ in rows],
-        )
+        bucket.slots = make_slots(optimizer, bucket, rows.get(device, []))
     return list(by_device.values())
 
 
-def restore_state(
-    optimizer: FusedOptimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
-) -> None:
-    """Runs torch's `load` and puts the saved states back at their own width."""
-    final: dict[str, Any] = {}
-
-    def capture(_: Any, seen: dict[str, Any]) -> None:
-        final.update(seen)  # after the user's own pre-hooks
-
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    _check_loadable(state_dict, params)
-    handle = optimizer.register_load_state_dict_pre_hook(capture)
-    try:
-        load(state_dict)
-    finally:
-        handle.remove()
-    ids = [i for group in final["param_groups"] for i in group["params"]]
-    for number, param in zip(ids, params, strict=True):
-        for name, value in final["state"].get(number, {}).items():
-            stored = optimizer.formats.get(name, "float32")
-            optimizer.state[param][name] = _own_copy(value, param, stored)
+def checked_clock(
+    optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor, label: str
+) -> Tensor:
+    """init_state's; raises TypeError with the label for a dtype that no rule takes."""
+    if not param.is_floating_point() or param.dtype == torch.float64:
+        raise TypeError(
+            f"{label} has dtype {param.dtype}; amp_mp's optimizers take float32, float16 "
+            "and bfloat16, use torch.optim for the others"
+        )
+    return init_state(optimizer, group, param)
 
 
-def _own_copy(value: Any, param: Tensor, stored: str) -> Any:
-    """The saved value in the format, not shared with what it came from, where the parameter is."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape != param.shape or value.dim() == 0:  # step, beta_powers
-        return value.detach().to(param.device, copy=True)
-    like = torch.empty_like(
-        param,
-        dtype=value.dtype if value.dtype == torch.float64 else DTYPES[stored],
-        memory_format=torch.preserve_format,
+def make_slots(optimizer: FusedOptimizer, bucket: Bucket, rows: list[Row]) -> _C.Slots:
+    """The native list of a bucket's parameters; raises as csrc/torch/slots.h checks."""
+    names, groups, dicts = optimizer._states(), optimizer.param_groups, bucket.dicts
+
+    def natives(name: str) -> list[str]:
+        return [native_name(format_of(groups[r.group][name], r.param)) for r in rows]
+
+    return _C.Slots(
+        params=bucket.params,
+        masters=[d.get("master", d.get("remainder")) for d in dicts],
+        states=[[d[name] for d in dicts] for name in names],
+        scales=[d.get(f"{names[0]}_scale") if names else None for d in dicts],
+        formats=[natives(name) for name in names],
+        stochastic=[groups[r.group]["rounding"] == "stochastic" for r in rows],
+        clocks=[r.clock for r in rows],
+        groups=[r.group for r in rows],
+        numbers=[r.number for r in rows],
+        firsts=[0] * len(rows),
+        names=[r.label for r in rows],
     )
-    if value.dtype == like.dtype:
-        return like.copy_(value)
-    value = value.float().sqrt() if stored == "float16_root" else value
-    return like.copy_(rounded(value.float(), like.dtype) if like.dtype in LOW_PRECISION else value)
-
-
-def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
-    for index, group in enumerate(state_dict["param_groups"]):
-        if group.get("amsgrad"):
-            raise ValueError(
-                f"state_dict: group {index} has amsgrad=True, which this optimizer does not have; "
-                "nothing was loaded"
-            )
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    for position, (number, param) in enumerate(zip(ids, params, strict=False)):
-        for name, value in state_dict["state"].get(number, {}).items():
-            counted = name in ("step", "beta_powers")
-            if isinstance(value, Tensor) and not counted and value.shape != param.shape:
-                raise ValueError(
-                    f"state_dict: {name!r} of parameter {position} has shape "
-                    f"{tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}; "
-                    "nothing was loaded"
-                )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.release import Release
 from amp_mp.scaling.make import make_policy
 from amp_mp.scaling.policies import Policy
 
@@ -61,6 +62,9 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
         if isinstance(optimizer, FusedOptimizer):
+            attached = optimizer._attachment
+            if isinstance(attached, Release) and attached.scaler is not self:
+                raise RuntimeError("release=True: attach the optimizer with scaler= this scaler")
             totals = optimizer.measure_gradients()
         else:
             by_device = _plain_gradients(optimizer)
@@ -88,6 +92,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """One native read, one native write, whatever the dtype."""
+        if isinstance(getattr(optimizer, "_attachment", None), Release):
+            raise RuntimeError(
+                "unscale_: the optimizer is attached with release=True and has "
+                "stepped already; its max_grad_norm clips"
+            )
         scale = self._scale
         by_device = _plain_gradients(optimizer)
         if by_device is None or scale is None:

@@ -1,0 +1,47 @@
+#pragma once
+// Random bits by counter, for stochastic rounding: Philox4x32-10 of Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3" (2011). Bits are a function of seed, step, tensor and element alone:
+// the same on every device and replica, after a resume, for any sharding, and an overflow that is
+// skipped draws none.
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace amp_mp {
+
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxA = 0xD2511F53u, kPhiloxB = 0xCD9E8D57u;  // multipliers
+constexpr uint32_t kWeylA = 0x9E3779B9u, kWeylB = 0xBB67AE85u;      // what the key grows by
+constexpr int kDraw = 16;  // bytes, and elements, of a draw
+
+// Everything but the element. Weights have a stream of their own: bits that rounded a moment would
+// be correlated with the update it makes.
+struct Stream {
+  uint32_t seed[2], step, tensor, of_weights;
+};
+
+AMP_MP_BOTH Stream stream_of(uint64_t seed, double step, uint32_t tensor, bool of_weights) {
+  return {
+      {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(step), tensor, of_weights ? 1u << 31 : 0};
+}
+
+// Byte e % 16 of draw e / 16, counted from the lowest byte of word 0, is element e's.
+AMP_MP_BOTH void draw(const Stream& s, uint64_t number, uint32_t (&word)[4]) {
+  uint32_t c0 = uint32_t(number), c1 = uint32_t(number >> 32) | s.of_weights, c2 = s.tensor,
+           c3 = s.step, a = s.seed[0], b = s.seed[1];
+  for (int r = 0; r < kPhiloxRounds; ++r) {
+    const uint64_t p = uint64_t(kPhiloxA) * c0, q = uint64_t(kPhiloxB) * c2;
+    c0 = uint32_t(q >> 32) ^ c1 ^ a;
+    c1 = uint32_t(q);
+    c2 = uint32_t(p >> 32) ^ c3 ^ b;
+    c3 = uint32_t(p);
+    a += kWeylA;
+    b += kWeylB;
+  }
+  word[0] = c0;
+  word[1] = c1;
+  word[2] = c2;
+  word[3] = c3;
+}
+
+}  // namespace amp_mp

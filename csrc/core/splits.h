@@ -1,0 +1,73 @@
+#pragma once
+// A float32 master as the low-precision weight itself and a remainder: 4 or 3 bytes instead of 6.
+//
+// With bfloat16 weights, `u` being the float's bits, a carry from the remainder rounds the weight:
+//   split32   weight = (u + 0x8000) >> 16, remainder = the low 16 bits, signed
+//   split24   the same with u first rounded to 24 bits: worst error 1/512 of a bfloat16 ulp
+// Integers only, and split32 loses nothing. Ties go away from zero: 16 spare bits cannot say which
+// of the 65,537 floats that round to an even bfloat16 is meant.
+//
+// With float16 weights, E being the weight's exponent (at least -14):
+//   split32   remainder = (x - weight) in steps of 2^(E - 26): exact from 2^-16 on
+//   split24   the same in steps of 2^(E - 18)
+// Masters saturate at +-65504. A NaN is a NaN in the weight, whatever the remainder.
+#include "core/formats.h"
+
+namespace amp_mp {
+
+struct Split32 {
+  using Rest = int16_t;
+
+  static AMP_MP_BOTH float join(bfloat16 high, int16_t low) {
+    return from_bits((uint32_t(high.bits) << 16) + uint32_t(int32_t(low)));
+  }
+  static AMP_MP_BOTH void split(float x, bfloat16& high, int16_t& low) {
+    const uint32_t u = canonical_bits(x);
+    high = {uint16_t((u + 0x8000u) >> 16)};
+    low = int16_t(u);
+  }
+
+  static constexpr uint32_t kStepBits = 26;
+  static constexpr float kLargest = 32767.0f;
+};
+
+struct Split24 {
+  using Rest = int8_t;
+
+  static AMP_MP_BOTH float join(bfloat16 high, int8_t low) {
+    return from_bits((uint32_t(high.bits) << 16) + (uint32_t(int32_t(low)) << 8));
+  }
+  static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
+    const uint32_t u = canonical_bits(x);
+    // The largest finite numbers are cut off: rounded up they would be infinite.
+    const uint32_t half = (u & 0x7FFFFF80u) == 0x7F7FFF80u ? 0 : 0x80u;
+    high = {uint16_t((u + half + 0x8000u) >> 16)};
+    low = int8_t((u + half) >> 8);
+  }
+
+  static constexpr uint32_t kStepBits = 18;
+  static constexpr float kLargest = 127.0f;
+};
+
+// 2^max(E, -14) of a decoded float16, as bits; infinity and NaN count as E = 15.
+AMP_MP_BOTH uint32_t binade(float weight) {
+  const uint32_t e = to_bits(weight) & kInfinity;
+  const uint32_t least = e < (113u << 23) ? 113u << 23 : e;
+  return least < (142u << 23) ? least : 142u << 23;
+}
+
+template <class Split>
+AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
+  return weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
+}
+
+// x is saturated, weight what it was rounded to. The sum with 1.5 * 2^23 rounds to an integer.
+template <class Split>
+AMP_MP_BOTH typename Split::Rest rest_of_float16(float x, float weight) {
+  float r = (x - weight) * from_bits(((254u + Split::kStepBits) << 23) - binade(weight));
+  r = r < Split::kLargest ? r : Split::kLargest;
+  r = r > -Split::kLargest ? r : -Split::kLargest;
+  return typename Split::Rest(to_bits(r + 12582912.0f));
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,123 @@
+#pragma once
+// core/random.h for a whole tile: draws side by side in vectors. Included once per instruction set.
+#include "core/random.h"
+#include "cpu/convert.h"
+
+namespace amp_mp::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kDrawLanes = 8;
+#elif defined(__AVX2__)
+constexpr int kDrawLanes = 4;
+#else
+constexpr int kDrawLanes = 2;
+#endif
+
+typedef uint64_t Wide __attribute__((vector_size(8 * kDrawLanes)));
+
+// The products of the low halves. The one instruction that compilers do not find by themselves: a
+// product of masked 64-bit lanes becomes three.
+AMP_MP_BOTH Wide multiply(Wide a, Wide b) {
+#if defined(__AVX512F__)
+  return Wide(_mm512_mul_epu32(__m512i(a), __m512i(b)));
+#elif defined(__AVX2__)
+  return Wide(_mm256_mul_epu32(__m256i(a), __m256i(b)));
+#elif defined(__SSE2__)
+  return Wide(_mm_mul_epu32(__m128i(a), __m128i(b)));
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
+// Alternating lanes of a and b, the first and the second half of them.
+AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
+#if defined(__AVX512F__)
+  low = __builtin_shuffle(a, b, Wide{0, 8, 1, 9, 2, 10, 3, 11});
+  high = __builtin_shuffle(a, b, Wide{4, 12, 5, 13, 6, 14, 7, 15});
+#elif defined(__AVX2__)
+  low = __builtin_shuffle(a, b, Wide{0, 4, 1, 5});
+  high = __builtin_shuffle(a, b, Wide{2, 6, 3, 7});
+#else
+  low = __builtin_shuffle(a, b, Wide{0, 2});
+  high = __builtin_shuffle(a, b, Wide{1, 3});
+#endif
+}
+
+// Elements drawn for at a time: four vectors of draws have to be under way at once to hide the
+// multiplication's latency (half the speed otherwise).
+constexpr int kDrawnElements = 4 * 8 * kDraw;
+static_assert(kDrawnElements % kTile == 0);
+
+// Bytes of the draws `number` and on, for kDrawnElements elements.
+AMP_MP_OWN void draw_many(const Stream& s, uint64_t number, uint8_t* bytes) {
+  constexpr int kBatch = 4;
+  Wide lane;
+  for (int j = 0; j < kDrawLanes; ++j) lane[j] = uint64_t(j);
+  const Wide zero = {}, low = zero + 0xFFFFFFFFu;
+  for (int i = 0; i < kDrawnElements / kDraw; i += kDrawLanes * kBatch) {
+    Wide c0[kBatch], c1[kBatch], c2[kBatch], c3[kBatch];
+    for (int k = 0; k < kBatch; ++k) {
+      const Wide n = lane + (number + uint64_t(i + k * kDrawLanes));
+      c0[k] = n & low;
+      c1[k] = (n >> 32) | uint64_t(s.of_weights);
+      c2[k] = zero + s.tensor;
+      c3[k] = zero + s.step;
+    }
+    uint32_t a = s.seed[0], b = s.seed[1];
+#pragma GCC unroll 10
+    for (int r = 0; r < kPhiloxRounds; ++r) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kBatch; ++k) {
+        // The upper halves of c1 and c3 hold rubbish that no product looks at.
+        const Wide p = multiply(c0[k], zero + kPhiloxA), q = multiply(c2[k], zero + kPhiloxB);
+        c0[k] = (q >> 32) ^ c1[k] ^ uint64_t(a);
+        c1[k] = q;
+        c2[k] = (p >> 32) ^ c3[k] ^ uint64_t(b);
+        c3[k] = p;
+      }
+      a += kWeylA;
+      b += kWeylB;
+    }
+    for (int k = 0; k < kBatch; ++k) {
+      const Wide x = (c0[k] & low) | (c1[k] << 32), y = (c2[k] & low) | (c3[k] << 32);
+      Wide first, second;
+      zip(x, y, first, second);
+      uint8_t* out = bytes + (i + k * kDrawLanes) * kDraw;
+      memcpy(out, &first, sizeof first);
+      memcpy(out + sizeof first, &second, sizeof second);
+    }
+  }
+}
+
+// The random bytes of a tensor's elements, a window at a time. A shard may begin anywhere: its
+// elements keep the bytes they have in the whole tensor.
+class Bytes {
+ public:
+  AMP_MP_BOTH Bytes(const Stream& stream, int64_t first) : stream_(stream), first_(first) {}
+
+  // Of elements `at` to at + kTile; `at` is a multiple of kTile and grows.
+  AMP_MP_BOTH const uint8_t* of(int64_t at) {
+    if (at < begin_ || at + kTile > begin_ + kDrawnElements) {
+      begin_ = at;
+      fill(stream_, uint64_t(first_ + at), bytes_);
+    }
+    return bytes_ + (first_ + begin_) % kDraw + (at - begin_);
+  }
+
+ private:
+  AMP_MP_OWN static void fill(const Stream& stream, uint64_t element, uint8_t* bytes) {
+    draw_many(stream, element / kDraw, bytes);
+    if (element % kDraw == 0) return;
+    uint32_t word[4];  // the window's end reaches into one draw more
+    draw(stream, element / kDraw + kDrawnElements / kDraw, word);
+    memcpy(bytes + kDrawnElements, word, sizeof word);
+  }
+
+  Stream stream_;
+  int64_t first_, begin_ = int64_t(1) << 62;
+  alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
+};
+
+}  // namespace
+}  // namespace amp_mp::cpu

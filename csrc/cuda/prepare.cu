@@ -1,0 +1,108 @@
+// The first pass of the rules that need their update's norm: advances the moments and measures the
+// direction, in the order of core/reduce.h. Threads are laid out as in measure.cu.
+#include "cuda/passes.h"
+#include "cuda/slots.h"
+
+namespace amp_mp::cuda {
+namespace {
+
+constexpr int kTeam = kLanes / kPack;          // threads a block of 4,096
+constexpr int kThreads = kTeam * kSpanBlocks;  // threads a span
+
+// The halving tree over 64 lanes, lane 8 t + k in element k of thread t; every thread gets it.
+__device__ __forceinline__ double add_team(double (&lane)[kPack]) {
+  for (int d = kTeam / 2; d > 0; d /= 2)
+    for (int k = 0; k < kPack; ++k) lane[k] += __shfl_down_sync(kWarp, lane[k], d, kTeam);
+  return __shfl_sync(kWarp, add_halving(lane), 0, kTeam);
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const SlotTable __grid_constant__ table, const Hypers __grid_constant__ hypers,
+                   const Verdict* __restrict__ verdict, const Rule* __restrict__ rules,
+                   Statistics* __restrict__ spans, int64_t* __restrict__ first_span) {
+  __shared__ Statistics blocks[kSpanBlocks];
+  if (blockIdx.x == 0)
+    for (int t = threadIdx.x; t <= table.count; t += kThreads)
+      first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
+  if (verdict->found_inf != 0 || int(blockIdx.x) >= table.first_chunk[table.count]) return;
+
+  const Chunk chunk = find_chunk(table, int(kSpan));
+  const View slot(table, hypers, chunk.slot);
+  const Rule rule = rules[table.first_index + chunk.slot];
+  const float multiplier = float(slot.hyper.maximize ? -verdict->multiplier : verdict->multiplier);
+  const bool draws = slot.draws();
+  const int block = int(threadIdx.x) / kTeam, lane0 = int(threadIdx.x) % kTeam * kPack;
+  float sum[kPack] = {};
+  double careful[kPack] = {};  // the moments are gone after one pass, so both sums are made
+  float largest = 0;
+  double bad = 0;
+  // As many rows for every block of the span: the formats that talk need whole warps.
+  for (int row = 0; row < kBlock && row < chunk.size; row += kLanes) {
+    const int i = block * kBlock + row + lane0, left = chunk.size - i;
+    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
+    const int64_t at = chunk.begin + i;
+    const bool whole = slot.wide && n == kPack;
+    float g[kPack] = {}, w[kPack] = {}, m[kPack] = {}, v[kPack] = {};
+    load<kGradFormats>(g, slot.grad, at, n, whole);
+    load<kMasterFormats>(w, slot.master, at, n, whole);
+    load<kStateFormats>(m, slot.state[0], at, n, whole);
+    load<kSquareFormats>(v, slot.state[1], at, n, whole);
+    for (int k = 0; k < kPack; ++k) {
+      rule.moments(g[k] * multiplier, w[k], m[k], v[k]);
+      if (k >= n) continue;
+      const float d = rule.direction(w[k], m[k], v[k]), magnitude = fabsf(d);
+      sum[k] += d * d;
+      if (is_finite(d)) {
+        careful[k] += double(magnitude) * double(magnitude);
+        largest = magnitude > largest ? magnitude : largest;
+      } else {
+        bad += 1;
+      }
+    }
+    const uint64_t random = draws ? slot.random(false, at) : 0;
+    store_history<kStateFormats>(slot.state[0], m, at, n, whole, random);
+    store_history<kSquareFormats>(slot.state[1], v, at, n, whole, random);
+  }
+  double lane[kPack];
+  for (int k = 0; k < kPack; ++k) lane[k] = sum[k];
+  for (int d = kTeam / 2; d > 0; d /= 2) {
+    const float other = __shfl_xor_sync(kWarp, largest, d, kTeam);
+    largest = other > largest ? other : largest;
+    bad += __shfl_xor_sync(kWarp, bad, d, kTeam);
+  }
+  const double quick = add_team(lane), slow = add_team(careful);
+  const bool care = needs_care(quick, largest, bad > 0);
+  if (threadIdx.x % kTeam == 0) blocks[block] = {care ? slow : quick, largest, bad};
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Statistics total = {};
+  for (int b = 0; b < kSpanBlocks && b * kBlock < chunk.size; ++b) add_to(total, blocks[b]);
+  spans[table.chunk_offset + blockIdx.x] = total;
+}
+
+}  // namespace
+
+template <class Rule>
+const char* prepare(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
+                    const Rule* rules, const Measured& measured, void* stream) {
+  static thread_local SlotTable table;
+  const auto queue = static_cast<cudaStream_t>(stream);
+  Hypers local;
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count;) {
+    take(table, local, slots, i, count, hypers, int(kSpan), chunks);
+    chunks += table.blocks();
+    const int blocks = table.blocks() > 0 ? table.blocks() : 1;
+    if (const char* error =
+            message(launch(prepare_kernel<Rule>, blocks, kThreads, queue, table, local, verdict,
+                           rules, measured.update_spans, measured.first_span)))
+      return error;
+  }
+  return combine(measured.update_spans, measured.first_span, count, measured.updates, stream);
+}
+
+template const char* prepare<LAMB>(const Slot*, int64_t, const Hyper*, const Verdict*, const LAMB*,
+                                   const Measured&, void*);
+
+}  // namespace amp_mp::cuda

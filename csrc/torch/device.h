@@ -1,0 +1,48 @@
+#pragma once
+// Where an operation runs: on the CPU, or queued on a device's current stream. Included by the
+// operations alone.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "torch/checks.h"
+#ifdef AMP_MP_WITH_CUDA
+#include "cuda/passes.h"
+#endif
+
+namespace amp_mp {
+
+inline at::Tensor scratch(int64_t bytes, const at::Device& device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+template <class T>
+T* data_of(const at::Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// Runs `on_cpu`, or `on_cuda(stream)` with the device current; the latter returns null or a
+// message.
+template <class Cpu, class Cuda>
+void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
+  if (device.is_cpu()) return on_cpu();
+#ifdef AMP_MP_WITH_CUDA
+  const c10::OptionalDeviceGuard guard(device);
+  void* stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  const char* error = on_cuda(stream);
+  TORCH_CHECK(!error, "amp_mp: CUDA refused a kernel on ", device, ": ", error);
+#else
+  (void)on_cuda;
+  TORCH_CHECK(false, "amp_mp was built without CUDA, but a tensor is on ", device,
+              "; rebuild with AMP_MP_CUDA=1 and nvcc on the PATH");
+#endif
+}
+
+// A name for the branch that a build without CUDA never runs.
+#ifdef AMP_MP_WITH_CUDA
+#define AMP_MP_CUDA(call) [&]([[maybe_unused]] void* stream) { return cuda::call; }
+#else
+#define AMP_MP_CUDA(call) nullptr
+#endif
+
+}  // namespace amp_mp

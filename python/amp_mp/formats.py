@@ -1,0 +1,113 @@
+"""The stored formats, for single tensors: what a state or a split master holds.
+
+    name          bytes  what it is
+    split32       2 + 2  a float32 as a bfloat16 or float16 weight and a remainder
+    split24       2 + 1  the same, rounded to 24 bits
+    bfloat16      2      stochastic rounding
+    float16       2      nearest, saturating at +-65504
+    float16_root  2      the square root of a number >= 0, in float16
+    ue8m8         2      a number >= 0: 8 bits of exponent, 8 of mantissa; stochastic rounding
+    m8            1 + 1/16  groups of 32 with a bfloat16 scale, cubed codes; stochastic rounding
+
+Every NaN stays a NaN. docs/formats.md has errors and ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_mp.optim.originals import LOW_PRECISION
+from amp_mp.optim.storage import (
+    GROUP,
+    MOMENTS,
+    REST_FORMATS,
+    SQUARES,
+    get,
+    native_name,
+    new_rest,
+    new_state,
+    put,
+    split_name,
+)
+
+SPLITS = ("split32", "split24")
+NAMES = (*SPLITS, *dict.fromkeys((*MOMENTS, *SQUARES)))
+
+
+def encode(
+    x: Tensor,
+    format: str,
+    *,
+    weight_dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    step: int = 0,
+    number: int = 0,
+) -> tuple[Tensor, ...]:
+    """Stores float32 numbers.
+
+    Args:
+        x: any shape, float32, dense.
+        format: one of the module's.
+        weight_dtype: of a split's first part, torch.bfloat16 or torch.float16.
+        seed, step, number: choose the random bits of stochastic rounding; the optimizers pass a
+            group's seed, the parameter's step and its number among the optimizer's parameters.
+
+    Returns:
+        The arrays: for a split (weight, remainder), for m8 (codes, scales), else one.
+
+    Raises:
+        TypeError: x is not float32.
+        ValueError: another format or weight_dtype, or m8 for a number of elements that is not a
+            multiple of 32.
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"x must be float32, found {x.dtype}")
+    _check(format)
+    random = {"seed": seed, "step": step, "number": number}
+    if format in SPLITS:
+        if weight_dtype not in LOW_PRECISION:
+            raise ValueError(
+                f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
+            )
+        weight = torch.empty_like(x, dtype=weight_dtype)
+        rest = new_rest(format, x)
+        put(x, weight, rest, split_name(format, weight_dtype))
+        return weight, rest
+    if format == "m8" and x.numel() % GROUP:
+        raise ValueError(
+            f"m8 stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
+        )
+    data, scales = new_state(format, x)
+    put(x, data, scales, native_name(format), **random)
+    return (data,) if scales is None else (data, scales)
+
+
+def decode(parts: Sequence[Tensor], format: str) -> Tensor:
+    """The float32 numbers that the arrays of `encode` hold, in the shape of the first.
+
+    Raises ValueError for another format, or arrays that are not of it.
+    """
+    _check(format)
+    two = format in SPLITS or format == "m8"
+    if len(parts) != 1 + two:
+        raise ValueError(f"{format} has {1 + two} array(s), found {len(parts)}")
+    rest = parts[1] if two else None
+    if rest is None or format == "m8":
+        return get(parts[0], rest, native_name(format))
+    if REST_FORMATS.get(rest.dtype) != format or parts[0].dtype not in LOW_PRECISION:
+        raise ValueError(
+            f"{format} is a low-precision weight and a remainder, found dtypes {parts[0].dtype} "
+            f"and {rest.dtype}"
+        )
+    return get(parts[0], rest, split_name(format, parts[0].dtype))
+
+
+def _check(format: str) -> None:
+    if format not in NAMES:
+        raise ValueError(f"format must be one of {', '.join(NAMES)}; found {format!r}")
+
+
+__all__ = ["NAMES", "decode", "encode"]
