@@ -2,11 +2,16 @@
 // The one order in which squares are summed, the same on every device, for every alignment and
 // thread count, so that the same gradients always give the same norm and the same clip:
 //
-//   element e of a block of 4,096  ->  float lane e mod 64, in order
-//   64 lanes                       ->  double, halving tree: lane[k] += lane[k + d], d = 32, 16, ..
-//   1 16 blocks of a span            ->  added in index order, double spans of a tensor ->  32
-//   double lanes, span s to lane s mod 32; the same halving tree tensors of a call              ->
-//   as the spans
+// - element e of a block of 4,096 is added to float lane e mod 64, in order;
+//
+// - the 64 lanes become doubles and one sum by a halving tree: lane[k] += lane[k + d], d = 32, 16,
+//   and so on;
+//
+// - the 16 blocks of a span are added in index order, in double;
+//
+// - span s of a tensor is added to double lane s mod 32, and the lanes by the same tree;
+//
+// - the tensors of a call are added as the spans are.
 //
 // The two upper levels are 32 wide because a warp adds 32 numbers at once: adding the 15,259 spans
 // of a tensor of 10^9 elements one after the other would take a GPU longer than reading the tensor.

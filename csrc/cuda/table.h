@@ -24,7 +24,7 @@ struct Table {
   void* data[Pointers][kCapacity];
   Place place[kCapacity];
   int32_t first_chunk[kCapacity + 1];
-  uint32_t tag[kCapacity];  // formats and flags, a byte each
+  uint32_t tag[kCapacity];  // formats and flags
   int32_t count;
   int64_t first_index;   // of its first tensor among all of the call
   int64_t chunk_offset;  // of its first chunk among all of the call
