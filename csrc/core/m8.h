@@ -44,7 +44,10 @@ AMP_MP_BOTH M8 encode_m8(float x, float inverse, uint8_t random) {
   const float y = from_bits(0x54638000u - uint32_t(int32_t(third)));
   const float near = n * (y * y), c = from_bits(to_bits(near) & kMagnitude) * y;
   const float root = near * (4.370848f + c * (c * 8.276604f - 9.632071f));
-  const auto fixed = int16_t(to_bits((root == root ? root : 0.0f) + 12582912.0f));
+  // A mask, since GCC makes a branch of a choice here without AVX-512, and the loop stays scalar:
+  // 13 times the time.
+  const uint32_t unless_nan = root != root ? 0u : 0xFFFFFFFFu;
+  const auto fixed = int16_t(to_bits(root + 12582912.0f) & unless_nan);
   return {int8_t(int16_t(fixed + random) >> 8)};
 }
 
