@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ CLIPS = ("parameter", "previous")
 NATIVE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Attachment:
+class Attachment(ABC):
     """What FusedOptimizer.attach returns; `remove()`, or the end of a `with` block, ends it."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -44,10 +45,11 @@ class Attachment:
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
+    @abstractmethod
     def _arrive(self, param: Tensor) -> None:
-        raise NotImplementedError
+        """Called with a parameter whose gradient is there."""
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
         """Drops what is derived from param_groups and state."""
 
     def remove(self) -> None:
