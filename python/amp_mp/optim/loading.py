@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_mp.optim.originals import LOW_PRECISION, rounded
-from amp_mp.optim.state import CLOCK, set_master
+from amp_mp.optim.state import CLOCK, master_of, set_master
 from amp_mp.optim.storage import (
     REST_FORMATS,
     format_of,
@@ -17,7 +17,6 @@ from amp_mp.optim.storage import (
     native_name,
     new_state,
     put,
-    split_name,
 )
 
 if TYPE_CHECKING:
@@ -103,8 +102,7 @@ def _restore_master(
     if rest is not None and REST_FORMATS[rest.dtype] == wanted:
         state["remainder"] = _like(rest, param)
     elif rest is not None:
-        split = split_name(REST_FORMATS[rest.dtype], param.dtype)
-        set_master(wanted, param, state, get(param.detach(), _like(rest, param), split))
+        set_master(wanted, param, state, master_of(param, {"remainder": _like(rest, param)}))
     elif master is not None:
         set_master(wanted, param, state, _like(master.float(), param))
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
-from amp_mp.optim.attach import Attachment
+from amp_mp.optim.attach import NATIVE, Attachment
 from amp_mp.optim.decide import decide, scalar
-from amp_mp.optim.places import Place, check_memory, places_of
 from amp_mp.optim.reducer import reducer_of
-from amp_mp.optim.state import Bucket, Row, all_current, checked_clock, make_slots, state_keys
+from amp_mp.optim.state import Bucket, Place, all_current, fill_bucket, places_of
 
 if TYPE_CHECKING:
     from amp_mp.optim.base import FusedOptimizer
@@ -133,18 +132,11 @@ class Release(Attachment):
     def _gather(self, param: Tensor, place: Place) -> Bucket:
         """As gather_buckets, for one parameter; made anew only where its tensors have changed."""
         optimizer = self._optimizer
-        names = optimizer._states()
         bucket = self._buckets.get(param)
-        if bucket is not None and all_current([bucket], [[param]], names):
+        if bucket is not None and all_current([bucket], [[param]], optimizer._states()):
             return bucket
-        group = optimizer.param_groups[place.group]
-        clock = checked_clock(optimizer, group, param, place.label)
-        state = optimizer.state[param]
-        bucket = Bucket(param.device, [param], dicts=[state], keys=state_keys(names))
-        bucket.values = [[state.get(key)] for key in bucket.keys]
-        bucket.everything = [param]
-        row = Row(param, place.group, place.number, place.label, clock)
-        bucket.slots = make_slots(optimizer, bucket, [row])
+        bucket = Bucket(param.device, [param], everything=[param])
+        fill_bucket(optimizer, bucket, [place])
         self._buckets[param] = bucket
         return bucket
 
@@ -153,7 +145,7 @@ class Release(Attachment):
         lists = [group["params"] for group in self._optimizer.param_groups]
         if not _C.same_items(lists, list(self._places)):
             places = dict(places_of(self._optimizer))
-            check_memory(places)
+            _check_memory(places)
             self._places = places
             self._buckets.clear()
         self._located = True
@@ -221,3 +213,26 @@ class Release(Attachment):
         self._rows.clear()
         self._stepped.clear()
         self._located = False
+
+
+def _check_memory(places: dict[Tensor, Place]) -> None:
+    """Raises ValueError where two parameters share memory, which no step of one alone sees."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for param in places:
+        if param.requires_grad and param.dtype in NATIVE:
+            by_device.setdefault(param.device, []).append(param)
+    for device, params in by_device.items():
+        count = len(params)
+        _C.Slots(
+            params=params,
+            masters=[None] * count,
+            states=[],
+            scales=[None] * count,
+            formats=[],
+            stochastic=[False] * count,
+            clocks=list(torch.zeros(count, 4, dtype=torch.float64, device=device)),
+            groups=[0] * count,
+            numbers=[0] * count,
+            firsts=[0] * count,
+            names=[places[param].label for param in params],
+        )

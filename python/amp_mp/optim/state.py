@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.optim.originals import LOW_PRECISION, take_original
 from amp_mp.optim.storage import (
+    REST_FORMATS,
     format_of,
     get,
     native_name,
@@ -88,8 +90,7 @@ def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     rest = state.get("remainder")
     if rest is None:
         return None
-    format = "split32" if rest.dtype == torch.int16 else "split24"
-    return get(param.detach(), rest, split_name(format, param.dtype))
+    return get(param.detach(), rest, split_name(REST_FORMATS[rest.dtype], param.dtype))
 
 
 def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -> Tensor:
@@ -159,46 +160,73 @@ def state_keys(names: tuple[str, ...]) -> tuple[str, ...]:
     return ("master", "remainder", "step", *scales, *names)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A parameter with what the native slot has to know of it."""
+class Place(NamedTuple):
+    """Where a parameter is in its optimizer."""
 
-    param: Tensor
     group: int
-    number: int  # among all parameters of the optimizer
+    number: int  # among all parameters
     label: str
-    clock: Tensor
+
+
+def places_of(optimizer: FusedOptimizer) -> Iterator[tuple[Tensor, Place]]:
+    """Every parameter with its place, in order."""
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            label = f"parameter {position} of group {index}"
+            label += f" ({given[position]!r})" if given else ""
+            yield param, Place(index, number, label)
+            number += 1
 
 
 def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
     """Sorts the parameters by device, makes missing state, and has every tensor checked."""
     by_device: dict[torch.device, Bucket] = {}
-    rows: dict[torch.device, list[Row]] = {}
-    number = -1
-    for index, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            number += 1
-            bucket = by_device.setdefault(param.device, Bucket(param.device))
-            if param.grad is None and not optimizer.state.get(param, {}):
-                bucket.dormant.append(param)
-                continue
-            label = f"parameter {position} of group {index}"
-            label += f" ({given[position]!r})" if given else ""
-            clock = checked_clock(optimizer, group, param, label)
-            bucket.params.append(param)
-            bucket.dicts.append(optimizer.state[param])
-            rows.setdefault(param.device, []).append(Row(param, index, number, label, clock))
+    places: dict[torch.device, list[Place]] = {}
+    for param, place in places_of(optimizer):
+        bucket = by_device.setdefault(param.device, Bucket(param.device))
+        if param.grad is None and not optimizer.state.get(param, {}):
+            bucket.dormant.append(param)
+            continue
+        bucket.params.append(param)
+        places.setdefault(param.device, []).append(place)
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     for device, bucket in by_device.items():
         bucket.everything = everything
-        bucket.keys = state_keys(optimizer._states())
-        bucket.values = [[d.get(key) for d in bucket.dicts] for key in bucket.keys]
-        bucket.slots = make_slots(optimizer, bucket, rows.get(device, []))
+        fill_bucket(optimizer, bucket, places.get(device, []))
     return list(by_device.values())
 
 
-def checked_clock(
+def fill_bucket(optimizer: FusedOptimizer, bucket: Bucket, places: list[Place]) -> None:
+    """Makes the missing state of a bucket's parameters, and the slots, which check every tensor."""
+    groups = optimizer.param_groups
+    rows = list(zip(bucket.params, places, strict=True))
+    clocks = [_checked_clock(optimizer, groups[at.group], p, at.label) for p, at in rows]
+    names = optimizer._states()
+    bucket.dicts = dicts = [optimizer.state[p] for p in bucket.params]
+    bucket.keys = state_keys(names)
+    bucket.values = [[d.get(key) for d in dicts] for key in bucket.keys]
+
+    def natives(name: str) -> list[str]:
+        return [native_name(format_of(groups[at.group][name], p)) for p, at in rows]
+
+    bucket.slots = _C.Slots(
+        params=bucket.params,
+        masters=[d.get("master", d.get("remainder")) for d in dicts],
+        states=[[d[name] for d in dicts] for name in names],
+        scales=[d.get(f"{names[0]}_scale") if names else None for d in dicts],
+        formats=[natives(name) for name in names],
+        stochastic=[groups[at.group]["rounding"] == "stochastic" for at in places],
+        clocks=clocks,
+        groups=[at.group for at in places],
+        numbers=[at.number for at in places],
+        firsts=[0] * len(places),
+        names=[at.label for at in places],
+    )
+
+
+def _checked_clock(
     optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor, label: str
 ) -> Tensor:
     """init_state's; raises TypeError with the label for a dtype that no rule takes."""
@@ -208,25 +236,3 @@ def checked_clock(
             "and bfloat16, use torch.optim for the others"
         )
     return init_state(optimizer, group, param)
-
-
-def make_slots(optimizer: FusedOptimizer, bucket: Bucket, rows: list[Row]) -> _C.Slots:
-    """The native list of a bucket's parameters; raises as csrc/torch/slots.h checks."""
-    names, groups, dicts = optimizer._states(), optimizer.param_groups, bucket.dicts
-
-    def natives(name: str) -> list[str]:
-        return [native_name(format_of(groups[r.group][name], r.param)) for r in rows]
-
-    return _C.Slots(
-        params=bucket.params,
-        masters=[d.get("master", d.get("remainder")) for d in dicts],
-        states=[[d[name] for d in dicts] for name in names],
-        scales=[d.get(f"{names[0]}_scale") if names else None for d in dicts],
-        formats=[natives(name) for name in names],
-        stochastic=[groups[r.group]["rounding"] == "stochastic" for r in rows],
-        clocks=[r.clock for r in rows],
-        groups=[r.group for r in rows],
-        numbers=[r.number for r in rows],
-        firsts=[0] * len(rows),
-        names=[r.label for r in rows],
-    )
