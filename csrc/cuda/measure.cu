@@ -1,25 +1,16 @@
-// One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span of
-// 65,536 elements; eight threads own a block of 4,096, each of them eight of its 64 lanes, so that
-// a row of 64 elements is read in 16-byte pieces side by side.
+// One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span
+// (cuda/team.h).
 #include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/table.h"
+#include "cuda/team.h"
 
 namespace amp_mp::cuda {
 namespace {
 
 using MeasureTable = Table<2>;
 
-constexpr int kTeam = kLanes / kPack;          // threads a block of 4,096
-constexpr int kThreads = kTeam * kSpanBlocks;  // threads a span
 constexpr int kCombineThreads = 1024;
-
-// The halving tree over 64 lanes, lane 8 t + k in element k of thread t. Valid in the team's first.
-__device__ __forceinline__ double add_team(double (&lane)[kPack]) {
-  for (int d = kTeam / 2; d > 0; d /= 2)
-    for (int k = 0; k < kPack; ++k) lane[k] += __shfl_down_sync(kWarp, lane[k], d, kTeam);
-  return add_halving(lane);
-}
 
 // Elements of one array, and of a master in two.
 template <class T>
@@ -85,7 +76,7 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
     most = other > most ? other : most;
   }
   // Every thread of the team needs the sum to judge it.
-  const double total = __shfl_sync(kWarp, add_team(lane), 0, kTeam);
+  const double total = add_team(lane);
   Statistics s = {total, from_bits(most), 0};
   const bool care = needs_care(total, s.max_abs, most >= kInfinity);
   if (!__any_sync(kWarp, care)) return s;
@@ -127,12 +118,12 @@ __device__ __forceinline__ Statistics measure_block(Span g, int64_t at, int n) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kSpanThreads, 8)
     measure_kernel(const MeasureTable __grid_constant__ table, Statistics* __restrict__ spans,
                    int64_t* __restrict__ first_span) {
   __shared__ Statistics blocks[kSpanBlocks];
   if (blockIdx.x == 0)  // where each tensor's spans begin, for the kernel that adds them
-    for (int t = threadIdx.x; t <= table.count; t += kThreads)
+    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
       first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
   if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // nothing but empty tensors
 
@@ -142,12 +133,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   const int block = int(threadIdx.x) / kTeam, left = chunk.size - block * kBlock;
   const int n = left < 0 ? 0 : left < kBlock ? left : kBlock;
   const Statistics s = measure_block(g, n > 0 ? chunk.begin + block * kBlock : 0, n);
-  if (threadIdx.x % kTeam == 0) blocks[block] = s;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  Statistics total = {};
-  for (int b = 0; b < kSpanBlocks && b * kBlock < chunk.size; ++b) add_to(total, blocks[b]);
-  spans[table.chunk_offset + blockIdx.x] = total;
+  add_blocks(blocks, s, chunk.size, spans + table.chunk_offset + blockIdx.x);
 }
 
 // The 32-lane sum of core/reduce.h, a warp's share of it; valid in the warp's first thread.
@@ -197,7 +183,7 @@ const char* measure(const Reading* readings, int64_t count, Statistics* spans, i
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
     if (const char* error =
-            message(launch(measure_kernel, blocks, kThreads, queue, table, spans, first_span)))
+            message(launch(measure_kernel, blocks, kSpanThreads, queue, table, spans, first_span)))
       return error;
   }
   return combine(spans, first_span, count, tensors, stream);

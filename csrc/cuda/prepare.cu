@@ -1,29 +1,20 @@
 // The first pass of the rules that need their update's norm: advances the moments and measures the
-// direction, in the order of core/reduce.h. Threads are laid out as in measure.cu.
+// direction, in the order of core/reduce.h. Threads are laid out as team.h says.
 #include "cuda/passes.h"
 #include "cuda/slots.h"
+#include "cuda/team.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-constexpr int kTeam = kLanes / kPack;          // threads a block of 4,096
-constexpr int kThreads = kTeam * kSpanBlocks;  // threads a span
-
-// The halving tree over 64 lanes, lane 8 t + k in element k of thread t; every thread gets it.
-__device__ __forceinline__ double add_team(double (&lane)[kPack]) {
-  for (int d = kTeam / 2; d > 0; d /= 2)
-    for (int k = 0; k < kPack; ++k) lane[k] += __shfl_down_sync(kWarp, lane[k], d, kTeam);
-  return __shfl_sync(kWarp, add_halving(lane), 0, kTeam);
-}
-
 template <class Rule>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kSpanThreads)
     prepare_kernel(const SlotTable __grid_constant__ table, const Hypers __grid_constant__ hypers,
                    const Verdict* __restrict__ verdict, const Rule* __restrict__ rules,
                    Statistics* __restrict__ spans, int64_t* __restrict__ first_span) {
   __shared__ Statistics blocks[kSpanBlocks];
   if (blockIdx.x == 0)
-    for (int t = threadIdx.x; t <= table.count; t += kThreads)
+    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
       first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
   if (verdict->found_inf != 0 || int(blockIdx.x) >= table.first_chunk[table.count]) return;
 
@@ -73,12 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const double quick = add_team(lane), slow = add_team(careful);
   const bool care = needs_care(quick, largest, bad > 0);
-  if (threadIdx.x % kTeam == 0) blocks[block] = {care ? slow : quick, largest, bad};
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  Statistics total = {};
-  for (int b = 0; b < kSpanBlocks && b * kBlock < chunk.size; ++b) add_to(total, blocks[b]);
-  spans[table.chunk_offset + blockIdx.x] = total;
+  add_blocks(blocks, {care ? slow : quick, largest, bad}, chunk.size,
+             spans + table.chunk_offset + blockIdx.x);
 }
 
 }  // namespace
@@ -95,7 +82,7 @@ const char* prepare(const Slot* slots, int64_t count, const Hyper* hypers, const
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
     if (const char* error =
-            message(launch(prepare_kernel<Rule>, blocks, kThreads, queue, table, local, verdict,
+            message(launch(prepare_kernel<Rule>, blocks, kSpanThreads, queue, table, local, verdict,
                            rules, measured.update_spans, measured.first_span)))
       return error;
   }

@@ -1,0 +1,31 @@
+#pragma once
+// How threads share a span of 65,536 elements so that the sum is core/reduce.h's: eight threads own
+// a block of 4,096, each of them eight of its 64 lanes, so that a row of 64 elements is read in
+// 16-byte pieces side by side.
+#include "cuda/packs.h"
+
+namespace amp_mp::cuda {
+
+constexpr int kTeam = kLanes / kPack;              // threads a block of 4,096
+constexpr int kSpanThreads = kTeam * kSpanBlocks;  // threads a span
+
+// The halving tree over 64 lanes, lane 8 t + k in element k of thread t; every thread of the team
+// gets the sum.
+__device__ __forceinline__ double add_team(double (&lane)[kPack]) {
+  for (int d = kTeam / 2; d > 0; d /= 2)
+    for (int k = 0; k < kPack; ++k) lane[k] += __shfl_down_sync(kWarp, lane[k], d, kTeam);
+  return __shfl_sync(kWarp, add_halving(lane), 0, kTeam);
+}
+
+// Adds the teams' blocks in order and writes the span's sum; `blocks` is shared memory.
+__device__ __forceinline__ void add_blocks(Statistics (&blocks)[kSpanBlocks], const Statistics& own,
+                                           int size, Statistics* span) {
+  if (threadIdx.x % kTeam == 0) blocks[threadIdx.x / kTeam] = own;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Statistics total = {};
+  for (int b = 0; b < kSpanBlocks && b * kBlock < size; ++b) add_to(total, blocks[b]);
+  *span = total;
+}
+
+}  // namespace amp_mp::cuda
