@@ -50,11 +50,72 @@ struct Reading {
 
 // For rules that need norms: the statistics of the gradients and of the masters, a row each
 // (Slot::row). For those that need their update's, scratch: the spans of all slots, and count + 1
-// statistics and numbers.
+// statistics and numbers, and on a device a ticket (cuda/passes.h, Parts).
 struct Measured {
   const Statistics *grads = nullptr, *weights = nullptr;
   Statistics *update_spans = nullptr, *updates = nullptr;
   int64_t* first_span = nullptr;
+  unsigned* ticket = nullptr;
+};
+
+// What a device's last decisions were, in host memory that the device writes. The device counts
+// them itself, so that it also works when a CUDA graph is replayed and the host knows of nothing.
+constexpr int kReports = 8;
+struct Report {
+  uint64_t seal;  // which decision, counted from 1; 0 while the report is being written
+  Verdict verdict;
+  double next_scale;  // where the decision moved the loss scale, else 0
+};
+struct Ring {
+  Report* reports = nullptr;  // kReports; null for none
+  uint64_t* count = nullptr;  // of decisions
+};
+
+// How the loss scale moves on after a step, from one set of numbers to another or in place: a
+// policy's state or, where that is null, torch's two numbers.
+struct NextScale {
+  const double* policy = nullptr;
+  double* policy_out = nullptr;
+  int32_t policy_size = 0;
+  const float* scale = nullptr;
+  float* scale_out = nullptr;  // with a policy null or its scale
+  const int32_t* tracker = nullptr;
+  int32_t* tracker_out = nullptr;
+  double growth_factor = 0, backoff_factor = 0;
+  int64_t growth_interval = 0;
+};
+
+// Returns the new scale; 0 where it does not move. max_abs: largest finite unscaled |g|.
+AMP_MP_BOTH double move_on(const NextScale& n, bool found_inf, double max_abs) {
+  if (n.policy) {
+    for (int i = 0; i < n.policy_size; ++i) n.policy_out[i] = n.policy[i];
+    update_scale(n.policy_out, found_inf, max_abs);
+    if (n.scale_out) *n.scale_out = float(n.policy_out[1]);
+    return n.policy_out[1];
+  }
+  if (!n.scale) return 0;
+  const TorchScale next = TorchScale{*n.scale, *n.tracker}.after(
+      found_inf, n.growth_factor, n.backoff_factor, n.growth_interval);
+  *n.scale_out = next.scale;
+  *n.tracker_out = next.growth_tracker;
+  return next.scale;
+}
+
+// What goes into a verdict, but for the statistics. Pointers may be null.
+struct Decision {
+  const float *scale = nullptr, *found_inf = nullptr;
+  double max_norm = 0;
+  NextScale next;
+  Ring ring;
+};
+
+// What a slot's numbers come to in this step.
+template <class Rule>
+struct Ready {
+  Rule rule;
+  float multiplier;  // of the gradient, its sign for maximize
+  uint64_t seed;
+  double step;
 };
 
 constexpr int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }

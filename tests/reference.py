@@ -336,10 +336,10 @@ def block_squares(block: Floats) -> float:
 
 
 def combine(parts: Sequence[float]) -> float:
-    """Part i to double lane i mod 32, then the halving tree."""
-    lanes = np.zeros(32)
+    """Part i to double lane i mod 256, then the halving tree."""
+    lanes = np.zeros(256)
     for i, part in enumerate(parts):
-        lanes[i % 32] += part
+        lanes[i % 256] += part
     return _halve(lanes)
 
 

@@ -9,12 +9,13 @@
 //
 // - the 16 blocks of a span are added in index order, in double;
 //
-// - span s of a tensor is added to double lane s mod 32, and the lanes by the same tree;
+// - span s of a tensor is added to double lane s mod 256, and the lanes by the same tree;
 //
 // - the tensors of a call are added as the spans are.
 //
-// The two upper levels are 32 wide because a warp adds 32 numbers at once: adding the 15,259 spans
-// of a tensor of 10^9 elements one after the other would take a GPU longer than reading the tensor.
+// The two upper levels are 256 wide because a block of threads adds 256 numbers at once: adding the
+// 15,259 spans of a tensor of 10^9 elements one after the other would take a GPU longer than
+// reading the tensor.
 //
 // A block with a non-finite element, or whose sum of squares is infinite or under 2^-100 (where
 // float squares lose digits), is summed again in double over its finite elements.
@@ -28,7 +29,7 @@ constexpr int kLanes = 64;
 constexpr int kBlock = 4096;
 constexpr int kSpanBlocks = 16;
 constexpr int64_t kSpan = int64_t(kBlock) * kSpanBlocks;
-constexpr int kSumLanes = 32;
+constexpr int kSumLanes = 256;
 constexpr double kTinySquares = 0x1p-100;
 
 // Of a block, a span, a tensor or a whole list. Doubles throughout: these are also the columns of
@@ -58,8 +59,8 @@ AMP_MP_BOTH void add_to(Statistics& total, const Statistics& part) {
   total.non_finite += part.non_finite;
 }
 
-// Spans of a tensor, or tensors of a call, on one thread; a warp does the same with a lane a
-// thread.
+// Spans of a tensor, or tensors of a call, on one thread; a block of threads does the same with a
+// lane a thread (cuda/combine.h).
 inline Statistics combine(const Statistics* parts, int64_t count) {
   if (count == 1) return parts[0];  // what the lanes would give: the others add zeros
   double lane[kSumLanes] = {};

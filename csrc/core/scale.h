@@ -123,4 +123,19 @@ AMP_MP_BOTH void update_scale(double* state, bool found_inf, double max_abs) {
 #undef AMP_MP_UPDATE
 }
 
+// torch.amp's own rule on its own two numbers, with its arithmetic: factors multiply in double, the
+// result is rounded to float, and one that would be infinite is not taken.
+struct TorchScale {
+  float scale;
+  int32_t growth_tracker;
+
+  AMP_MP_BOTH TorchScale after(bool found_inf, double growth_factor, double backoff_factor,
+                               int64_t growth_interval) const {
+    if (found_inf) return {float(double(scale) * backoff_factor), 0};
+    if (growth_tracker + 1 != growth_interval) return {scale, growth_tracker + 1};
+    const float grown = float(double(scale) * growth_factor);
+    return {grown <= 3.4028235e38f ? grown : scale, 0};
+  }
+};
+
 }  // namespace amp_mp

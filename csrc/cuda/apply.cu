@@ -6,46 +6,23 @@
 namespace amp_mp::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kChunk = 16384;  // elements a block of threads owns; a multiple of kPack * kThreads
-
-__device__ __forceinline__ Norms norms_of(const Measured& measured, int64_t row, int64_t index,
-                                          double multiplier) {
-  Norms n = {};
-  if (measured.grads) n.grad = sqrt(measured.grads[row].sum_squares) * multiplier;
-  if (measured.weights) n.weight = sqrt(measured.weights[row].sum_squares);
-  if (measured.updates) n.update = sqrt(measured.updates[index].sum_squares);
-  return n;
-}
-
-// Makes the rules of this step; the first time in a step also advances the clocks.
+constexpr int kThreads = 128;
+// Blocks an SM: with launch bounds of 128 alone ptxas aims at few registers and splits the loads;
+// fewer than four where registers would spill.
 template <class Rule>
-__global__ void __launch_bounds__(kThreads)
-    tick_kernel(const SlotTable __grid_constant__ table, const Hypers __grid_constant__ hypers,
-                const Verdict* __restrict__ verdict, Measured measured, bool again,
-                Rule* __restrict__ rules) {
-  if (verdict->found_inf != 0) return;
-  for (int t = threadIdx.x; t < table.count; t += kThreads) {
-    const Hyper& hyper = hypers.group[group_of(table.tag[t])];
-    Clock* clock = static_cast<Clock*>(table.data[kClock][t]);
-    if (!again) clock->tick(hyper);
-    const int64_t index = table.first_index + t;
-    const Norms norms = norms_of(measured, table.place[t].row, index, verdict->multiplier);
-    rules[index] = make_rule<Rule>(hyper, *clock, norms);
-  }
-}
+constexpr int kBlocks = Rule::kStates > 2 ? 2 : 4;
+template <>
+constexpr int kBlocks<RMSprop> = 3;
 
-// Two blocks an SM: with launch bounds of 256 alone ptxas aims at 32 registers and splits the
-// loads. One where a third state would spill.
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, Rule::kStates > 2 ? 1 : 2)
-    apply_kernel(const SlotTable __grid_constant__ table, const Hypers __grid_constant__ hypers,
-                 const Verdict* __restrict__ verdict, const Rule* __restrict__ rules) {
+__global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
+    apply_kernel(const SlotTable<Rule> __grid_constant__ table, const Verdict* __restrict__ verdict,
+                 const Ready<Rule>* __restrict__ ready) {
   if (verdict->found_inf != 0) return;
-  const Chunk chunk = find_chunk(table, kChunk);
-  const View slot(table, hypers, chunk.slot);
-  const Rule rule = rules[table.first_index + chunk.slot];
-  const float multiplier = float(slot.hyper.maximize ? -verdict->multiplier : verdict->multiplier);
+  const Chunk chunk = find_chunk(table);
+  const View<Rule> slot(table, ready, chunk.slot);
+  const Rule rule = slot.ready.rule;
+  const float multiplier = slot.ready.multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
   constexpr uint32_t kThird = kOnly<Format::float32>;
@@ -95,40 +72,38 @@ __global__ void __launch_bounds__(kThreads, Rule::kStates > 2 ? 1 : 2)
 }  // namespace
 
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
-                  Rule* rules, const Measured& measured, void* stream) {
-  static thread_local SlotTable table;
-  const auto queue = static_cast<cudaStream_t>(stream);
-  Hypers local;
-  const auto tick = [&](const Measured& known, bool again) -> const char* {
-    return message(
-        launch(tick_kernel<Rule>, 1, kThreads, queue, table, local, verdict, known, again, rules));
-  };
+const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
+                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
+                  const Measured& measured, void* stream) {
+  static thread_local SlotTable<Rule> table;
+  if (const char* error = begin<Rule>(slots, count, hypers, decision, verdict, grads, weights,
+                                      ready, measured, false, stream))
+    return error;
   if constexpr (needs_update_norm<Rule>) {
-    Measured before = measured;
-    before.updates = nullptr;
-    for (int64_t i = 0; i < count;) {
-      take(table, local, slots, i, count, hypers, kChunk, 0);
-      if (const char* error = tick(before, false)) return error;
-    }
-    if (const char* error = prepare(slots, count, hypers, verdict, static_cast<const Rule*>(rules),
-                                    measured, stream))
+    if (const char* error = prepare<Rule>(slots, count, verdict, ready, measured, stream))
+      return error;
+    const Parts updates = {measured.update_spans, measured.first_span, measured.ticket,
+                           measured.updates, count};
+    if (const char* error = begin<Rule>(slots, count, hypers, nullptr, verdict, updates, Parts{},
+                                        ready, measured, true, stream))
       return error;
   }
+  const int chunk = chunk_elements(count_elements(slots, count), kBlocks<Rule>);
   for (int64_t i = 0; i < count;) {
-    take(table, local, slots, i, count, hypers, kChunk, 0);
-    const char* error = tick(measured, needs_update_norm<Rule>);
-    if (!error && table.blocks() > 0)
-      error = message(launch(apply_kernel<Rule>, table.blocks(), kThreads, queue, table, local,
-                             verdict, static_cast<const Rule*>(rules)));
-    if (error) return error;
+    take<Rule>(table, slots, i, count, chunk, 0);
+    if (table.blocks() == 0) continue;
+    if (const char* error = message(launch(
+            apply_kernel<Rule>, table.blocks(), kThreads, static_cast<cudaStream_t>(stream), table,
+            static_cast<const Verdict*>(verdict), static_cast<const Ready<Rule>*>(ready))))
+      return error;
   }
   return nullptr;
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                          \
-  template const char* apply<Rule>(const Slot*, int64_t, const Hyper*, const Verdict*, Rule*, \
-                                   const Measured&, void*);
+#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
+  template const char* apply<Rule>(const Slot*, int64_t, const Hyper*, const Decision*, Verdict*, \
+                                   const Parts&, const Parts&, Ready<Rule>*, const Measured&,     \
+                                   void*);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cuda

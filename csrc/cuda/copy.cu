@@ -10,14 +10,14 @@ namespace {
 using CopyTable = Table<4, 0, Stream>;
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 16384;
+constexpr int kBlocks = 4;  // an SM
 
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     copy_kernel(const CopyTable __grid_constant__ table, const Verdict* __restrict__ verdict,
                 double constant) {
   if (verdict && verdict->found_inf != 0) return;
   const float multiplier = float(verdict ? verdict->multiplier : constant);
-  const Chunk chunk = find_chunk(table, kChunk);
+  const Chunk chunk = find_chunk(table);
   const uint32_t tag = table.tag[chunk.slot];
   const Span to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
   const Span from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF), table.data[3][chunk.slot]};
@@ -44,8 +44,9 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
                  double multiplier, void* stream) {
   static thread_local CopyTable table;
   const auto queue = static_cast<cudaStream_t>(stream);
+  const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
   for (int64_t i = 0; i < count;) {
-    table.begin(i, 0);
+    table.begin(i, 0, chunk);
     for (; i < count && !table.full(); ++i) {
       const Transfer& t = transfers[i];
       table.data[0][table.count] = t.to.data;
@@ -56,7 +57,7 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
       const bool clamp = t.saturate && t.to.format == Format::float16;
       table.tag[table.count] =
           uint32_t(t.to.format) | uint32_t(t.from.format) << 8 | uint32_t(clamp) << 16;
-      table.add(t.size, kChunk);
+      table.add(t.size);
     }
     if (table.blocks() == 0) continue;
     if (const char* error = message(

@@ -1,5 +1,6 @@
 // One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span
 // (cuda/team.h).
+#include "cuda/combine.h"
 #include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/table.h"
@@ -9,8 +10,6 @@ namespace amp_mp::cuda {
 namespace {
 
 using MeasureTable = Table<2>;
-
-constexpr int kCombineThreads = 1024;
 
 // Elements of one array, and of a master in two.
 template <class T>
@@ -120,14 +119,12 @@ __device__ __forceinline__ Statistics measure_block(Span g, int64_t at, int n) {
 
 __global__ void __launch_bounds__(kSpanThreads, 8)
     measure_kernel(const MeasureTable __grid_constant__ table, Statistics* __restrict__ spans,
-                   int64_t* __restrict__ first_span) {
+                   int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
-  if (blockIdx.x == 0)  // where each tensor's spans begin, for the kernel that adds them
-    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
-      first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
+  begin_list(table, first_span, ticket);
   if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // nothing but empty tensors
 
-  const Chunk chunk = find_chunk(table, int(kSpan));
+  const Chunk chunk = find_chunk(table);
   const Span g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
                   table.data[1][chunk.slot]};
   const int block = int(threadIdx.x) / kTeam, left = chunk.size - block * kBlock;
@@ -136,63 +133,38 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
   add_blocks(blocks, s, chunk.size, spans + table.chunk_offset + blockIdx.x);
 }
 
-// The 32-lane sum of core/reduce.h, a warp's share of it; valid in the warp's first thread.
-__device__ Statistics combine_warp(const Statistics* parts, int64_t count) {
-  Statistics s = {};
-  for (int64_t i = threadIdx.x % kSumLanes; i < count; i += kSumLanes) add_to(s, parts[i]);
-  for (int d = kSumLanes / 2; d > 0; d /= 2) {
-    const Statistics other = {__shfl_down_sync(kWarp, s.sum_squares, d),
-                              __shfl_down_sync(kWarp, s.max_abs, d),
-                              __shfl_down_sync(kWarp, s.non_finite, d)};
-    add_to(s, other);
-  }
-  return s;
-}
-
-// One block: a warp per tensor, then the first warp adds the tensors.
-__global__ void __launch_bounds__(kCombineThreads, 1)
-    combine_kernel(const Statistics* __restrict__ spans, const int64_t* __restrict__ first_span,
-                   int64_t count, Statistics* tensors) {
-  const int warp = threadIdx.x / kSumLanes, lane = threadIdx.x % kSumLanes;
-  for (int64_t t = warp; t < count; t += kCombineThreads / kSumLanes) {
-    const int64_t first = first_span[t];
-    const Statistics s = combine_warp(spans + first, first_span[t + 1] - first);
-    if (lane == 0) tensors[t] = s;
-  }
-  __syncthreads();
-  if (warp != 0) return;
-  const Statistics total = combine_warp(tensors, count);
-  if (lane == 0) tensors[count] = total;
+// For who wants the sums and has nothing to decide.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(Parts parts) {
+  __shared__ CombineShared shared;
+  combine_lists(parts, Parts{}, shared);
 }
 
 }  // namespace
 
-const char* measure(const Reading* readings, int64_t count, Statistics* spans, int64_t* first_span,
-                    Statistics* tensors, void* stream) {
+const char* measure(const Reading* readings, const Parts& parts, void* stream) {
   static thread_local MeasureTable table;  // 32 KB: too much for some stacks
-  const auto queue = static_cast<cudaStream_t>(stream);
   int64_t chunks = 0;
-  for (int64_t i = 0; i < count;) {
-    table.begin(i, chunks);
-    for (; i < count && !table.full(); ++i) {
+  for (int64_t i = 0; i < parts.count;) {
+    table.begin(i, chunks, int(kSpan));
+    for (; i < parts.count && !table.full(); ++i) {
       table.data[0][table.count] = readings[i].data.data;
       table.data[1][table.count] = readings[i].data.rest;
       table.tag[table.count] = uint32_t(readings[i].data.format);
-      table.add(readings[i].size, int(kSpan));
+      table.add(readings[i].size);
     }
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
     if (const char* error =
-            message(launch(measure_kernel, blocks, kSpanThreads, queue, table, spans, first_span)))
+            message(launch(measure_kernel, blocks, kSpanThreads, static_cast<cudaStream_t>(stream),
+                           table, parts.spans, parts.first_span, parts.ticket)))
       return error;
   }
-  return combine(spans, first_span, count, tensors, stream);
+  return nullptr;
 }
 
-const char* combine(const Statistics* spans, const int64_t* first_span, int64_t count,
-                    Statistics* tensors, void* stream) {
-  return message(launch(combine_kernel, 1, kCombineThreads, static_cast<cudaStream_t>(stream),
-                        spans, first_span, count, tensors));
+const char* combine(const Parts& parts, void* stream) {
+  return message(launch(combine_kernel, combine_blocks(parts, Parts{}), kCombineThreads,
+                        static_cast<cudaStream_t>(stream), parts));
 }
 
 }  // namespace amp_mp::cuda

@@ -5,34 +5,51 @@
 
 namespace amp_mp::cuda {
 
-// `spans` has room for the spans of all tensors, `first_span` for count + 1 numbers, `tensors` for
-// count + 1 statistics: the last is the total.
-const char* measure(const Reading* readings, int64_t count, Statistics* spans, int64_t* first_span,
-                    Statistics* tensors, void* stream);
+// What measuring a list leaves: spans that somebody has to add.
+struct Parts {
+  Statistics* spans = nullptr;    // of all tensors; null where nothing is left to add
+  int64_t* first_span = nullptr;  // count + 1
+  unsigned* ticket = nullptr;     // 0 after measuring
+  Statistics* tensors = nullptr;  // count + 1, to be filled: the last is the total; null: no list
+  int64_t count = 0;              // of tensors
+};
 
-// total, scale and found_inf may be null.
-const char* decide(const Statistics* total, const float* scale, const float* found_inf,
-                   double max_norm, Verdict* verdict, void* stream);
+const char* measure(const Reading* readings, const Parts& parts, void* stream);
+const char* combine(const Parts& parts, void* stream);
+
+// total may be null.
+const char* decide(const Statistics* total, const Decision& decision, Verdict* verdict,
+                   void* stream);
 
 // With a verdict its multiplier counts and an overflow copies nothing; without one, `multiplier`.
 const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdict,
                  double multiplier, void* stream);
 
-// Ticks each slot's clock and updates it, unless the verdict says overflow. `rules` has room for
-// count rules.
+// A step: adds what `grads` and `weights` have left, decides (without a decision, `verdict` is
+// given), ticks each slot's clock and updates it, unless the verdict says overflow. The decision is
+// about the total of `grads`. `ready` has room for `count`. measured: as on the CPU.
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
-                  Rule* rules, const Measured& measured, void* stream);
+const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
+                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
+                  const Measured& measured, void* stream);
 
-// Parts of the above: the first pass of a rule that needs its update's norm, and the sum of spans.
+// Parts of apply. begin: everything that comes before the tensors are touched; `again` where only
+// the norms of the updates are new.
 template <class Rule>
-const char* prepare(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
-                    const Rule* rules, const Measured& measured, void* stream);
-const char* combine(const Statistics* spans, const int64_t* first_span, int64_t count,
-                    Statistics* tensors, void* stream);
+const char* begin(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
+                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
+                  const Measured& measured, bool again, void* stream);
+template <class Rule>
+const char* prepare(const Slot* slots, int64_t count, const Verdict* verdict,
+                    const Ready<Rule>* ready, const Measured& measured, void* stream);
 
 // max_abs may be null for policies that do not look at it.
-const char* update_scale(double* state, const float* found_inf, const double* max_abs,
-                         void* stream);
+const char* move_scale(const NextScale& next, const double* found_inf, const double* max_abs,
+                       const Ring& ring, void* stream);
+
+// What is asked of the CUDA runtime besides launches.
+bool is_capturing(void* stream);
+const char* synchronize(void* stream);
+void* allocate_for_both(size_t bytes);  // host memory that the device can write; null if refused
 
 }  // namespace amp_mp::cuda

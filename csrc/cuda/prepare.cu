@@ -9,19 +9,18 @@ namespace {
 
 template <class Rule>
 __global__ void __launch_bounds__(kSpanThreads)
-    prepare_kernel(const SlotTable __grid_constant__ table, const Hypers __grid_constant__ hypers,
-                   const Verdict* __restrict__ verdict, const Rule* __restrict__ rules,
-                   Statistics* __restrict__ spans, int64_t* __restrict__ first_span) {
+    prepare_kernel(const SlotTable<Rule> __grid_constant__ table,
+                   const Verdict* __restrict__ verdict, const Ready<Rule>* __restrict__ ready,
+                   Statistics* __restrict__ spans, int64_t* __restrict__ first_span,
+                   unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
-  if (blockIdx.x == 0)
-    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
-      first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
+  begin_list(table, first_span, ticket);
   if (verdict->found_inf != 0 || int(blockIdx.x) >= table.first_chunk[table.count]) return;
 
-  const Chunk chunk = find_chunk(table, int(kSpan));
-  const View slot(table, hypers, chunk.slot);
-  const Rule rule = rules[table.first_index + chunk.slot];
-  const float multiplier = float(slot.hyper.maximize ? -verdict->multiplier : verdict->multiplier);
+  const Chunk chunk = find_chunk(table);
+  const View<Rule> slot(table, ready, chunk.slot);
+  const Rule rule = slot.ready.rule;
+  const float multiplier = slot.ready.multiplier;
   const bool draws = slot.draws();
   const int block = int(threadIdx.x) / kTeam, lane0 = int(threadIdx.x) % kTeam * kPack;
   float sum[kPack] = {};
@@ -71,25 +70,23 @@ __global__ void __launch_bounds__(kSpanThreads)
 }  // namespace
 
 template <class Rule>
-const char* prepare(const Slot* slots, int64_t count, const Hyper* hypers, const Verdict* verdict,
-                    const Rule* rules, const Measured& measured, void* stream) {
-  static thread_local SlotTable table;
-  const auto queue = static_cast<cudaStream_t>(stream);
-  Hypers local;
+const char* prepare(const Slot* slots, int64_t count, const Verdict* verdict,
+                    const Ready<Rule>* ready, const Measured& measured, void* stream) {
+  static thread_local SlotTable<Rule> table;
   int64_t chunks = 0;
   for (int64_t i = 0; i < count;) {
-    take(table, local, slots, i, count, hypers, int(kSpan), chunks);
+    take<Rule>(table, slots, i, count, int(kSpan), chunks);
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
-    if (const char* error =
-            message(launch(prepare_kernel<Rule>, blocks, kSpanThreads, queue, table, local, verdict,
-                           rules, measured.update_spans, measured.first_span)))
+    if (const char* error = message(launch(
+            prepare_kernel<Rule>, blocks, kSpanThreads, static_cast<cudaStream_t>(stream), table,
+            verdict, ready, measured.update_spans, measured.first_span, measured.ticket)))
       return error;
   }
-  return combine(measured.update_spans, measured.first_span, count, measured.updates, stream);
+  return nullptr;
 }
 
-template const char* prepare<LAMB>(const Slot*, int64_t, const Hyper*, const Verdict*, const LAMB*,
+template const char* prepare<LAMB>(const Slot*, int64_t, const Verdict*, const Ready<LAMB>*,
                                    const Measured&, void*);
 
 }  // namespace amp_mp::cuda

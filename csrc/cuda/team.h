@@ -9,6 +9,17 @@ namespace amp_mp::cuda {
 constexpr int kTeam = kLanes / kPack;              // threads a block of 4,096
 constexpr int kSpanThreads = kTeam * kSpanBlocks;  // threads a span
 
+// What the first block of each launch leaves for those who add the spans (passes.h, Parts): where
+// each tensor's begin, and their ticket.
+template <class Table>
+__device__ __forceinline__ void begin_list(const Table& table, int64_t* first_span,
+                                           unsigned* ticket) {
+  if (blockIdx.x != 0) return;
+  for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
+    first_span[table.first_index + t] = table.chunk_offset + table.first_chunk[t];
+  if (threadIdx.x == 0) *ticket = 0;
+}
+
 // The halving tree over 64 lanes, lane 8 t + k in element k of thread t; every thread of the team
 // gets the sum.
 __device__ __forceinline__ double add_team(double (&lane)[kPack]) {

@@ -65,8 +65,9 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
 }
 
 // By name, so that a rule's new number is a line in core/rules/base.h and one here.
-Hyper make_hyper(const py::kwargs& numbers) {
-  Hyper h = {};
+Numbers make_numbers(const py::kwargs& numbers) {
+  Numbers result = {};
+  Hyper& h = result.hyper;
   const std::pair<const char*, double*> doubles[] = {
       {"lr", &h.lr},
       {"beta1", &h.beta1},
@@ -84,6 +85,10 @@ Hyper make_hyper(const py::kwargs& numbers) {
                                                  {"always_adapt", &h.always_adapt}};
   for (const auto& [key, value] : numbers) {
     const auto name = py::cast<std::string>(key);
+    if (name == "lr" && THPVariable_Check(value.ptr())) {
+      result.lr = THPVariable_Unpack(value.ptr());
+      continue;
+    }
     bool known = name == "seed";
     if (known) h.seed = py::cast<uint64_t>(value);
     for (const auto& [own, number] : doubles)
@@ -98,7 +103,7 @@ Hyper make_hyper(const py::kwargs& numbers) {
       }
     if (!known) throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
   }
-  return h;
+  return result;
 }
 
 // Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
@@ -166,7 +171,51 @@ PYBIND11_MODULE(_C, m) {
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
 
-  py::class_<Hyper>(m, "Hyper").def(py::init(&make_hyper));
+  py::class_<Numbers>(m, "Hyper").def(py::init(&make_numbers));
+  using Maybe = std::optional<at::Tensor>;
+  py::class_<ScaleMove, std::shared_ptr<ScaleMove>>(m, "ScaleMove")
+      .def(py::init([](Maybe policy, Maybe policy_out, Maybe scale, Maybe scale_out, Maybe tracker,
+                       Maybe tracker_out, double growth_factor, double backoff_factor,
+                       int64_t growth_interval) {
+             return std::make_shared<ScaleMove>(policy, policy_out, scale, scale_out, tracker,
+                                                tracker_out, growth_factor, backoff_factor,
+                                                growth_interval);
+           }),
+           py::kw_only(), py::arg("policy") = py::none(), py::arg("policy_out") = py::none(),
+           py::arg("scale") = py::none(), py::arg("scale_out") = py::none(),
+           py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
+           py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
+           py::arg("growth_interval") = 2000);
+  py::class_<Terms>(m, "Terms")
+      .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
+                       std::shared_ptr<ScaleMove> next, std::shared_ptr<Reports> reports) {
+             return Terms{std::move(scale), std::move(found_inf), max_norm, std::move(next),
+                          std::move(reports)};
+           }),
+           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
+           py::arg("max_norm") = 0.0, py::arg("next") = py::none(),
+           py::arg("reports") = py::none());
+  py::class_<Measurement>(m, "Measurement")
+      .def(py::init<at::Tensor>(), py::arg("rows"))
+      .def_property_readonly("rows", &Measurement::rows);
+  py::class_<Reports, std::shared_ptr<Reports>>(m, "Reports")
+      .def(py::init([](const at::Device& device) { return std::make_shared<Reports>(device); }),
+           py::arg("device"))
+      .def_property_readonly("device", &Reports::device)
+      .def(
+          "newest",
+          [](const Reports& reports, bool wait) -> py::object {
+            std::optional<Report> found;
+            {
+              const py::gil_scoped_release release;
+              found = reports.newest(wait);
+            }
+            if (!found) return py::none();
+            const Verdict& v = found->verdict;
+            return py::make_tuple(found->seal, v.found_inf, v.multiplier, v.norm, v.max_abs,
+                                  v.scale, found->next_scale);
+          },
+          py::arg("wait"));
 
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
@@ -187,9 +236,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("tensors"));
   m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
-  m.def("decide_", &decide_, py::arg("verdict"), py::kw_only(), py::arg("statistics") = py::none(),
-        py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::arg("max_norm") = 0.0,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("decide_", &decide_, py::arg("verdict"), py::arg("terms"),
+        py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "copy_",
       [](const py::sequence& to, const py::sequence& from, const std::optional<at::Tensor>& verdict,
@@ -213,8 +261,9 @@ PYBIND11_MODULE(_C, m) {
         return decode(data, rest, format_named(format));
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
-  m.def("update_scale_", &update_scale_, py::arg("policy"), py::arg("found_inf"),
-        py::arg("max_abs") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("move_scale_", &move_scale_, py::arg("move"), py::arg("found_inf"),
+        py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);
@@ -247,6 +296,7 @@ PYBIND11_MODULE(_C, m) {
 
 #define AMP_MP_BIND(Rule, op)                                                        \
   m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
-        py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
+        py::arg("measured") = py::none(), py::arg("terms") = py::none(),             \
+        py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
 }

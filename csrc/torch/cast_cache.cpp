@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <type_traits>
 #include <unordered_map>
+
+#include "torch/device.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -49,6 +52,10 @@ using Entries = std::unordered_map<Key, Entry, Hash>;
 // whose holder may be waiting for this one.
 std::mutex& mutex = *new std::mutex;
 Entries& entries = *new Entries;
+// Tensors that are never cached, and whether there are any.
+using Refused = std::unordered_map<const c10::TensorImpl*, Owner>;
+Refused& refused = *new Refused;
+std::atomic<bool> some_refused = false;
 
 // The history of a cast: gradients in the leaf's dtype. Saves nothing for backward.
 struct CastBackward : Node {
@@ -99,6 +106,13 @@ bool is_cacheable(const at::Tensor& t, at::ScalarType dtype) {
          !is_subclass(t) && owners_of_memory(t) == 1 && !at::caching::is_cached_tensor(t);
 }
 
+bool is_refused(const at::Tensor& t) {
+  if (!some_refused) return false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = refused.find(t.unsafeGetTensorImpl());
+  return found != refused.end() && !found->second.expired();
+}
+
 // A gradient that came and has been dropped was used by somebody, maybe through `.data`.
 bool is_current(const Entry& e, const at::Tensor& t) {
   return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr() &&
@@ -110,7 +124,7 @@ template <class F>
 std::vector<Entry> take_if(const F& gone) {
   std::vector<Entry> taken;
   for (auto place = entries.begin(); place != entries.end();)
-    if (gone(place->second)) {
+    if (gone(place->first, place->second)) {
       taken.push_back(std::move(place->second));
       place = entries.erase(place);
     } else {
@@ -144,7 +158,9 @@ at::Tensor find(const at::Tensor& tensor, const Key& key, bool with_grad) {
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   if (tensor.scalar_type() == dtype) return tensor;
-  if (!is_cacheable(tensor, dtype)) return tensor.to(dtype);
+  // A copy that a CUDA graph reads or makes belongs to the graph.
+  if (!is_cacheable(tensor, dtype) || is_capturing(tensor.device()) || is_refused(tensor))
+    return tensor.to(dtype);
   const bool with_grad = at::GradMode::is_enabled();
   const Key key{tensor.unsafeGetTensorImpl(), dtype};
   if (at::Tensor found = find(tensor, key, with_grad); found.defined()) {
@@ -160,7 +176,7 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
     const std::lock_guard<std::mutex> lock(mutex);
     // Tensors that are gone are forgotten whenever the table would have to grow.
     if (entries.size() == entries.bucket_count())
-      old = take_if([](const Entry& e) { return e.owner.expired(); });
+      old = take_if([](const Key&, const Entry& e) { return e.owner.expired(); });
     const auto [place, is_new] = entries.try_emplace(key, std::move(entry));
     if (!is_new) old.push_back(std::exchange(place->second, std::move(entry)));
   }
@@ -198,10 +214,19 @@ void copies_written(const Tensors& tensors, const Tensors& copies) {
   }
 }
 
+void never_cache(const Tensors& tensors) {
+  std::vector<Entry> old;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const at::Tensor& t : tensors)
+    refused.insert_or_assign(t.unsafeGetTensorImpl(), Owner(t.getIntrusivePtr()));
+  some_refused = true;
+  old = take_if([](const Key& key, const Entry&) { return refused.contains(key.tensor); });
+}
+
 void optimizer_stepped() {
   std::vector<Entry> old;
   const std::lock_guard<std::mutex> lock(mutex);
-  old = take_if([](const Entry& e) { return !e.written; });
+  old = take_if([](const Key&, const Entry& e) { return !e.written; });
   for (auto& [key, entry] : entries) entry.written = false;
 }
 

@@ -25,6 +25,10 @@ Tensors copies_to_write(const Tensors& tensors);
 // Those copies now have their tensors' values, also after the next optimizer_stepped().
 void copies_written(const Tensors& tensors, const Tensors& copies);
 
+// From now on these are cast at every use: a CUDA graph changes them, and counts no writes. While a
+// stream is capturing nothing on its device is cached anyway.
+void never_cache(const Tensors& tensors);
+
 // Drops what the step did not write.
 void optimizer_stepped();
 

@@ -21,6 +21,19 @@ T* data_of(const at::Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
+inline void* current_stream(const at::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+// Whether what is queued on the device now goes into a CUDA graph.
+inline bool is_capturing([[maybe_unused]] const at::Device& device) {
+#ifdef AMP_MP_WITH_CUDA
+  return device.is_cuda() && cuda::is_capturing(current_stream(device));
+#else
+  return false;
+#endif
+}
+
 // Runs `on_cpu`, or `on_cuda(stream)` with the device current; the latter returns null or a
 // message.
 template <class Cpu, class Cuda>
@@ -28,8 +41,7 @@ void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
   if (device.is_cpu()) return on_cpu();
 #ifdef AMP_MP_WITH_CUDA
   const c10::OptionalDeviceGuard guard(device);
-  void* stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-  const char* error = on_cuda(stream);
+  const char* error = on_cuda(current_stream(device));
   TORCH_CHECK(!error, "amp_mp: CUDA refused a kernel on ", device, ": ", error);
 #else
   (void)on_cuda;

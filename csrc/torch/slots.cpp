@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "torch/cast_cache.h"
+#include "torch/device.h"
 
 namespace amp_mp {
 namespace {
@@ -209,7 +210,10 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     check();
     remember();
   }
-  copies_ = casting::copies_to_write(own_.params);
+  // A graph must not write what the cache may drop, and its replays count no writes.
+  const bool captured = is_capturing(device_);
+  if (captured) casting::never_cache(own_.params);
+  copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
   std::vector<Slot> slots;
   slots.reserve(own_.params.size());
   kept.reserve(own_.params.size());  // pointers into it stay good
@@ -217,6 +221,9 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     const at::Tensor& param = own_.params[i];
     const at::Tensor* grad = &param.grad();
     if (!grad->defined()) {
+      TORCH_CHECK_VALUE(!captured || !param.requires_grad(), "amp_mp: ", own_.names[size_t(i)],
+                        " has no gradient, and a step captured now would leave it out for ever; ",
+                        "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
       continue;
     }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor | None]
@@ -13,12 +14,16 @@ def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
 
 class Hyper:
-    """The numbers of one param_group, all double."""
+    """The numbers of one param_group, all double.
+
+    lr may be a tensor of one float32 or float64: on the step's device it is read when the step
+    runs, elsewhere when it is queued.
+    """
 
     def __init__(
         self,
         *,
-        lr: float = 0.0,
+        lr: float | Tensor = 0.0,
         beta1: float = 0.0,
         beta2: float = 0.0,
         eps: float = 0.0,
@@ -57,8 +62,62 @@ class Slots:
         names: Sequence[str],
     ) -> None: ...
     def __len__(self) -> int: ...
-    def measure(self) -> Tensor:
-        """`measure` of the parameters' gradients, absent ones counting as empty."""
+    def measure(self) -> Measurement:
+        """Of the parameters' gradients, absent ones counting as empty."""
+
+class Measurement:
+    """What one read of tensors has found; on CUDA sums of spans, which the step's kernel adds."""
+
+    def __init__(self, rows: Tensor) -> None:
+        """What has been found elsewhere, as `rows`."""
+
+    @property
+    def rows(self) -> Tensor:
+        """As `measure` gives them; adds them now where nothing has."""
+
+class Reports:
+    """A CUDA device's last decisions in host memory: csrc/torch/reports.h."""
+
+    def __init__(self, device: torch.device) -> None:
+        """RuntimeError while a CUDA graph is being captured."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def newest(self, wait: bool) -> tuple[int, float, float, float, float, float, float] | None:
+        """Number from 1, the verdict, the loss scale it moved to or 0; None if there is none."""
+
+class ScaleMove:
+    """From where to where a loss scale moves on: csrc/torch/ops.h.
+
+    policy: float64 state of a policy, with scale_out float32 [1] to follow it; or, without, torch's
+    float32 scale and int32 growth tracker.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Tensor | None = None,
+        policy_out: Tensor | None = None,
+        scale: Tensor | None = None,
+        scale_out: Tensor | None = None,
+        tracker: Tensor | None = None,
+        tracker_out: Tensor | None = None,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None: ...
+
+class Terms:
+    """On which terms a step is decided; scale and found_inf float32 [1]."""
+
+    def __init__(
+        self,
+        scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        max_norm: float = 0.0,
+        next: ScaleMove | None = None,
+        reports: Reports | None = None,
+    ) -> None: ...
 
 def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
@@ -66,14 +125,7 @@ def measure(tensors: Tensors) -> Tensor:
 def combine(rows: Tensor) -> Tensor:
     """`measure`'s result, float64 [n + 1, 3], for tensors whose rows [n, 3] are known."""
 
-def decide_(
-    verdict: Tensor,
-    *,
-    statistics: Tensor | None = None,
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_norm: float = 0.0,
-) -> None:
+def decide_(verdict: Tensor, terms: Terms, statistics: Tensor | None = None) -> None:
     """Fills verdict, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
 
 def copy_(
@@ -86,8 +138,13 @@ def copy_(
 ) -> None:
     """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
 
-def update_scale_(policy: Tensor, found_inf: Tensor, max_abs: Tensor | None = None) -> None:
-    """Advances a loss-scale policy's float64 state; found_inf float32 [1], max_abs float64 [1]."""
+def move_scale_(
+    move: ScaleMove,
+    found_inf: Tensor,
+    max_abs: Tensor | None = None,
+    reports: Reports | None = None,
+) -> None:
+    """Moves a loss scale after a step; found_inf and max_abs float64 [1]."""
 
 def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Tensors]) -> bool:
     """Whether dicts[i][keys[k]] is values[k][i] for all i and k; None means absent."""
@@ -110,51 +167,112 @@ def encode_(
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, shaped like data."""
 
-# statistics: slots.measure(), for the rules that look at norms: lars_, lamb_, novograd_.
+# With terms the verdict is made from measured, else it is given. measured also for the rules that
+# look at norms: lars_, lamb_, novograd_.
 def adamw_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def amsgrad_adamw_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def adam_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def amsgrad_adam_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def sgd_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def scaled_sgd_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def plain_sgd_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def lars_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def adagrad_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def rmsprop_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def plain_rmsprop_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def centered_rmsprop_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def lion_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def lamb_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 def novograd_(
-    slots: Slots, hypers: Sequence[Hyper], verdict: Tensor, statistics: Tensor | None = None
+    slots: Slots,
+    hypers: Sequence[Hyper],
+    verdict: Tensor,
+    measured: Measurement | None = None,
+    terms: Terms | None = None,
 ) -> None: ...
 
 class casting:  # noqa: N801 (a submodule)

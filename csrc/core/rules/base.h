@@ -12,7 +12,17 @@ struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, trust;
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt;
+  // Where the rate is on the device, if it is: so a captured step follows a schedule.
+  const void* lr_at = nullptr;
+  bool lr_is_double = false;
 };
+
+// The rate as it is now, in place of h.lr.
+AMP_MP_BOTH void read_rate(Hyper& h) {
+  if (!h.lr_at) return;
+  h.lr = h.lr_is_double ? *static_cast<const double*>(h.lr_at)
+                        : double(*static_cast<const float*>(h.lr_at));
+}
 
 // How far one parameter has come. Lives in the optimizer's state, advances on applied steps only.
 // The powers are running products: no pow(), and the same bits on every device.

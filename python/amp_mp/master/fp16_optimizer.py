@@ -163,7 +163,7 @@ class FP16_Optimizer(OptimizerFacade):  # noqa: N801 (Apex's name)
         if norm_type != 2 or len({g.device for g in grads}) != 1:
             return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
         verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=grads[0].device)
-        _C.decide_(verdict, statistics=_C.measure(grads), max_norm=max_norm)
+        _C.decide_(verdict, _C.Terms(max_norm=max_norm), _C.measure(grads))
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
 

@@ -61,7 +61,7 @@ class Adagrad(FusedOptimizer):
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "lr_decay": group["lr_decay"],
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],

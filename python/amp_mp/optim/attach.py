@@ -101,7 +101,7 @@ class Measure(Attachment):
         fresh = ref() is grad and grad.data_ptr() == memory and grad._version == version
         return row if fresh else None
 
-    def read(self, bucket: Bucket) -> Tensor:
+    def read(self, bucket: Bucket) -> _C.Measurement:
         """bucket.slots.measure(), the same bits; reads only what the hooks have not seen so."""
         rows = [self._row(param) for param in bucket.params]
         stale = [i for i, row in enumerate(rows) if row is None]
@@ -111,7 +111,8 @@ class Measure(Attachment):
         if grads:
             for i, row in zip(stale, _C.measure(grads), strict=False):
                 rows[i] = row
-        return _C.combine(torch.stack([row for row in rows if row is not None]))
+        known = torch.stack([row for row in rows if row is not None])
+        return _C.Measurement(_C.combine(known))
 
 
 def _is_plain(grad: Tensor) -> bool:

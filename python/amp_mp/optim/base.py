@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.optim.attach import Attachment, Measure, attach
-from amp_mp.optim.decide import decide
+from amp_mp.optim.decide import decide, new_verdict, terms
 from amp_mp.optim.loading import restore_state, torch_state_dict
 from amp_mp.optim.options import Options as Options
 from amp_mp.optim.options import check_ranges as check_ranges
+from amp_mp.optim.outcome import Outcomes, StepReport
 from amp_mp.optim.release import Release
 from amp_mp.optim.report import MemoryReport, report_memory
-from amp_mp.optim.state import Bucket, all_current, gather_buckets
+from amp_mp.optim.state import Bucket, all_current, check_capture, gather_buckets
 from amp_mp.optim.storage import ROUNDINGS, check_low_precision, resolve
 
 if TYPE_CHECKING:
@@ -114,9 +115,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def _forget(self) -> None:
         """Drops what is derived from param_groups and state, or known of the last step."""
         self._buckets: list[Bucket] | None = None
-        self._ready: tuple[list[Bucket], list[Tensor]] | None = None
-        self._verdict: Tensor | None = None
-        self._measured = False
+        self._ready: tuple[list[Bucket], list[_C.Measurement]] | None = None
+        self._outcomes: Outcomes = vars(self).get("_outcomes") or Outcomes()  # keeps its memory
+        self._outcomes.forget()
         if self._attachment is not None:
             self._attachment.forget()
 
@@ -154,19 +155,32 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if isinstance(self._attachment, Release):
             self._attachment.finish()
             return loss
-        buckets, statistics = self._measure()
-        verdict = self._decide(buckets, statistics)
-        self._apply(buckets, verdict, statistics)
+        buckets, measured = self._measure()
+        self._apply(buckets, measured)
         return loss
 
-    def _apply(
-        self, buckets: list[Bucket], verdict: Tensor, statistics: list[Tensor] | None
-    ) -> None:
+    def _apply(self, buckets: list[Bucket], measured: list[_C.Measurement] | None) -> None:
+        """Decides and updates: with one device in one native call, with several once for all."""
+        device = buckets[0].device if buckets else torch.device("cpu")
+        on = terms(
+            device,
+            scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            max_norm=self.max_grad_norm,
+            next_scale=self.__dict__.get("_next_scale"),
+            reports=self._outcomes.reports_on(device),
+        )
         hypers = [self._hyper(group) for group in self.param_groups]
         operator = self._operator()
-        measured: list[Tensor | None] = [*statistics] if statistics else [None] * len(buckets)
-        for bucket, rows in zip(buckets, measured, strict=True):
-            operator(bucket.slots, hypers, verdict.to(bucket.device), rows)
+        found: list[_C.Measurement | None] = [*measured] if measured else [None] * len(buckets)
+        if len(buckets) == 1:
+            verdict = new_verdict(device)
+            operator(buckets[0].slots, hypers, verdict, found[0], on)
+        else:
+            verdict = decide(device, [m.rows for m in measured or ()], on)
+            for bucket, own in zip(buckets, found, strict=True):
+                operator(bucket.slots, hypers, verdict.to(bucket.device), own)
+        self._outcomes.add(verdict, bool(measured))
 
     def _hyper(self, group: dict[str, Any]) -> _C.Hyper:
         return _C.Hyper(seed=group["seed"], maximize=group["maximize"], **self._numbers(group))
@@ -175,9 +189,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         lists = [group["params"] for group in self.param_groups]
         if self._buckets is None or not all_current(self._buckets, lists, self._states()):
             self._buckets = gather_buckets(self)
+        check_capture(self._buckets)
         return self._buckets
 
-    def _measure(self) -> tuple[list[Bucket], list[Tensor] | None]:
+    def _measure(self) -> tuple[list[Bucket], list[_C.Measurement] | None]:
         """The tensors to step, and their gradients' statistics if anything asks for them."""
         ready, self._ready = self._ready, None
         if ready is not None and hasattr(self, "found_inf"):
@@ -189,60 +204,62 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Whether a step has to know the gradients' norms or overflows."""
         return self.max_grad_norm is not None or self.check_overflow or self._needs_norms
 
-    def _read(self, bucket: Bucket) -> Tensor:
+    def _read(self, bucket: Bucket) -> _C.Measurement:
         attached = self._attachment
         return attached.read(bucket) if isinstance(attached, Measure) else bucket.slots.measure()
 
-    def _decide(self, buckets: list[Bucket], statistics: list[Tensor] | None) -> Tensor:
-        device = buckets[0].device if buckets else torch.device("cpu")
-        self._measured = bool(statistics)
-        self._verdict = decide(
-            device,
-            statistics,
-            scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            max_norm=self.max_grad_norm,
-        )
-        return self._verdict
+    def _measure_ahead(self) -> list[tuple[torch.device, _C.Measurement]]:
+        """Measures the gradients as they are for the step that follows, if it finds found_inf."""
+        buckets = self._gather()
+        measured = [self._read(bucket) for bucket in buckets]
+        self._ready = buckets, measured
+        return [(bucket.device, own) for bucket, own in zip(buckets, measured, strict=True)]
 
     def measure_gradients(self) -> dict[torch.device, Tensor]:
         """Measures the gradients as they are, one read, for the step that follows.
 
         Returns, per device, the total's row: sum of squares, largest finite |g|, number of
-        non-finite elements, float64 [3]; amp_mp.GradScaler asks for it in place of torch's
-        read-and-write check. Attached with release=True: what has been released since the last
-        step; RuntimeError where nothing has asked for measuring it.
+        non-finite elements, float64 [3]. Attached with release=True: what has been released since
+        the last step; RuntimeError where nothing has asked for measuring it.
         """
         if isinstance(self._attachment, Release):
             return self._attachment.totals()
-        buckets = self._gather()
-        statistics = [self._read(bucket) for bucket in buckets]
-        self._ready = buckets, statistics
-        return {bucket.device: rows[-1] for bucket, rows in zip(buckets, statistics, strict=True)}
+        return {device: measured.rows[-1] for device, measured in self._measure_ahead()}
 
     @property
     def releases(self) -> bool:
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self._attachment, Release)
 
+    def last_report(self, wait: bool = False) -> StepReport | None:
+        """The last step's outcome, or without waiting the last that has reached the host.
+
+        Args:
+            wait: for the device, should it not have come as far; with a step replayed from a CUDA
+                graph it is always asked.
+
+        Returns:
+            number, skipped, grad_norm, max_abs, loss_scale; None while there is none.
+        """
+        return self._outcomes.newest(wait)
+
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step met an overflow and so changed nothing. Waits for the device.
+        """Whether the last step met an overflow and so changed nothing. Waits as last_report.
 
         Attached with release=True: whether any parameter was left as it was.
         """
-        return self._verdict is not None and bool(self._verdict[0].item())
+        report = self.last_report(wait=True)
+        return report is not None and report.skipped
 
     @property
     def grad_norm(self) -> float | None:
         """Global 2-norm of the last step's true gradients (unscaled, before clipping).
 
-        inf after an overflow; None where nothing asked for measuring. Waits for the device if
-        asked.
+        inf after an overflow; None where nothing asked for measuring. Waits as last_report.
         """
-        return (
-            float(self._verdict[2].item()) if self._verdict is not None and self._measured else None
-        )
+        report = self.last_report(wait=True)
+        return report.grad_norm if report is not None else None
 
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and states as they are now, from real storages."""

@@ -58,7 +58,7 @@ class LAMB(FusedOptimizer):
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "eps": group["eps"],

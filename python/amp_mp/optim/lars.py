@@ -79,7 +79,7 @@ class LARS(FusedOptimizer):
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         names = ("momentum", "dampening", "weight_decay", "nesterov", "clip", "eps")
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "trust": group["trust_coefficient"],
             **{name: group[name] for name in names},
         }

@@ -50,7 +50,7 @@ class Lion(FusedOptimizer):
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "weight_decay": group["weight_decay"],

@@ -59,7 +59,7 @@ class NovoGrad(FusedOptimizer):
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "beta1": beta1,
             "beta2": beta2,
             "eps": group["eps"],

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.optim.attach import NATIVE, Attachment
-from amp_mp.optim.decide import decide, scalar
+from amp_mp.optim.decide import decide, scalar, terms
 from amp_mp.optim.reducer import reducer_of
 from amp_mp.optim.state import Bucket, Place, all_current, fill_bucket, places_of
 
@@ -89,11 +89,12 @@ class Release(Attachment):
             return
         optimizer = self._optimizer
         bucket = self._gather(param, place)
-        rows = bucket.slots.measure() if self._measures() else None
+        measured = bucket.slots.measure() if self._measures() else None
+        rows = None if measured is None else measured.rows
         verdict = self._decide(param, rows)
         # groups() wants one set of numbers for each group up to the parameter's; its own are read.
         hypers = [optimizer._hyper(optimizer.param_groups[place.group])] * (place.group + 1)
-        optimizer._operator()(bucket.slots, hypers, verdict, rows)
+        optimizer._operator()(bucket.slots, hypers, verdict, measured)
         if rows is not None:
             self._add(param, rows[0])
         if self._reducer is None:
@@ -111,7 +112,7 @@ class Release(Attachment):
     def _decide(self, param: Tensor, rows: Tensor | None) -> Tensor:
         scale, max_norm = self._scale(param.device), self._optimizer.max_grad_norm
         if rows is None:
-            return decide(param.device, None, scale=scale)
+            return decide(param.device, None, terms(param.device, scale=scale))
         total = rows[1]
         if max_norm is not None and self._previous is not None:
             # The verdict's formula, with another norm than the parameter's own.
@@ -119,7 +120,8 @@ class Release(Attachment):
             squares = (norm if scale is None else norm * scale.double()).square()
             squares = torch.where(norm >= 0, squares, total[0])
             total = torch.stack([squares, total[1], total[2]])
-        return decide(param.device, [total], scale=scale, max_norm=max_norm)
+        on = terms(param.device, scale=scale, max_norm=max_norm)
+        return decide(param.device, [total], on)
 
     def _add(self, param: Tensor, row: Tensor) -> None:
         old = self._rows.get(param)
@@ -196,13 +198,15 @@ class Release(Attachment):
                 "release=True has stepped with scaled gradients: attach with scaler=, an "
                 "amp_mp.GradScaler; other loss scalers come too late"
             )
-        optimizer._verdict, optimizer._measured = None, False
+        optimizer._outcomes.forget()
         if self._measures():
             statistics = self._statistics()
             device = next(iter(statistics))
             scale = self._scale(device)
-            verdict = decide(device, list(statistics.values()), scale=scale)
-            optimizer._verdict, optimizer._measured = verdict, True
+            reports = optimizer._outcomes.reports_on(device)
+            on = terms(device, scale=scale, reports=reports)
+            verdict = decide(device, list(statistics.values()), on)
+            optimizer._outcomes.add(verdict, True)
             if self._clip == "previous" and self._rows:
                 before = torch.full_like(verdict[2], -1.0)
                 before = before if self._previous is None else self._previous

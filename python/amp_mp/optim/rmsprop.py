@@ -82,7 +82,7 @@ class RMSprop(FusedOptimizer):
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "beta2": group["alpha"],
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],

@@ -82,7 +82,7 @@ class SGD(FusedOptimizer):
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": float(group["lr"]),
+            "lr": group["lr"],
             "momentum": group["momentum"],
             "dampening": group["dampening"] if group["momentum"] else 0.0,
             "weight_decay": group["weight_decay"],

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.release import Release
 from amp_mp.scaling.make import make_policy
+from amp_mp.scaling.next_scale import NextScale
 from amp_mp.scaling.policies import Policy
 
 NATIVE = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,6 +52,7 @@ class GradScaler(torch.amp.GradScaler):
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
+        self._next = NextScale(self)
         super().__init__(
             device or ("cuda" if torch.cuda.is_available() else "cpu"),
             init_scale=init_scale,
@@ -58,6 +61,50 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; with an amp_mp optimizer three native passes and nothing else."""
+        folds = isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
+        if not self._enabled or not folds or "closure" in kwargs:
+            return super().step(optimizer, *args, **kwargs)
+        assert isinstance(optimizer, FusedOptimizer)
+        if optimizer.releases:
+            return super().step(optimizer, *args, **kwargs)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        measures = state["stage"] is OptState.READY  # and not after unscale_
+        handed: dict[str, Any] = {}
+        if measures:
+            buckets = optimizer._measure_ahead()
+            outer = getattr(optimizer, "grad_scale", None)  # torch multiplies with it
+            handed = {"grad_scale": scale if outer is None else scale * outer, "found_inf": None}
+            if len(self._per_optimizer_states) == 1 and len(buckets) == 1:
+                handed["_next_scale"] = self._next.after(buckets[0][0])
+        else:
+            found = [x.to(scale.device) for x in state["found_inf_per_device"].values()]
+            handed = {"found_inf": torch.stack(found).sum()}
+        optimizer._outcomes.forget()
+        before = {name: vars(optimizer)[name] for name in handed if name in vars(optimizer)}
+        vars(optimizer).update(handed)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            for name in handed:
+                del vars(optimizer)[name]
+            vars(optimizer).update(before)
+        verdict = optimizer._outcomes.verdict
+        if measures and verdict is not None:
+            self._next.stepped(optimizer._outcomes.reports)
+            state["found_inf_per_device"] = {verdict.device: verdict[0]}
+            state["max_abs_per_device"] = {verdict.device: verdict[3]}
+        elif measures:  # somebody keeps the optimizer from stepping
+            self._next.forget()
+            totals = {device: measured.rows[-1] for device, measured in buckets}
+            state["found_inf_per_device"] = self._keep(optimizer, totals)
+        state["stage"] = OptState.STEPPED
+        return result
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
@@ -79,8 +126,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns the counts of non-finite ones."""
-        if self._policy is not None and self._policy.needs_max_abs:
-            largest = {device: total[1] for device, total in totals.items()}
+        if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
+            largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
             self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
         return {device: total[2].to(torch.float32) for device, total in totals.items()}
 
@@ -104,35 +151,56 @@ class GradScaler(torch.amp.GradScaler):
         totals = {device: _C.measure(grads)[-1] for device, grads in by_device.items()}
         for device, grads in by_device.items():
             verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
-            _C.decide_(verdict, scale=scale.to(device))
+            _C.decide_(verdict, _C.Terms(scale=scale.to(device)))
             _C.copy_(grads, grads, verdict=verdict)
         return self._keep(optimizer, totals)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's; with a loss_scale, that policy moves the scale, without a wait.
+        """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
 
         Raises ValueError where a policy needs the largest gradient and an optimizer's are of a kind
         (sparse, DTensor, float64) that is not measured natively.
         """
+        if not self._enabled:
+            return
         policy = self._policy
-        if policy is None or new_scale is not None or not self._enabled:
+        if new_scale is not None:
             super().update(new_scale)
-            if policy is not None and new_scale is not None:
+            self._next.forget()
+            if policy is not None:
                 policy.scale = float(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
         states = list(self._per_optimizer_states.values())
-        found = [x.to(scale.device) for s in states for x in s["found_inf_per_device"].values()]
-        if not found:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        largest = [s.get("max_abs_per_device", {}) for s in states]
-        max_abs = None
-        if all(largest):
-            values = [x.to(scale.device) for each in largest for x in each.values()]
-            max_abs = torch.stack(values).max() / scale
-        policy.to(scale.device).update(torch.stack(found).sum(), max_abs)
-        scale.copy_(policy.scale_tensor)
+        if not self._next.take(alone=len(states) == 1):
+            found = [x.to(scale.device) for s in states for x in s["found_inf_per_device"].values()]
+            if not found:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            largest = [s.get("max_abs_per_device", {}) for s in states]
+            max_abs = None
+            if policy is not None and policy.needs_max_abs and all(largest):
+                values = [x.to(scale.device) for each in largest for x in each.values()]
+                max_abs = torch.stack(values).max() if len(values) > 1 else values[0]
+            self._next.move(torch.stack(found).sum() if len(found) > 1 else found[0], max_abs)
         self._per_optimizer_states.clear()
+
+    def get_scale(self) -> float:
+        """The scale as it is after the last update; waits for the device if it has not come so far.
+
+        What has arrived costs no call to CUDA. 1 where the scaler is disabled.
+        """
+        known = self._next.reported() if self._enabled else None
+        return float(super().get_scale()) if known is None else known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, which refuses in the middle of an iteration."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_next"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's."""
+        super().__setstate__(state)
+        self._next = NextScale(self)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five keys, and loss_scaler where one was given."""
@@ -148,6 +216,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._policy is not None and self._enabled:
             self._policy.load_state_dict(snapshot or {})
         super().load_state_dict(state_dict)
+        self._next.forget()
 
 
 def _plain_gradients(optimizer: torch.optim.Optimizer) -> dict[torch.device, list[Tensor]] | None:

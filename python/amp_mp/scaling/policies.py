@@ -66,7 +66,7 @@ class Policy:
             ValueError: max_abs is missing where the policy needs it and there was no overflow.
         """
         device = self._state.device
-        found = torch.as_tensor(found_inf, dtype=torch.float32).reshape(()).to(device)
+        found = torch.as_tensor(found_inf, dtype=torch.float64, device=device).reshape(())
         if max_abs is None and self.needs_max_abs:
             if not bool(found):
                 raise ValueError(
@@ -74,10 +74,11 @@ class Policy:
                     "pass it to update"
                 )
             max_abs = 0.0
+        move = _C.ScaleMove(policy=self._state)
         if max_abs is None:
-            return _C.update_scale_(self._state, found)
-        largest = torch.as_tensor(max_abs, dtype=torch.float64).reshape(()).to(device)
-        return _C.update_scale_(self._state, found, largest)
+            return _C.move_scale_(move, found)
+        largest = torch.as_tensor(max_abs, dtype=torch.float64, device=device).reshape(())
+        return _C.move_scale_(move, found, largest)
 
     def _values(self) -> dict[str, float]:
         return dict(zip(self._fields, self._state[1:].tolist(), strict=True))

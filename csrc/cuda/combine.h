@@ -1,0 +1,113 @@
+#pragma once
+// From the spans that a measuring kernel has left to sums of tensors and of all, in the order of
+// core/reduce.h, with a lane a thread.
+#include "cuda/packs.h"
+#include "cuda/passes.h"
+
+namespace amp_mp::cuda {
+
+constexpr int kCombineThreads = kSumLanes;
+constexpr int kCombineBlocks = 128;  // at most: a wave on any GPU
+
+// What the threads of a block share while they combine.
+struct CombineShared {
+  Statistics lane[kCombineThreads];
+  int64_t first[kCombineThreads], spans[kCombineThreads];  // of tensors, a tensor a thread
+  bool is_last;
+};
+
+__device__ __forceinline__ Statistics shuffle_down(const Statistics& s, int d) {
+  return {__shfl_down_sync(kWarp, s.sum_squares, d), __shfl_down_sync(kWarp, s.max_abs, d),
+          __shfl_down_sync(kWarp, s.non_finite, d)};
+}
+
+// The sum of `count` parts by the whole block; valid in its first thread.
+__device__ __forceinline__ Statistics combine_block(const Statistics* parts, int64_t count,
+                                                    CombineShared& shared) {
+  constexpr int kBatch = 4, kStep = kBatch * kCombineThreads;  // parts in flight, to hide latency
+  Statistics sum = {};
+  int64_t i = threadIdx.x;
+  for (; i + kStep - kCombineThreads < count; i += kStep) {
+    Statistics batch[kBatch];
+    for (int b = 0; b < kBatch; ++b) batch[b] = parts[i + b * kCombineThreads];
+    for (int b = 0; b < kBatch; ++b) add_to(sum, batch[b]);
+  }
+  for (; i < count; i += kCombineThreads) add_to(sum, parts[i]);
+  __syncthreads();  // the last use of `shared` is over
+  shared.lane[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x >= 32) return {};
+  constexpr int kRows = kCombineThreads / 32;  // the tree's upper levels within a thread
+  double squares[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const Statistics& own = shared.lane[32 * r + int(threadIdx.x)];
+    squares[r] = own.sum_squares;
+    if (r > 0) add_to(sum, own);
+  }
+  sum.sum_squares = add_halving(squares);
+  for (int d = 16; d > 0; d /= 2) add_to(sum, shuffle_down(sum, d));
+  return sum;
+}
+
+// This block's share of the tensors. A tensor of one span is one thread's work, a larger one the
+// whole block's.
+__device__ __forceinline__ void combine_tensors(const Parts& list, CombineShared& shared) {
+  const int64_t stride = gridDim.x;
+  for (int64_t base = blockIdx.x; base < list.count; base += stride * kCombineThreads) {
+    const int64_t t = base + threadIdx.x * stride;
+    int64_t first = 0, spans = 0;
+    if (t < list.count) {
+      first = list.first_span[t];
+      spans = list.first_span[t + 1] - first;
+      if (spans <= 1) list.tensors[t] = spans == 1 ? list.spans[first] : Statistics{};
+    }
+    __syncthreads();
+    shared.first[threadIdx.x] = first;
+    shared.spans[threadIdx.x] = spans;
+    __syncthreads();
+    for (int j = 0; j < kCombineThreads && base + j * stride < list.count; ++j) {
+      if (shared.spans[j] <= 1) continue;
+      const Statistics sum = combine_block(list.spans + shared.first[j], shared.spans[j], shared);
+      if (threadIdx.x == 0) list.tensors[base + j * stride] = sum;
+    }
+  }
+}
+
+// Whether all other blocks have been here: the one block that sees their results. `ticket` was 0
+// when the kernel began.
+__device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& shared) {
+  __threadfence();  // every thread's own writes, before the block's ticket
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return shared.is_last;
+}
+
+// The lists' totals, in the last element of each; true in the block that may read everything. Every
+// thread of every block comes here.
+__device__ __forceinline__ bool combine_lists(const Parts& one, const Parts& other,
+                                              CombineShared& shared) {
+  if (one.spans) combine_tensors(one, shared);
+  if (other.spans) combine_tensors(other, shared);
+  if (gridDim.x > 1 && !is_last_block(one.spans ? one.ticket : other.ticket, shared)) return false;
+  for (const Parts* list : {&one, &other}) {
+    if (!list->spans) continue;
+    __syncthreads();  // with one block alone: what its other threads have written
+    const Statistics total = combine_block(list->tensors, list->count, shared);
+    if (threadIdx.x == 0) list->tensors[list->count] = total;
+  }
+  __syncthreads();
+  return true;
+}
+
+// A block a tensor, as long as they all run at a time.
+inline int64_t combine_blocks(const Parts& one, const Parts& other) {
+  const int64_t a = one.spans ? one.count : 0, b = other.spans ? other.count : 0;
+  const int64_t count = a > b ? a : b;
+  return count < 1 ? 1 : count < kCombineBlocks ? count : kCombineBlocks;
+}
+
+}  // namespace amp_mp::cuda

@@ -1,0 +1,34 @@
+#pragma once
+// The few numbers that come in tensors, as the kernels see them.
+#include <optional>
+
+#include "torch/device.h"
+
+namespace amp_mp {
+
+inline const float* optional_float(const std::optional<at::Tensor>& t, const at::Device& device,
+                                   const char* argument) {
+  if (!t.has_value()) return nullptr;
+  check_plain(*t, {argument});
+  check_device(*t, device, {argument});
+  check_dtype(*t, at::kFloat, {argument});
+  TORCH_CHECK_VALUE(t->numel() == 1, "amp_mp: ", argument, " must have one element, found ",
+                    describe(*t));
+  return t->const_data_ptr<float>();
+}
+
+template <class T>
+T* check_doubles(const at::Tensor& t, const char* argument, int64_t least) {
+  check_writable(t, {argument});
+  check_dtype(t, at::kDouble, {argument});
+  TORCH_CHECK_VALUE(t.numel() >= least && t.is_contiguous(), "amp_mp: ", argument, " must hold ",
+                    least, " contiguous numbers, found ", describe(t));
+  return reinterpret_cast<T*>(t.mutable_data_ptr<double>());
+}
+
+inline Verdict* verdict_of(const at::Tensor& t, const at::Device& device) {
+  check_device(t, device, {"verdict"});
+  return check_doubles<Verdict>(t, "verdict", sizeof(Verdict) / sizeof(double));
+}
+
+}  // namespace amp_mp
