@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/log2.h"
 #include "core/macros.h"
 
 namespace amp_mp {
@@ -71,7 +72,7 @@ struct LogMaxScale {
 
   AMP_MP_BOTH void update(bool found_inf, double max_abs) {
     if (!found_inf && !(max_abs > 0)) return;
-    const double x = found_inf ? log_max : log2(max_abs);
+    const double x = found_inf ? log_max : log2_of(max_abs);
     mean = beta1 * mean + (1 - beta1) * x;
     slow_mean = beta2 * slow_mean + (1 - beta2) * x;
     slow_square = beta2 * slow_square + (1 - beta2) * (x * x);
@@ -80,7 +81,7 @@ struct LogMaxScale {
     const double mu = mean / (1 - missing), slow_mu = slow_mean / (1 - slow_missing);
     const double variance = slow_square / (1 - slow_missing) - slow_mu * slow_mu;
     const double sigma = variance > 0 ? sqrt(variance) : 0;
-    scale = clip(exp2(log_max - (mu + overflow_std_dev * sigma)), scale_min, scale_max);
+    scale = clip(exp2_of(log_max - (mu + overflow_std_dev * sigma)), scale_min, scale_max);
   }
 };
 

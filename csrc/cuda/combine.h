@@ -76,9 +76,9 @@ __device__ __forceinline__ void combine_tensors(const Parts& list, CombineShared
 // Whether all other blocks have been here: the one block that sees their results. `ticket` was 0
 // when the kernel began.
 __device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& shared) {
-  __threadfence();  // every thread's own writes, before the block's ticket
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();  // the whole block's writes, which the barrier has shown to this thread
     shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
     __threadfence();
   }
@@ -92,10 +92,10 @@ __device__ __forceinline__ bool combine_lists(const Parts& one, const Parts& oth
                                               CombineShared& shared) {
   if (one.spans) combine_tensors(one, shared);
   if (other.spans) combine_tensors(other, shared);
+  // A block alone has one tensor, whose sum its first thread has written and will read.
   if (gridDim.x > 1 && !is_last_block(one.spans ? one.ticket : other.ticket, shared)) return false;
   for (const Parts* list : {&one, &other}) {
     if (!list->spans) continue;
-    __syncthreads();  // with one block alone: what its other threads have written
     const Statistics total = combine_block(list->tensors, list->count, shared);
     if (threadIdx.x == 0) list->tensors[list->count] = total;
   }

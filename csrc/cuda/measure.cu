@@ -11,20 +11,22 @@ namespace {
 
 using MeasureTable = Table<2>;
 
-// Elements of one array, and of a master in two.
+// Elements of one array, and of a master in two. kBatch: rows in flight, what hides the memory's
+// latency; where reading is long, more than one row would go by way of local memory.
 template <class T>
 struct Plain {
   using Raw = T;
+  static constexpr int kBatch = 4;
   const T* x;
   __device__ __forceinline__ bool wide() const { return is_wide(x); }
   __device__ __forceinline__ void load(T (&out)[kPack], int at, int n, bool whole) const {
     cuda::load(out, x + at, n, whole);
   }
-  __device__ __forceinline__ float element(int at) const { return decode(x[at]); }
 };
 
 struct Joined {
   using Raw = float;
+  static constexpr int kBatch = 1;
   Span span;
   int64_t begin;
   __device__ __forceinline__ bool wide() const {
@@ -33,17 +35,12 @@ struct Joined {
   __device__ __forceinline__ void load(float (&out)[kPack], int at, int n, bool whole) const {
     cuda::load<kMasterFormats>(out, span, begin + at, n < 0 ? 0 : n, whole);
   }
-  __device__ __forceinline__ float element(int at) const {
-    float x[kPack];
-    cuda::load<kMasterFormats>(x, span, begin + at, 1, false);
-    return x[0];
-  }
 };
 
 template <class Source>
 __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   using T = typename Source::Raw;
-  constexpr int kBatch = 4;  // rows in flight: what hides the memory's latency
+  constexpr int kBatch = Source::kBatch;
   const int lane0 = int(threadIdx.x) % kTeam * kPack;
   const bool wide = x.wide();
   float sum[kPack] = {};
@@ -85,10 +82,11 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   float largest = 0;
   uint32_t bad = 0;
   if (care)
-    for (int i = lane0; i < n; i += kLanes)
+    for (int i = lane0; i < n; i += kLanes) {
+      T raw[kPack] = {};  // the zeros past the end add nothing
+      x.load(raw, i, n - i, wide && n - i >= kPack);
       for (int k = 0; k < kPack; ++k) {
-        if (i + k >= n) break;
-        const float y = fabsf(x.element(i + k));
+        const float y = fabsf(decode(raw[k]));
         if (is_finite(y)) {
           again[k] += double(y) * double(y);
           largest = y > largest ? y : largest;
@@ -96,6 +94,7 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
           ++bad;
         }
       }
+    }
   for (int d = kTeam / 2; d > 0; d /= 2) {
     const float other = __shfl_xor_sync(kWarp, largest, d, kTeam);
     largest = other > largest ? other : largest;

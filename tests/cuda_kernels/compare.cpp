@@ -56,6 +56,28 @@ void measure_both(const std::vector<Reading>& readings, const char* name) {
   found.expect_same(measure_on_cpu(readings), name);
 }
 
+// The upper levels of a sum alone, for tensors of more spans than could be measured here.
+void combine_both(const std::vector<int64_t>& spans_of) {
+  std::mt19937_64 random(3);
+  std::uniform_real_distribution<double> exponent(-30, 30);
+  std::vector<int64_t> first = {0};
+  for (const int64_t n : spans_of) first.push_back(first.back() + n);
+  std::vector<Statistics> spans(size_t(first.back()) + 1), tensors(spans_of.size() + 1);
+  for (Statistics& s : spans)
+    s = {std::exp2(exponent(random)), std::exp2(exponent(random)), double(random() % 3)};
+  unsigned ticket = 0;
+  const auto count = int64_t(spans_of.size());
+  expect(!cuda::combine({spans.data(), first.data(), &ticket, tensors.data(), count}, nullptr),
+         "combine is launched", "", 0);
+  std::vector<Statistics> wanted;
+  for (size_t t = 0; t < spans_of.size(); ++t)
+    wanted.push_back(combine(spans.data() + first[t], spans_of[t]));
+  wanted.push_back(combine(wanted.data(), count));
+  for (size_t t = 0; t < wanted.size(); ++t)
+    expect(same(wanted[t], tensors[t]), "sums of spans", "", t);
+  std::printf("combine: %zu tensors\n", spans_of.size());
+}
+
 struct Rule {
   const char* name;
   int states, squares;
@@ -299,6 +321,22 @@ const std::vector<std::pair<const char*, std::vector<double>>> kPolicies = {
     {"adaptive", numbers_of(AdaptiveScale{4, 1000, 1, 16777216, 1000})},
 };
 
+// The loss scale's own functions against the library's.
+void logarithms() {
+  std::mt19937_64 random(2);
+  std::uniform_real_distribution<double> exponent(-1074, 1023.9);
+  for (int i = 0; i < 200000; ++i) {
+    const double y = exponent(random), x = std::exp2(y);
+    const double wanted = std::log2(x), error = std::fabs(log2_of(x) - wanted);
+    expect(error <= 4e-16 * std::fmax(1, std::fabs(wanted)), "log2", "", size_t(i));
+    if (y > -1022) expect(std::fabs(exp2_of(y) / x - 1) <= 4e-16, "exp2", "", size_t(i));
+  }
+  for (int e = -1022; e < 1024; ++e)
+    expect(log2_of(std::ldexp(1.0, e)) == e && exp2_of(e) == std::ldexp(1.0, e), "powers of 2", "",
+           size_t(e + 1022));
+  expect(exp2_of(1024) == HUGE_VAL && exp2_of(-1023) == 0, "bounds of exp2", "", 0);
+}
+
 // What a CUDA graph replays: one list of pointers for all steps, while gradients, rate and scale
 // change where they are. Against a host that does each step anew.
 void replays(const Rule& rule, const char* name, std::vector<double> policy) {
@@ -413,6 +451,12 @@ int main(int argc, char** argv) {
   copy_both(kRagged, quick ? kRagged.size() : 5 * kFormats);
   lengths_of_copies(quick);
   lengths_of_readings(quick);
+  combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});
+  combine_both({5000});
+  std::vector<int64_t> many(1500, 1);
+  for (size_t t = 0; t < many.size(); t += 7) many[t] = int64_t(t % 21);
+  combine_both(many);
+  logarithms();
   for (const auto& [name, policy] : kPolicies) {
     scale_both(policy, name);
     if (!quick || name[0] != 'h') replays(kRules[0], name, policy);

@@ -21,6 +21,7 @@ FLAGS = [
 # null pointer that is used stops the program anyhow.
 VARIANTS = {
     "plain": ["-O2"],
+    "fast": ["-Og"],  # to compile
     "asan": [
         *("-Og", "-fsanitize=address,undefined", "-fsanitize=float-cast-overflow"),
         *("-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),
@@ -43,38 +44,63 @@ def build(
     """
     program = out / f"{sources[0].stem}-{variant}"
     folders = [*include, HERE]
-    options = [*(f"-I{folder}" for folder in folders), *(f"-D{define}" for define in defines)]
 
     jobs = _shim_jobs(out)
-    linked = [target for _, target in jobs]
+    objects = [target for _, target in jobs]
     jobs = [
         job for job in jobs if not _is_current(job[1], [*HERE.glob("*.cpp"), *HERE.glob("*.h")])
     ]
     kernels = {}
-    for number, source in enumerate(sources):
-        is_kernel = source.suffix == ".cu"
-        # TSan has to see the kernels alone: everything else runs in one thread.
-        of = variant if is_kernel or variant != "tsan" else "plain"
-        objects = out / f"{sources[0].stem}-{of}.objects"
-        objects.mkdir(parents=True, exist_ok=True)
-        # The number tells cpu/apply.cpp from cuda/apply.cu.
-        target = objects / f"{number}-{source.name}.o"
-        linked.append(target)
+    for source, target in objects_of(sources, out, variant).items():
+        of = _variant_of(source, variant)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        objects.append(target)
         headers = [h for folder in [source.parent, *folders] for h in folder.rglob("*.h")]
         if of != variant and _is_current(target, [source, *headers]):
             continue
-        language = ["-x", "c++"] if is_kernel else []
-        flags = [*FLAGS, *VARIANTS[of], *options, *language]
-        jobs.append(([*flags, "-c", str(source), "-o", str(target)], target))
-        if is_kernel:
+        jobs.append((arguments(source, target, of, include, defines), target))
+        if source.suffix == ".cu":
             kernels[source] = target
     with ThreadPoolExecutor(max_workers=2) as pool:
-        list(pool.map(lambda job: _compile(job[0]), jobs))
+        list(pool.map(lambda job: gcc(job[0]), jobs))
     if variant == "asan":
         for source, target in kernels.items():
             _refuse_unguarded_shared_memory(target, source)
-    _compile([*VARIANTS[variant], *map(str, linked), "-o", str(program), "-pthread"])
+    link(objects, program, variant)
     return program
+
+
+def objects_of(sources: Sequence[Path], out: Path, variant: str) -> dict[Path, Path]:
+    """Where `build` puts the object of each source."""
+    # The number tells cpu/apply.cpp from cuda/apply.cu.
+    return {
+        s: out / f"{sources[0].stem}-{_variant_of(s, variant)}.objects" / f"{number}-{s.name}.o"
+        for number, s in enumerate(sources)
+    }
+
+
+def shim_objects(out: Path) -> list[Path]:
+    """Where `build` puts the objects of the shim."""
+    return [target for _, target in _shim_jobs(out)]
+
+
+def arguments(
+    source: Path, target: Path, variant: str, include: Sequence[Path], defines: Sequence[str] = ()
+) -> list[str]:
+    """What g++ is given to compile `source` into the object `target`."""
+    options = [*(f"-I{folder}" for folder in [*include, HERE]), *(f"-D{d}" for d in defines)]
+    language = ["-x", "c++"] if source.suffix == ".cu" else []
+    return [*FLAGS, *VARIANTS[variant], *options, *language, "-c", str(source), "-o", str(target)]
+
+
+def link(objects: Sequence[Path], program: Path, variant: str) -> None:
+    """Link objects, of which some may be of a variant without sanitizer."""
+    gcc([*VARIANTS[variant], *map(str, objects), "-o", str(program), "-pthread"])
+
+
+def _variant_of(source: Path, variant: str) -> str:
+    # TSan has to see the kernels alone: everything else runs in one thread.
+    return "plain" if variant == "tsan" and source.suffix != ".cu" else variant
 
 
 def run(
@@ -84,7 +110,8 @@ def run(
     environment = {
         **os.environ,
         "CUDA_ON_CPU_ORDER": order,
-        "TSAN_OPTIONS": "atexit_sleep_ms=0",  # else every process sleeps for a second at its end
+        # Else every process sleeps for a second at its end, and prints hundreds of races first.
+        "TSAN_OPTIONS": "atexit_sleep_ms=0 halt_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     prefix = _without_random_addresses() if variant == "tsan" else []
@@ -129,10 +156,11 @@ def _is_current(target: Path, inputs: Sequence[Path]) -> bool:
     return target.exists() and target.stat().st_mtime > newest
 
 
-def _compile(arguments: Sequence[str]) -> None:
-    result = subprocess.run(["g++", *arguments], capture_output=True, text=True, check=False)
+def gcc(options: Sequence[str]) -> None:
+    """Run g++; raises RuntimeError with what it said."""
+    result = subprocess.run(["g++", *options], capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"g++ {' '.join(arguments)}\n{result.stdout}{result.stderr}")
+        raise RuntimeError(f"g++ {' '.join(options)}\n{result.stdout}{result.stderr}")
 
 
 def _refuse_unguarded_shared_memory(target: Path, source: Path) -> None:
