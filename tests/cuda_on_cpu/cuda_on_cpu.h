@@ -17,7 +17,10 @@
 #include <cstdint>
 #include <cstring>
 #include <source_location>
+#include <tuple>
 #include <type_traits>
+
+#include "runtime.h"
 
 // __noinline__ must stay undefined: libstdc++ uses it as the name of an attribute.
 #define __global__
@@ -62,19 +65,12 @@ struct dim3 {
 extern constinit thread_local uint3 threadIdx, blockIdx;
 extern constinit thread_local dim3 blockDim, gridDim;
 
-using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
-
-inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaSuccess ? "no error" : "invalid configuration argument";
-}
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-
 namespace cuda_on_cpu {
 
 using Location = std::source_location;
 
-cudaError_t run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument);
+bool is_valid(dim3 grid, dim3 block);
+void run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument);
 void sync_block(const Location& at);
 void sync_warp(unsigned mask, const Location& at);
 // What the lane `source` handed in, or `value` where that lane lies behind the caller's group.
@@ -83,14 +79,23 @@ unsigned ballot(bool vote, unsigned mask, const Location& at);
 void fence();
 unsigned lane();
 
-// Runs the whole grid before it returns; the stream is ignored.
+// Runs the whole grid before it returns; the stream is ignored. Under a capture it is recorded, with
+// the arguments as they are now.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t,
                    const Arguments&... arguments) {
   static_assert((sizeof(Parameters) + ... + 0) <= 32764, "CUDA's limit for kernel parameters");
-  auto call = [&] { kernel(arguments...); };
-  auto body = [](const void* c) { (*static_cast<const decltype(call)*>(c))(); };
-  return run_grid(blocks, threads, body, &call);
+  if (!is_valid(blocks, threads)) return cudaErrorInvalidConfiguration;
+  const auto run = [=](const auto& call) {
+    run_grid(blocks, threads, [](const void* c) { (*static_cast<decltype(&call)>(c))(); }, &call);
+  };
+  if (Recording* recording = under_way()) {
+    const std::tuple<std::remove_cvref_t<Parameters>...> kept(arguments...);
+    recording->add([=] { run([&] { std::apply(kernel, kept); }); });
+  } else {
+    run([&] { kernel(arguments...); });
+  }
+  return cudaSuccess;
 }
 
 template <class T, class... Types>

@@ -159,15 +159,17 @@ Worker& current_worker(const Location& at) {
   return *running;
 }
 
-cudaError_t run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument) {
-  if (volume(grid) == 0 || volume(block) == 0 || volume(block) > kMaxThreads) {
-    return cudaErrorInvalidConfiguration;
-  }
+bool is_valid(dim3 grid, dim3 block) {
+  return volume(grid) > 0 && volume(block) > 0 && volume(block) <= kMaxThreads;
+}
+
+void run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument) {
   // Kept from launch to launch, and never destroyed: their fibers are in the middle of a function.
   static auto& workers = *new std::array<Worker, 2>;
   static std::mutex one_launch_at_a_time;
   const std::lock_guard lock(one_launch_at_a_time);
   const Launch launch{grid, block, body, argument};
+  ++counts.launches;
   launch_begin.release();
   if (under_tsan()) {
     // Neighbouring blocks run on fibers and shared memory of their own, so that nothing orders
@@ -180,7 +182,6 @@ cudaError_t run_grid(dim3 grid, dim3 block, void (*body)(const void*), const voi
     workers[0].run_blocks(launch, 0, 1);
   }
   launch_end.acquire();
-  return cudaSuccess;
 }
 
 }  // namespace cuda_on_cpu

@@ -1,0 +1,100 @@
+#include "runtime.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace {
+
+constexpr int kDevices = 2, kMultiprocessors = 4;
+thread_local int current_device = 0;
+std::atomic<cuda_on_cpu::Recording*> open_recording = nullptr;
+
+bool capturing() { return open_recording.load() != nullptr; }
+
+cudaError_t synchronise() {
+  if (capturing()) return cudaErrorStreamCaptureUnsupported;
+  ++cuda_on_cpu::counts.synchronisations;
+  return cudaSuccess;
+}
+
+}  // namespace
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+  }
+  return "unrecognized error code";
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = kDevices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
+  *value = kMultiprocessors;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return synchronise(); }
+cudaError_t cudaDeviceSynchronize() { return synchronise(); }
+
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
+  if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped)) return cudaErrorInvalidValue;
+  if (capturing()) return cudaErrorStreamCaptureUnsupported;
+  *memory = malloc(bytes);
+  return *memory || bytes == 0 ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+cudaError_t cudaFreeHost(void* memory) {
+  if (capturing()) return cudaErrorStreamCaptureUnsupported;
+  free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+namespace cuda_on_cpu {
+
+Counts counts;
+
+void Recording::begin() {
+  Recording* none = nullptr;
+  if (!open_recording.compare_exchange_strong(none, this))
+    throw std::logic_error("cuda_on_cpu: another capture is under way");
+}
+
+void Recording::end() {
+  Recording* own = this;
+  if (!open_recording.compare_exchange_strong(own, nullptr))
+    throw std::logic_error("cuda_on_cpu: this capture has not begun");
+}
+
+void Recording::replay() const {
+  for (const auto& kernel : kernels_) kernel();
+}
+
+Recording* under_way() { return open_recording.load(); }
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,68 @@
+#pragma once
+// The part of CUDA's host interface that the library calls, where kernels run on the CPU; and graph
+// capture: while a Recording is open, launches are kept with their arguments instead of run.
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorStreamCaptureUnsupported = 900
+};
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+  cudaStreamCaptureStatusInvalidated = 2
+};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+
+const char* cudaGetErrorString(cudaError_t error);
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// Two devices, and a current one for each thread. Both have the same memory: the host's.
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+
+// As under a capture in CUDA's default mode, none of these four is allowed while one is under way.
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void* memory);
+
+// Of any stream: there is one capture at a time, and whoever computes meanwhile is part of it.
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+
+namespace cuda_on_cpu {
+
+// Since the process began. A replay counts its kernels: they run.
+struct Counts {
+  std::atomic<int64_t> launches = 0, synchronisations = 0;
+};
+extern Counts counts;
+
+// What a CUDA graph is here. Arguments are copies: what they point at has to live as long.
+class Recording {
+ public:
+  void begin();  // raises std::logic_error where another is under way
+  void end();
+  void add(std::function<void()> kernel) { kernels_.push_back(std::move(kernel)); }
+  void replay() const;  // in the order of recording
+  size_t size() const { return kernels_.size(); }
+
+ private:
+  std::vector<std::function<void()>> kernels_;
+};
+
+Recording* under_way();  // null where nothing is captured
+
+}  // namespace cuda_on_cpu
