@@ -2,6 +2,7 @@
 // other sides. Everything that computes is left to the fallback.
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
@@ -45,6 +46,15 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::Sca
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, allocator(), kKeys,
                                            type_or_default(dtype));
+}
+
+// Zeros without memory, which forward-mode derivatives are full of.
+Tensor zeros_without_memory(IntArrayRef size, std::optional<at::ScalarType> dtype,
+                            std::optional<at::Layout>, std::optional<at::Device> device,
+                            std::optional<bool>) {
+  at::native::ZeroTensorAllocator nothing(device.value_or(at::Device(at::kCUDA, 0)));
+  const c10::DispatchKeySet keys = kKeys.add(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(size, &nothing, keys, type_or_default(dtype), {});
 }
 
 // Between the devices nothing waits; to and from the host's memory the caller waits unless told
@@ -150,6 +160,7 @@ Tensor log_softmax_backward(const Tensor& grad, const Tensor& output, int64_t di
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", zeros_without_memory);
   m.impl("copy_", copy_);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("resize_", resize_);

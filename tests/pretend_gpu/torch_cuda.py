@@ -86,6 +86,10 @@ def _exchange_device(device: int) -> int:
     return before
 
 
+def _maybe_exchange_device(device: int) -> int:
+    return _exchange_device(device)
+
+
 def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
         name="pretend GPU",
@@ -96,8 +100,18 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+def _new_storage(cls: type, *args: Any, **options: Any) -> Any:
+    """torch.UntypedStorage(size, device="cuda"), which torch without CUDA refuses."""
+    device = options.get("device")
+    if device is None or torch.device(device).type != "cuda":
+        return torch._C.StorageBase.__new__(cls, *args, **options)
+    return torch.empty(*args or (0,), dtype=torch.uint8, device=device).untyped_storage()
+
+
 def replace() -> None:
     """Put the pretend GPU's answers into torch.cuda."""
+    torch._C._cuda_getDevice = native.current_device
+    torch.UntypedStorage.__new__ = _new_storage
     cuda = torch.cuda
     answers: dict[str, Any] = {
         "_initialized": True,
@@ -109,7 +123,7 @@ def replace() -> None:
         "current_device": native.current_device,
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _maybe_exchange_device,
         "synchronize": lambda device=None: native.note_sync("torch.cuda.synchronize"),
         "Event": Event,
         "Stream": Stream,
