@@ -14,7 +14,7 @@ if PRETEND_GPU:  # has to come before amp_mp
 
     install()
 
-import amp_mp as amp
+import amp_mp as amp  # noqa: E402
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:

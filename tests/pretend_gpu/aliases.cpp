@@ -1,6 +1,5 @@
 #include "aliases.h"
 
-#include <ATen/ops/as_strided.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
@@ -45,10 +44,8 @@ at::Tensor Aliases::back(const at::Tensor& result, at::Device device) const {
   for (const Pair& pair : pairs_)
     if (pair.alias.is_same(result)) return pair.original;
   for (const Pair& pair : pairs_)
-    if (result.storage().is_alias_of(pair.alias.storage())) {
-      at::Tensor view = tensor_over(pair.original.storage(), c10::DispatchKey::CUDA, result);
-      return view;
-    }
+    if (result.storage().is_alias_of(pair.alias.storage()))
+      return tensor_over(pair.original.storage(), c10::DispatchKey::CUDA, result);
   auto* owner = new c10::Storage(result.storage());
   const auto free_owner = [](void* o) { delete static_cast<c10::Storage*>(o); };
   c10::Storage storage(c10::Storage::use_byte_size_t(), owner->nbytes(),
@@ -65,7 +62,8 @@ void Aliases::write_back() const {
       c10::StorageImpl* storage = original.storage().unsafeGetStorageImpl();
       storage->set_data_ptr_noswap(allocator()->allocate(alias.storage().nbytes()));
       storage->set_nbytes(alias.storage().nbytes());
-      if (storage->nbytes() > 0) memcpy(storage->mutable_data(), alias.storage().data(), storage->nbytes());
+      if (storage->nbytes() > 0)
+        memcpy(storage->mutable_data(), alias.storage().data(), storage->nbytes());
     }
     if (moved || alias.sizes() != original.sizes() || alias.strides() != original.strides())
       impl->set_sizes_and_strides(alias.sizes(), alias.strides(), alias.storage_offset());

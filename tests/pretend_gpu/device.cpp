@@ -43,9 +43,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return DeviceIndex(count);
   }
 
-  Stream getDefaultStream(Device device) const override {
-    return Stream(Stream::DEFAULT, device);
-  }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream getStream(Device device) const override { return getDefaultStream(device); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
   Stream getNewStream(Device device, int) const override { return getStream(device); }

@@ -51,9 +51,7 @@ class CUDAGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph = native.Graph()
 
-    def capture_begin(
-        self, pool: object | None = None, capture_error_mode: str = "global"
-    ) -> None:
+    def capture_begin(self, pool: object | None = None, capture_error_mode: str = "global") -> None:
         self._graph.begin()
 
     def capture_end(self) -> None:

@@ -17,9 +17,9 @@ using c10::IValue;
 
 // Of operators whose result's size the host has to know, or that return a value to the host.
 const std::set<std::string> kSyncs = {
-    "aten::nonzero",     "aten::masked_select", "aten::_unique",
-    "aten::_unique2",    "aten::unique_dim",    "aten::unique_consecutive",
-    "aten::bincount",    "aten::equal",         "aten::unique_dim_consecutive",
+    "aten::nonzero",          "aten::masked_select", "aten::_unique",
+    "aten::_unique2",         "aten::unique_dim",    "aten::unique_consecutive",
+    "aten::bincount",         "aten::equal",         "aten::unique_dim_consecutive",
     "aten::repeat_interleave"};
 // Those that take tensors of the CPU of any size among their arguments.
 const std::set<std::string> kTakeFromHost = {"aten::index", "aten::_index_put_impl_",
@@ -94,8 +94,9 @@ class Call {
   }
 
   void check_same_device(bool ok, const at::Device& other) const {
-    TORCH_CHECK(ok, "Expected all tensors to be on the same device, but found at least two: ",
-                other, " and ", device_.value_or(at::Device(at::kCUDA)), " (", schema_.name(), ")");
+    TORCH_CHECK(ok,
+                "Expected all tensors to be on the same device, but found at least two: ", other,
+                " and ", device_.value_or(at::Device(at::kCUDA)), " (", schema_.name(), ")");
   }
 
   // Where a mask is an index, the host has to know how many elements it selects; unless all get the
@@ -139,7 +140,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     const bool of_lists = name.name.rfind("aten::_foreach_", 0) == 0;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (of_lists && op && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-      m.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
+      m.impl(c10::toString(name).c_str(),
+             torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
   }
 }
 

@@ -19,7 +19,7 @@ void refuse_during_capture(const std::string& name);
 void note_operator(const std::string& name);
 void note_sync(const std::string& name);
 
-void open_ledger();      // starts an empty one; there is one at a time, for all threads
+void open_ledger();  // starts an empty one; there is one at a time, for all threads
 Ledger close_ledger();
 int64_t operators_so_far();  // since the process began, ledger or not
 

@@ -18,7 +18,7 @@ constexpr size_t kAlignment = 512;  // as of cudaMalloc
 
 // Never destroyed: tensors may be freed at the very end of the process.
 std::mutex& mutex = *new std::mutex;
-std::vector<Block>* of_capture = nullptr;       // where a capture keeps what is handed out
+std::vector<Block>* of_capture = nullptr;              // where a capture keeps what is handed out
 std::vector<void*>& graves = *new std::vector<void*>;  // freed while a graph lives
 int graphs = 0;
 

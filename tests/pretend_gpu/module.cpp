@@ -1,4 +1,5 @@
-// What tests see of the pretend GPU: the module amp_mp_pretend_gpu, in the same library as amp_mp._C.
+// What tests see of the pretend GPU: the module amp_mp_pretend_gpu, in the same library as
+// amp_mp._C.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -94,7 +94,8 @@ void grow(const Tensor& t, size_t bytes) {
   storage->set_nbytes(bytes);
 }
 
-const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<at::MemoryFormat> format) {
+const Tensor& resize_(const Tensor& self, IntArrayRef size,
+                      std::optional<at::MemoryFormat> format) {
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   if (impl->sizes() != size) impl->set_sizes_contiguous(size);
   if (format) impl->empty_tensor_restride(*format);
@@ -113,8 +114,8 @@ Tensor& set_strided(Tensor& self, at::Storage source, int64_t offset, IntArrayRe
     impl->set_storage_offset(offset);
     impl->set_sizes_contiguous(size);
   }
-  grow(self, at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(),
-                                              offset));
+  grow(self,
+       at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), offset));
   return self;
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import amp_mp_pretend_gpu as native
 import torch
-
 from pretend_gpu.device import CUDAGraph, graph
 
 MEMORY = 1 << 30  # what tests are told is free: those that need more are left out
