@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-import amp_mp as amp
+PRETEND_GPU = os.environ.get("AMP_MP_PRETEND_GPU") == "1"
+if PRETEND_GPU:  # has to come before amp_mp
+    from pretend_gpu.install import install
+
+    install()
+
+import amp_mp as amp  # noqa: E402
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+if PRETEND_GPU:
+    DEVICES = ["cuda"]
 
 
 @pytest.fixture(params=DEVICES)

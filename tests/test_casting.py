@@ -108,11 +108,13 @@ def test_deactivated_is_stock_torch_and_uninstalled_leaves_no_trace(device: str)
     before = torch._C._dispatch_dump_table("aten::gelu"), torch._C._dispatch_dump_table("aten::mm")
     with torch.autocast(device, LOW):
         stock = torch.mm(d.a, d.b).dtype, torch.exp(d.h).dtype, functional.softmax(d.h, -1).dtype
+    stock_dtype = torch.get_autocast_dtype(device)
     for _ in range(3):  # repeated init does not stack
         handle = amp.init(device_type=device, dtype=LOW)
     assert torch.exp(d.h).dtype == torch.float32
     handle._deactivate()
     torch.set_autocast_enabled(device, False)
+    torch.set_autocast_dtype(device, stock_dtype)
     with torch.autocast(device, LOW):
         found = torch.mm(d.a, d.b).dtype, torch.exp(d.h).dtype, functional.softmax(d.h, -1).dtype
     assert found == stock

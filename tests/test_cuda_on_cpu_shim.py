@@ -34,7 +34,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(out: Path) -> Callable[[str], Path]:
     """Build the self-test in a variant, once; skip where g++ cannot."""
-    sources = [cuda_on_cpu.HERE / "selftest.cu", cuda_on_cpu.HERE / "selftest_faults.cu"]
+    parts = ("selftest", "selftest_faults", "selftest_capture")
+    sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in parts]
     built: dict[str, Path] = {}
 
     def get(variant: str) -> Path:

@@ -79,8 +79,8 @@ unsigned ballot(bool vote, unsigned mask, const Location& at);
 void fence();
 unsigned lane();
 
-// Runs the whole grid before it returns; the stream is ignored. Under a capture it is recorded, with
-// the arguments as they are now.
+// Runs the whole grid before it returns; the stream is ignored. Under a capture it is recorded,
+// with the arguments as they are now.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t,
                    const Arguments&... arguments) {

@@ -8,6 +8,7 @@
 #include "cuda_on_cpu.h"
 
 int run_fault(const char* name);
+int test_capture();
 
 namespace {
 
@@ -184,5 +185,7 @@ int main(int argc, char** argv) {
   test_warps();
   test_atomics();
   test_launches();
+  const int unmet = test_capture();
+  expect(unmet == 0, "expectation of the capture", unmet);
   return failures != 0;
 }

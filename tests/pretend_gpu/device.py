@@ -1,0 +1,87 @@
+"""What tests ask the pretend GPU: what it has been made to do, and to capture a graph.
+
+Only where `install()` has been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import amp_mp_pretend_gpu as native
+
+
+@dataclass
+class Ledger:
+    """What happened within `ledger()`; complete when that has ended."""
+
+    operators: list[str] = field(default_factory=list)
+    """torch's operators that would have launched at least one kernel, in their order."""
+    syncs: list[str] = field(default_factory=list)
+    """Where the host would have waited for the device."""
+    launches: int = 0
+    """Kernels of amp_mp's that ran, those of replays included."""
+    waits: int = 0
+    """`syncs`, and cudaStreamSynchronize and its like from amp_mp's own code."""
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Records what all threads do with the device; there is one at a time."""
+    found = Ledger()
+    _, waits, launches = native.counts()
+    native.open_ledger()
+    try:
+        yield found
+    finally:
+        found.operators, found.syncs = native.close_ledger()
+        _, waits_after, launches_after = native.counts()
+        found.launches, found.waits = launches_after - launches, waits_after - waits
+
+
+class CUDAGraph:
+    """Stands in for torch.cuda.CUDAGraph: launches recorded with their arguments, to be repeated.
+
+    While it captures, amp_mp's kernels are recorded instead of run, memory may be allocated (it
+    lives as long as the graph), and everything else raises RuntimeError: operators of torch that
+    compute, copies, and all that waits.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._graph = native.Graph()
+
+    def capture_begin(self, pool: object | None = None, capture_error_mode: str = "global") -> None:
+        self._graph.begin()
+
+    def capture_end(self) -> None:
+        self._graph.end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph = native.Graph()
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    @property
+    def launches(self) -> int:
+        """How many kernels one replay runs."""
+        return int(self._graph.launches)
+
+
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: object | None = None,
+    stream: object | None = None,
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
+    """Stands in for torch.cuda.graph: what its body launches is recorded."""
+    cuda_graph.capture_begin(pool, capture_error_mode)
+    try:
+        yield
+    finally:
+        cuda_graph.capture_end()

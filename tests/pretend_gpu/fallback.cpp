@@ -1,0 +1,152 @@
+#include "fallback.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+
+#include "aliases.h"
+#include "ledger.h"
+
+namespace pretend_gpu {
+namespace {
+
+using c10::IValue;
+
+// Of operators whose result's size the host has to know, or that return a value to the host.
+const std::set<std::string> kSyncs = {
+    "aten::nonzero",          "aten::masked_select", "aten::_unique",
+    "aten::_unique2",         "aten::unique_dim",    "aten::unique_consecutive",
+    "aten::bincount",         "aten::equal",         "aten::unique_dim_consecutive",
+    "aten::repeat_interleave"};
+// Those that take tensors of the CPU of any size among their arguments.
+const std::set<std::string> kTakeFromHost = {"aten::index", "aten::_index_put_impl_",
+                                             "aten::_pack_padded_sequence"};
+
+// Every tensor within a value, lists entered: f(tensor) takes its place.
+template <class F>
+void map_tensors(IValue& value, const F& f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) value = f(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> mapped;
+    for (const at::Tensor& t : value.toTensorVector()) mapped.push_back(t.defined() ? f(t) : t);
+    value = std::move(mapped);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> mapped;
+    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+      mapped.push_back(t && t->defined() ? std::optional<at::Tensor>(f(*t)) : t);
+    value = std::move(mapped);
+  }
+}
+
+class Call {
+ public:
+  explicit Call(const c10::OperatorHandle& op) : op_(op), schema_(op.schema()) {}
+
+  void run(torch::jit::Stack* stack) {
+    const size_t count = schema_.arguments().size(), first = stack->size() - count;
+    const bool waits = kSyncs.count(schema_.name()) ||
+                       (schema_.name() == "aten::_index_put_impl_" && puts_by_mask(*stack, first));
+    for (size_t i = 0; i < count; ++i) replace(schema_.arguments()[i], (*stack)[first + i]);
+    const std::string name = c10::toString(op_.operator_name());
+    TORCH_CHECK(device_, "pretend GPU: ", name, " has no argument on a CUDA device");
+    const bool computes = !is_view();
+    if (computes) refuse_during_capture(name);
+    if (waits) note_sync(name);
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
+    aliases_.write_back();
+    const size_t results = schema_.returns().size();
+    for (size_t i = stack->size() - results; i < stack->size(); ++i)
+      map_tensors((*stack)[i], [&](const at::Tensor& t) { return result(t); });
+    if (computes && largest_ > 0) note_operator(name);
+  }
+
+ private:
+  void replace(const c10::Argument& argument, IValue& value) {
+    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+    if (value.isDevice()) {
+      if (!device_) device_ = value.toDevice();
+      value = at::Device(at::kCPU);
+      return;
+    }
+    map_tensors(value, [&](const at::Tensor& t) {
+      if (!t.is_cuda()) {
+        check_host(t);
+        return t;
+      }
+      if (!device_) device_ = t.device();
+      check_same_device(t.device() == *device_, t.device());
+      largest_ = std::max(largest_, written ? t.numel() : 0);
+      return aliases_.of(t);
+    });
+  }
+
+  // Numbers of the host may go to any kernel, arrays to few.
+  void check_host(const at::Tensor& t) const {
+    check_same_device(t.dim() == 0 || kTakeFromHost.count(schema_.name()), t.device());
+  }
+
+  void check_same_device(bool ok, const at::Device& other) const {
+    TORCH_CHECK(ok,
+                "Expected all tensors to be on the same device, but found at least two: ", other,
+                " and ", device_.value_or(at::Device(at::kCUDA)), " (", schema_.name(), ")");
+  }
+
+  // Where a mask is an index, the host has to know how many elements it selects; unless all get the
+  // same number of the host's: that is masked_fill.
+  static bool puts_by_mask(const torch::jit::Stack& stack, size_t first) {
+    if (stack[first + 2].toTensor().is_cpu()) return false;
+    for (const std::optional<at::Tensor>& t : stack[first + 1].toOptionalTensorVector())
+      if (t && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte)) return true;
+    return false;
+  }
+
+  bool is_view() const {
+    if (schema_.returns().empty()) return false;
+    for (const c10::Argument& r : schema_.returns())
+      if (!r.alias_info() || r.alias_info()->isWrite()) return false;
+    return true;
+  }
+
+  at::Tensor result(const at::Tensor& t) {
+    largest_ = std::max(largest_, t.numel());
+    return aliases_.back(t, *device_);
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  Aliases aliases_;
+  std::optional<at::Device> device_;
+  int64_t largest_ = 0;  // number of elements that are written: a kernel that has none is not run
+};
+
+}  // namespace
+
+void run_on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op).run(stack);
+}
+
+// Directly, not as the fallback: composites come before that, and these would be loops over single
+// tensors where a GPU has one kernel for all.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const bool of_lists = name.name.rfind("aten::_foreach_", 0) == 0;
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (of_lists && op && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
+      m.impl(c10::toString(name).c_str(),
+             torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
+}
+
+}  // namespace pretend_gpu

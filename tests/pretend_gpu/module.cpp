@@ -1,0 +1,47 @@
+// What tests see of the pretend GPU: the module amp_mp_pretend_gpu, in the same library as
+// amp_mp._C.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "ledger.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
+  using namespace pretend_gpu;
+  m.def("open_ledger", &open_ledger);
+  m.def("close_ledger", [] {
+    Ledger ledger = close_ledger();
+    return py::make_tuple(std::move(ledger.operators), std::move(ledger.syncs));
+  });
+  m.def("counts", [] {
+    return py::make_tuple(operators_so_far(), cuda_on_cpu::counts.synchronisations.load(),
+                          cuda_on_cpu::counts.launches.load());
+  });
+  m.def("note_sync", &note_sync, py::arg("name"));
+  m.def("is_capturing", [] { return cuda_on_cpu::under_way() != nullptr; });
+  m.def("device_count", [] {
+    int count = 0;
+    cudaGetDeviceCount(&count);
+    return count;
+  });
+  m.def("current_device", [] {
+    int device = 0;
+    cudaGetDevice(&device);
+    return device;
+  });
+  m.def(
+      "set_device",
+      [](int device) {
+        if (cudaSetDevice(device) != cudaSuccess)
+          throw py::value_error("pretend GPU: there is no device " + std::to_string(device));
+      },
+      py::arg("device"));
+  py::class_<Graph>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("launches", &Graph::launches);
+}
