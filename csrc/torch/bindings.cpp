@@ -7,6 +7,7 @@
 #include "cpu/kernels.h"
 #include "torch/autocast.h"
 #include "torch/cast_cache.h"
+#include "torch/main_grad.h"
 #include "torch/ops.h"
 
 namespace py = pybind11;
@@ -264,6 +265,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("move_scale_", &move_scale_, py::arg("move"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Gemm>(m, "Gemm").def(py::init<const std::string&>(), py::arg("library"));
+  m.def("accumulate_weight_grad_", &accumulate_weight_grad_, py::arg("grad_weight"),
+        py::arg("grad_output"), py::arg("input"), py::arg("gemm") = py::none(),
+        py::arg("handle") = 0, py::call_guard<py::gil_scoped_release>());
+  m.def("accumulates", &accumulates, py::arg("leaf"));
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);

@@ -167,6 +167,24 @@ def encode_(
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, shaped like data."""
 
+class Gemm:
+    """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""
+
+    def __init__(self, library: str) -> None:
+        """RuntimeError where no such library is loaded, or it has no such function."""
+
+def accumulate_weight_grad_(
+    grad_weight: Tensor,
+    grad_output: Tensor,
+    input: Tensor,
+    gemm: Gemm | None = None,
+    handle: int = 0,
+) -> None:
+    """grad_weight [out, in] += grad_output [..., out]^T input [..., in], summed in float32."""
+
+def accumulates(leaf: Tensor) -> bool | None:
+    """In a backward: whether the gradient is added to .grad, or returned; None: not asked for."""
+
 # With terms the verdict is made from measured, else it is given. measured also for the rules that
 # look at norms: lars_, lamb_, novograd_.
 def adamw_(

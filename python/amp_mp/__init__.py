@@ -75,6 +75,7 @@ from amp_mp.master import (  # noqa: E402
     prepare,
     tofp16,
 )
+from amp_mp.nn import attach_main_grads  # noqa: E402
 from amp_mp.scaling import GradScaler  # noqa: E402
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "MixedPrecisionOptimizerWrapper",
     "TypedTensor",
     "__version__",
+    "attach_main_grads",
     "autocast",
     "backward",
     "build_info",

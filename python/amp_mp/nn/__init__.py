@@ -1,11 +1,16 @@
-"""Modules and functions that compute in float32 between low-precision ones, and shape checks."""
+"""Modules and functions that compute in float32 between low-precision ones, and shape checks.
 
+`functional.linear_accumulate` and `attach_main_grads`: gradients that add up in float32.
+"""
+
+from amp_mp.nn import functional
 from amp_mp.nn.attention import (
     attention,
     attention_weights,
     fp32_log_softmax,
     fp32_softmax,
 )
+from amp_mp.nn.main_grads import MainGrads, attach_main_grads
 from amp_mp.nn.norms import Fp32GroupNorm, Fp32LayerNorm, Fp32RMSNorm
 from amp_mp.nn.shapes import pad_to_multiple, tensor_core_report
 
@@ -13,10 +18,13 @@ __all__ = [
     "Fp32GroupNorm",
     "Fp32LayerNorm",
     "Fp32RMSNorm",
+    "MainGrads",
+    "attach_main_grads",
     "attention",
     "attention_weights",
     "fp32_log_softmax",
     "fp32_softmax",
+    "functional",
     "pad_to_multiple",
     "tensor_core_report",
 ]
