@@ -64,7 +64,7 @@ part build 150 env AMP_MP_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="${
 # Several processes share the GPU. One whose device a kernel has made unusable ends, and another
 # takes its place (tests/conftest.py); --timeout-method=thread ends one that a kernel holds.
 export AMP_MP_LOST_DEVICE=$PWD/$logs/lost_device.log
-tests=("$python" -m pytest -q -p no:cacheprovider --durations=15 --tb=short --timeout=60)
+tests=("$python" -m pytest -q -p no:cacheprovider --durations=15 --tb=short --timeout=90)
 "$python" -c 'import xdist' 2>/dev/null && workers=1 || workers=0
 spread() { [ "$workers" = 1 ] && echo "-n $1 --max-worker-restart=20 --timeout-method=thread"; }
 
