@@ -37,7 +37,7 @@ format: $(VENV)/tools
 bench: build
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
 
-# One go on a machine with a GPU: build for it, every test, the benchmarks. What is there is used.
+# One go on a machine with a GPU, in less than 8 minutes: build for it, tests, sanitizers, benchmark.
 gpu:
 	bash benchmarks/gpu.sh
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,9 @@ def in_place(elements: int, device: str = "cpu") -> Candidate:
 
 def show(title: str, candidates: list[Candidate], seconds: dict[str, float], base: str) -> None:
     """One table: time, bytes, GB/s, share of the in-place bandwidth, speed against `base`."""
+    from rich.console import Console  # timing alone needs no rich
+    from rich.table import Table
+
     rates = {c.name: c.moved / seconds[c.name] / 1e9 for c in candidates}
     ceiling = next((rate for name, rate in rates.items() if name.startswith("in place")), None)
     table = Table(title=title, title_justify="left")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,34 @@ def _autocast_is_left_as_it_was() -> Iterator[None]:
     after = autocast_state()
     _restore(before)  # one test's fault is not the next one's
     assert after == before
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Ends a pytest-xdist process whose device a kernel has made unusable: another takes over.
+
+    It would fail every test after that one. What the test said goes to the file
+    AMP_MP_LOST_DEVICE, which `make gpu` sets.
+    """
+    report = yield
+    log = os.environ.get("AMP_MP_LOST_DEVICE")
+    if report.failed and log and "PYTEST_XDIST_WORKER" in os.environ and _device_is_lost():
+        with Path(log).open("a") as file:
+            file.write(f"{item.nodeid}\n{report.longreprtext}\n")
+        os._exit(1)
+    return report
+
+
+def _device_is_lost() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def autocast_state() -> tuple[bool, dict[str, tuple[bool, torch.dtype]]]:

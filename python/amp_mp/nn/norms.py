@@ -93,8 +93,13 @@ def wide(name: str, tensor: Tensor) -> torch.dtype:
 def casts_off(tensor: Tensor) -> AbstractContextManager[object]:
     """No autocast on the tensor's device; some devices (meta) know none."""
     kind = tensor.device.type
-    available = torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+
+
+# Dynamo of torch 2.11 cannot trace the question, so it gets the answer.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
 
 
 def _as(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
