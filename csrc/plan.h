@@ -90,8 +90,9 @@ AMP_MP_BOTH double move_on(const NextScale& n, bool found_inf, double max_abs) {
   if (n.policy) {
     for (int i = 0; i < n.policy_size; ++i) n.policy_out[i] = n.policy[i];
     update_scale(n.policy_out, found_inf, max_abs);
-    if (n.scale_out) *n.scale_out = float(n.policy_out[1]);
-    return n.policy_out[1];
+    const float scale = float(n.policy_out[1]);  // what losses are multiplied with
+    if (n.scale_out) *n.scale_out = scale;
+    return scale;
   }
   if (!n.scale) return 0;
   const TorchScale next = TorchScale{*n.scale, *n.tracker}.after(

@@ -20,6 +20,7 @@ import amp_mp as amp  # noqa: E402
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]
+collect_ignore = [] if "cuda" in DEVICES else ["test_cuda_step.py"]  # test_pretend_gpu.py runs it
 
 
 @pytest.fixture(params=DEVICES)

@@ -22,10 +22,16 @@ HERE = Path(__file__).resolve().parent
 # The files that are run, with the least number of tests that have to pass in each.
 FILES = {
     "attach": 40,
+    "cast_cache": 15,
     "casting": 18,
     "convert": 16,
+    "cuda_step": 25,
     "fp16_optimizer": 110,
     "grad_scaler": 120,
+    "handle": 80,
+    "linear_accumulate": 20,
+    "main_grads": 10,
+    "main_grads_together": 12,
     "measure": 30,
     "optim": 70,
     "rules": 600,

@@ -75,7 +75,6 @@ template <class Rule>
 const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
                   Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
                   const Measured& measured, void* stream) {
-  static thread_local SlotTable<Rule> table;
   if (const char* error = begin<Rule>(slots, count, hypers, decision, verdict, grads, weights,
                                       ready, measured, false, stream))
     return error;
@@ -88,6 +87,7 @@ const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const D
                                         ready, measured, true, stream))
       return error;
   }
+  auto& table = table_of_thread<SlotTable<Rule>>();
   const int chunk = chunk_elements(count_elements(slots, count), kBlocks<Rule>);
   for (int64_t i = 0; i < count;) {
     take<Rule>(table, slots, i, count, chunk, 0);

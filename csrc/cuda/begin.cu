@@ -81,7 +81,7 @@ template <class Rule>
 const char* begin(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
                   Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
                   const Measured& measured, bool again, void* stream) {
-  static thread_local ClockTable table;  // 32 KB: too much for some stacks
+  auto& table = table_of_thread<ClockTable>();
   int64_t i = 0;
   for (bool first = true; first || i < count; first = false) {
     table.take(slots, i, count, hypers);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdict,
                  double multiplier, void* stream) {
-  static thread_local CopyTable table;
+  auto& table = table_of_thread<CopyTable>();
   const auto queue = static_cast<cudaStream_t>(stream);
   const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
   for (int64_t i = 0; i < count;) {

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(Parts parts) {
 }  // namespace
 
 const char* measure(const Reading* readings, const Parts& parts, void* stream) {
-  static thread_local MeasureTable table;  // 32 KB: too much for some stacks
+  auto& table = table_of_thread<MeasureTable>();
   int64_t chunks = 0;
   for (int64_t i = 0; i < parts.count;) {
     table.begin(i, chunks, int(kSpan));

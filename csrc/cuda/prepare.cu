@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kSpanThreads)
 template <class Rule>
 const char* prepare(const Slot* slots, int64_t count, const Verdict* verdict,
                     const Ready<Rule>* ready, const Measured& measured, void* stream) {
-  static thread_local SlotTable<Rule> table;
+  auto& table = table_of_thread<SlotTable<Rule>>();
   int64_t chunks = 0;
   for (int64_t i = 0; i < count;) {
     take<Rule>(table, slots, i, count, int(kSpan), chunks);

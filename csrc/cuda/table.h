@@ -2,6 +2,8 @@
 // A list of tensors as a kernel argument. Passed by value: no copy to the device, no lifetime to
 // keep, and a CUDA graph bakes it in. CUDA 12.1 and later take 32,764 bytes of arguments from sm_70
 // on.
+#include <new>
+
 #include "cuda/gpu.h"
 #include "plan.h"
 
@@ -48,6 +50,18 @@ struct Table {
 
   int32_t blocks() const { return first_chunk[count]; }
 };
+
+// The calling thread's table, for one launch: too large for some stacks, and one for all kernels.
+inline void* memory_of_table() {
+  alignas(16) static thread_local unsigned char memory[kArgumentBytes];
+  return memory;
+}
+
+template <class T>
+T& table_of_thread() {
+  static_assert(sizeof(T) <= kArgumentBytes && alignof(T) <= 16);
+  return *new (memory_of_table()) T;
+}
 
 struct Chunk {
   int slot;

@@ -14,11 +14,12 @@ namespace {
 std::optional<Report> read(const Report& slot) {
   const volatile uint64_t& seal = slot.seal;
   Report copy;
+  const uint64_t before = seal;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  std::memcpy(&copy, &slot, sizeof copy);
+  std::atomic_thread_fence(std::memory_order_acquire);
   copy.seal = seal;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  std::memcpy(&copy.verdict, &slot.verdict, sizeof copy.verdict);
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (copy.seal == 0 || copy.seal != seal) return std::nullopt;
+  if (before == 0 || before != copy.seal) return std::nullopt;
   return copy;
 }
 
@@ -26,15 +27,16 @@ std::optional<Report> read(const Report& slot) {
 
 #ifdef AMP_MP_WITH_CUDA
 
-Reports::Reports(const at::Device& device)
-    : device_(device), count_(at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device))) {
+Reports::Reports(const at::Device& device) : device_(device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
+  TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
+              " allocates memory, which a CUDA graph cannot; take a step before capturing");
+  count_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
   const c10::OptionalDeviceGuard guard(device);
   // Never freed: a step that is queued, or replayed later, may still write it.
   constexpr size_t kBytes = kReports * sizeof(Report);
   ring_ = static_cast<Report*>(cuda::allocate_for_both(kBytes));
-  TORCH_CHECK(ring_, "amp_mp: CUDA gave no pinned host memory for ", device, " (", kBytes,
-              " bytes); while a graph is captured it does not: take a step before");
+  TORCH_CHECK(ring_, "amp_mp: CUDA gave no ", kBytes, " bytes of pinned host memory for ", device);
   std::memset(ring_, 0, kBytes);
 }
 
@@ -62,6 +64,9 @@ std::optional<Report> Reports::newest(bool wait) const {
   if (!wait || (queued_ == 0 && !is_captured_)) return found;
   if (!is_captured_ && found && found->seal >= queued_) return found;
   const c10::OptionalDeviceGuard guard(device_);
+  TORCH_CHECK(
+      !is_capturing(device_),
+      "amp_mp: what a step has come to is not known while it is captured; ask after a replay");
   const char* error = cuda::synchronize(stream_);
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device_, ": ", error);
   return look();

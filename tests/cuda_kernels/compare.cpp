@@ -307,7 +307,7 @@ void scale_both(std::vector<double> host, const char* name) {
     cuda::move_scale(in_place(device, scale), &found_inf, &max_abs,
                      {outside.reports, &outside.count}, nullptr);
     expect(host == device && scale == float(host[1]), "scale", name, size_t(i));
-    outside.expect_report({double(found_inf != 0), 1, 0, max_abs, host[1]}, host[1], name);
+    outside.expect_report({double(found_inf != 0), 1, 0, max_abs, scale}, scale, name);
   }
   expect(host[1] != start, "the scale moves", name, 0);
 }
@@ -381,7 +381,7 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy) {
     expect(!std::memcmp(&verdict, &found, sizeof found), "a replayed verdict", name, size_t(step));
     expect(device_policy == policy && outside.scale == float(policy[1]), "a replayed scale", name,
            size_t(step));
-    outside.expect_report(verdict, policy[1], name);
+    outside.expect_report(verdict, float(policy[1]), name);
     for (size_t t = 0; t < slots.size(); ++t)
       expect(device_model.tensors[t].same(host_model.tensors[t]), "a replayed step", name, t);
   }

@@ -23,6 +23,7 @@ SHIM = HERE.parent / "cuda_on_cpu"
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 OUT = ROOT / "build/pretend_gpu"
+CUDA = "13.0"  # the version that torch is to name
 
 # The arithmetic of setup.py. Little else is optimised: compiling takes longer than running.
 FLAGS = [
@@ -53,6 +54,18 @@ def build() -> Path:
             inputs = map(str, objects)
             _run(["g++", "-shared", "-fopenmp", *inputs, *libraries, "-o", str(library)])
         return library
+
+
+def build_cublas() -> Path:
+    """The stand-in for cuBLAS, under the name that amp_mp looks for (torch_cuda.CUDA)."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    source, library = HERE.parent / "fake_cublas.c", OUT / "libcublas.so"
+    with _alone():
+        if not library.exists() or library.stat().st_mtime <= source.stat().st_mtime:
+            flags = ["-O2", "-shared", "-fPIC", "-ffp-contract=off"]
+            name = f"-Wl,-soname,libcublas.so.{CUDA.split('.')[0]}"
+            _run(["gcc", *flags, name, str(source), "-o", str(library), "-lm"])
+    return library
 
 
 def _units() -> list[tuple[Path, list[str]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import amp_mp_pretend_gpu as native
 import torch
+from pretend_gpu.build import CUDA, build_cublas
 from pretend_gpu.device import CUDAGraph, graph
 
 MEMORY = 1 << 30  # what tests are told is free: those that need more are left out
@@ -111,6 +113,8 @@ def replace() -> None:
     """Put the pretend GPU's answers into torch.cuda."""
     torch._C._cuda_getDevice = native.current_device
     torch.UntypedStorage.__new__ = _new_storage
+    torch.version.cuda = CUDA
+    ctypes.CDLL(str(build_cublas()), mode=ctypes.RTLD_GLOBAL)  # as torch for CUDA has its own
     cuda = torch.cuda
     answers: dict[str, Any] = {
         "_initialized": True,
@@ -134,6 +138,7 @@ def replace() -> None:
         "graph": graph,
         "is_current_stream_capturing": native.is_capturing,
         "graph_pool_handle": lambda: (0, 0),
+        "current_blas_handle": lambda: 1,
         "get_device_name": lambda device=None: _properties().name,
         "get_device_capability": lambda device=None: (8, 0),
         "get_device_properties": _properties,

@@ -71,6 +71,7 @@ class NextScale:
             return None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
+        self._hear(device)
         if scaler._policy is not None:
             scaler._policy.to(device)
         now = self._numbers()
@@ -78,6 +79,11 @@ class NextScale:
             self._spare = [t.clone() for t in now]
         self._ahead = self._source()
         return self._move(now, self._spare)
+
+    def _hear(self, device: torch.device) -> None:
+        """Gets ready for what `move` has to tell, before a graph is captured."""
+        if device.type == "cuda" and (self._own is None or self._own.device != device):
+            self._own = _C.Reports(device)
 
     def stepped(self, reports: _C.Reports | None) -> None:
         """That step has been queued; reports: who hears of it."""
@@ -110,8 +116,7 @@ class NextScale:
                 policy.update(found_inf)  # says what is missing, unless there was an overflow
                 scale.copy_(policy.scale_tensor)
                 return
-        if scale.device.type == "cuda" and self._own is None:
-            self._own = _C.Reports(scale.device)
+        self._hear(scale.device)
         now = self._numbers()
         largest = None if max_abs is None else max_abs.double()
         _C.move_scale_(self._move(now, now), found_inf.double(), largest, self._own)
