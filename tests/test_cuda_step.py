@@ -130,6 +130,17 @@ def test_a_step_without_scale_and_clip_is_two_launches() -> None:
     assert (seen.kernels, seen.others, seen.waits) == (2, 0, 0)
 
 
+@pytest.mark.parametrize(("kind", "kernels"), [(amp.optim.LARS, 4), (amp.optim.LAMB, 6)])
+def test_rules_that_look_at_norms_launch_a_few_more(kind: Any, kernels: int) -> None:
+    param = nn.Parameter(torch.ones(50, 40, device=DEVICE))
+    param.grad = torch.ones_like(param)
+    optimizer = kind([param], lr=0.1)
+    optimizer.step()
+    with watching() as seen:
+        optimizer.step()
+    assert (seen.kernels, seen.others, seen.waits) == (kernels, 0, 0)
+
+
 def test_many_tensors_take_few_launches_more() -> None:
     params = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(900)]
     optimizer = amp.optim.AdamW(params, max_grad_norm=1.0)
@@ -191,6 +202,8 @@ def test_a_captured_step_replayed_is_the_eager_one(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         graphed.step()
+    if PRETEND_GPU:
+        assert graph.launches == 4
     skipped = 0
     for step in range(2, 202):
         for rate in rates:
@@ -208,6 +221,52 @@ def test_a_captured_step_replayed_is_the_eager_one(
         assert graphed.scaler.get_scale() == eager.scaler.get_scale()
         skipped += ours.skipped
     assert 30 < skipped < 80
+
+
+@pytest.mark.skipif(PRETEND_GPU, reason="the pretend GPU captures no operators of torch")
+def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
+    def trained(captures: bool) -> tuple[list[Tensor], float]:
+        torch.manual_seed(2)
+        layers = [nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)]
+        model = amp.prepare(nn.Sequential(*layers).to(DEVICE), torch.float16)
+        rate = torch.full((), 1e-3, device=DEVICE)
+        optimizer = amp.optim.AdamW(model.parameters(), lr=rate, max_grad_norm=1.0, memory="exact")
+        scaler = amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=10)
+        batch = torch.randn(16, 32, device=DEVICE, dtype=torch.float16)
+
+        def iteration() -> None:
+            scaler.scale(model(batch).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                optimizer.zero_grad()
+                iteration()
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        if captures:
+            with torch.cuda.graph(graph):
+                iteration()
+        source = torch.Generator().manual_seed(4)
+        for step in range(40):
+            batch.copy_(torch.randn(16, 32, generator=source))
+            batch[0, 0] = float("inf") if step % 9 == 4 else 0.0
+            rate.fill_(1e-3 / (1 + step))
+            if captures:
+                graph.replay()
+            else:
+                optimizer.zero_grad()
+                iteration()
+        return [p.detach().float() for p in model.parameters()], scaler.get_scale()
+
+    (found, scale), (wanted, eager_scale) = trained(True), trained(False)
+    assert scale == eager_scale
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
 
 
 def test_a_captured_step_without_scaling_follows_its_rate() -> None:

@@ -1,0 +1,165 @@
+"""Where GradScaler's scale goes, and when: as torch's, though the step itself works it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+Scaler = torch.amp.GradScaler
+
+
+def optimizers(device: str, count: int) -> list[Any]:
+    params = [nn.Parameter(torch.ones(5, device=device)) for _ in range(count)]
+    return [amp.optim.SGD([p], lr=0.1) for p in params]
+
+
+def set_gradients(optimizer: Any, bad: bool) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.full_like(p, float("inf") if bad else 0.5)
+
+
+def numbers(scaler: Any) -> tuple[float, int]:
+    return scaler._scale.item(), scaler._growth_tracker.item()
+
+
+def begin(scaler: Any, device: str) -> Tensor:
+    scaled: Tensor = scaler.scale(torch.ones((), device=device))
+    return scaled
+
+
+def iteration(scaler: Any, stepped: list[Any], bad: list[bool], device: str) -> None:
+    begin(scaler, device)
+    for optimizer, overflows in zip(stepped, bad, strict=True):
+        set_gradients(optimizer, overflows)
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"init_scale": 3.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2},
+        {"init_scale": 2.0**127, "growth_interval": 1},  # twice that is infinite
+        {"init_scale": 2.0**-140, "backoff_factor": 0.25, "growth_interval": 3},  # subnormal
+    ],
+    ids=["odd factors", "largest", "smallest"],
+)
+def test_it_moves_as_torch_moves_it(device: str, count: int, arguments: dict[str, Any]) -> None:
+    ours = amp.GradScaler(device, **arguments)
+    theirs = Scaler(device, **arguments)
+    stepped = optimizers(device, count)
+    source = torch.Generator().manual_seed(count)
+    seen = set()
+    for _ in range(60):
+        bad = (torch.rand(count, generator=source) < 0.15).tolist()
+        begin(theirs, device)
+        # torch's rule, told what it would have found
+        state = theirs._per_optimizer_states[0]
+        state["found_inf_per_device"] = {0: torch.full((), float(any(bad)), device=device)}
+        theirs.update()
+        iteration(ours, stepped, bad, device)
+        assert numbers(ours) == numbers(theirs)
+        assert ours.get_scale() == theirs.get_scale()
+        seen.add(numbers(ours)[0])
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax"])
+def test_a_second_loss_carries_the_same_scale(device: str, loss_scale: Any) -> None:
+    scaler = amp.GradScaler(device, init_scale=2.0**24, loss_scale=loss_scale)
+    first, second = optimizers(device, 2)
+    for _ in range(4):
+        before = begin(scaler, device).item()
+        set_gradients(first, bad=True)
+        scaler.step(first)
+        assert begin(scaler, device).item() == scaler.get_scale() == before
+        set_gradients(second, bad=False)
+        scaler.step(second)
+        assert second.last_report(wait=True).loss_scale == before
+        assert not second.step_was_skipped
+        scaler.update()
+        assert scaler.get_scale() == begin(scaler, device).item() < max(before, 1.0 + before / 2)
+
+
+def _by_hand(scaler: Any) -> None:
+    scaler.update(8.0)
+
+
+def _from_a_snapshot(scaler: Any) -> None:
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
+
+
+def _other_factor(scaler: Any) -> None:
+    scaler.set_growth_factor(4.0)
+    scaler.update()
+
+
+def _in_place(scaler: Any) -> None:
+    scaler._scale.fill_(4.0)
+    scaler.update()
+
+
+@pytest.mark.parametrize("change", [_by_hand, _from_a_snapshot, _other_factor, _in_place])
+def test_what_changes_between_step_and_update_counts(
+    device: str, change: Callable[[Any], None]
+) -> None:
+    scaler = amp.GradScaler(device, init_scale=2.0, growth_interval=1)
+    (optimizer,) = optimizers(device, 1)
+    begin(scaler, device)
+    set_gradients(optimizer, bad=False)
+    scaler.step(optimizer)
+    change(scaler)
+    assert scaler.get_scale() == scaler._scale.item() == 8.0
+
+
+def test_a_policy_set_between_step_and_update_moves_on_from_there(device: str) -> None:
+    policy = amp.scaling.Backoff(scale_max=2.0**20, step_window=1, init_scale=2.0)
+    scaler = amp.GradScaler(device, loss_scale=policy)
+    (optimizer,) = optimizers(device, 1)
+    begin(scaler, device)
+    set_gradients(optimizer, bad=False)
+    scaler.step(optimizer)
+    policy.scale = 32.0
+    scaler.update()
+    assert policy.scale == scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax"])
+def test_a_restored_scaler_goes_on_alike(device: str, loss_scale: Any) -> None:
+    def made() -> tuple[Any, Any]:
+        arguments = {"init_scale": 2.0**12, "growth_interval": 3, "loss_scale": loss_scale}
+        return amp.GradScaler(device, **arguments), optimizers(device, 1)
+
+    def bad(step: int) -> list[bool]:
+        return [step % 5 == 2]
+
+    straight, stepped = made()
+    broken, others = made()
+    for step in range(20):
+        iteration(straight, stepped, bad(step), device)
+        iteration(broken, others, bad(step), device)
+        if step % 4 == 1:
+            saved = broken.state_dict()
+            broken, others = made()
+            broken.load_state_dict(saved)
+        assert broken.state_dict() == straight.state_dict()
+        assert broken.get_scale() == straight.get_scale()
+
+
+def test_an_optimizer_that_is_kept_from_stepping_still_counts(device: str) -> None:
+    scaler = amp.GradScaler(device, init_scale=16.0)
+    (optimizer,) = optimizers(device, 1)
+    begin(scaler, device)
+    set_gradients(optimizer, bad=True)
+    optimizer.step = lambda: None  # as some frameworks do for a step
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
