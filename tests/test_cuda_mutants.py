@@ -46,8 +46,8 @@ MUTANTS = {
     "a captured rate is the one of the capture": Mutant(
         "begin.cu", "read_rate(hyper);", "", "begin.cu", "fast", "FAILED a replayed step"),
     "the clocks of a skipped step tick": Mutant(
-        "begin.cu", "!= 0) return;\n  const double", "> 1) return;\n  const double", "begin.cu",
-        "fast", "FAILED a skipped step"),
+        "begin.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "begin.cu", "fast",
+        "FAILED a skipped step"),
     "a tail is one too long": Mutant(
         "copy.cu", "kPack ? left :", "kPack ? left + 1 :", "copy.cu", "asan", BEYOND),
     "a tail is one too short": Mutant(

@@ -48,6 +48,21 @@ __device__ __forceinline__ Norms norms_of(const Measured& measured, int64_t row,
   return n;
 }
 
+// Ticks a slot's clock, unless that has been done, and makes its rule.
+template <class Rule>
+__device__ __forceinline__ void make_ready(const ClockTable& table, int t, bool again,
+                                           double multiplier, const Measured& measured,
+                                           Ready<Rule>* ready) {
+  Hyper hyper = table.hyper[table.group[t]];
+  read_rate(hyper);
+  Clock* clock = table.clock[t];
+  if (!again) clock->tick(hyper);
+  const int64_t index = table.first_index + t;
+  const Norms norms = norms_of(measured, table.row[t], index, multiplier);
+  const Rule rule = make_rule<Rule>(hyper, *clock, norms);
+  ready[index] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed, clock->step};
+}
+
 template <class Rule>
 __global__ void __launch_bounds__(kCombineThreads)
     begin_kernel(const ClockTable __grid_constant__ table, Parts grads, Parts weights,
@@ -55,24 +70,17 @@ __global__ void __launch_bounds__(kCombineThreads)
                  Ready<Rule>* ready) {
   __shared__ CombineShared shared;
   if (!combine_lists(grads, weights, shared)) return;
+  double next_scale = 0;
   if (decides) {
     if (threadIdx.x == 0)
-      settle(grads.tensors ? grads.tensors + grads.count : nullptr, decision, verdict);
+      next_scale = settle(grads.tensors ? grads.tensors + grads.count : nullptr, decision, verdict);
     __syncthreads();
   }
-  if (verdict->found_inf != 0) return;
-  const double multiplier = verdict->multiplier;
-  for (int t = threadIdx.x; t < table.count; t += kCombineThreads) {
-    Hyper hyper = table.hyper[table.group[t]];
-    read_rate(hyper);
-    Clock* clock = table.clock[t];
-    if (!again) clock->tick(hyper);
-    const int64_t index = table.first_index + t;
-    const Norms norms = norms_of(measured, table.row[t], index, multiplier);
-    const Rule rule = make_rule<Rule>(hyper, *clock, norms);
-    ready[index] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed,
-                    clock->step};
-  }
+  if (verdict->found_inf == 0)
+    for (int t = threadIdx.x; t < table.count; t += kCombineThreads)
+      make_ready(table, t, again, verdict->multiplier, measured, ready);
+  // Last: a write to the host's memory takes longer than all the rest.
+  if (decides && threadIdx.x == 0) publish(decision.ring, *verdict, next_scale);
 }
 
 }  // namespace

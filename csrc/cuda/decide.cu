@@ -8,7 +8,9 @@ namespace amp_mp::cuda {
 namespace {
 
 __global__ void decide_kernel(const Statistics* total, Decision decision, Verdict* verdict) {
-  if (threadIdx.x == 0) settle(total, decision, verdict);
+  if (threadIdx.x != 0) return;
+  const double next_scale = settle(total, decision, verdict);
+  publish(decision.ring, *verdict, next_scale);
 }
 
 __global__ void move_scale_kernel(NextScale next, const double* found_inf, const double* max_abs,

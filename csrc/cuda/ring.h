@@ -22,12 +22,12 @@ __device__ __forceinline__ void publish(const Ring& ring, const Verdict& verdict
   *ring.count = number;
 }
 
-// The verdict of a step, and all that follows from it. By one thread.
-__device__ __forceinline__ void settle(const Statistics* total, const Decision& decision,
-                                       Verdict* verdict) {
+// The verdict of a step, and where the scale goes; returns that for the report. By one thread.
+__device__ __forceinline__ double settle(const Statistics* total, const Decision& decision,
+                                         Verdict* verdict) {
   const Verdict v = amp_mp::decide(total, decision.scale, decision.found_inf, decision.max_norm);
   *verdict = v;
-  publish(decision.ring, v, move_on(decision.next, v.found_inf != 0, v.max_abs));
+  return move_on(decision.next, v.found_inf != 0, v.max_abs);
 }
 
 }  // namespace amp_mp::cuda

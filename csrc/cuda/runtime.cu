@@ -7,8 +7,10 @@ namespace amp_mp::cuda {
 
 bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
-         status == cudaStreamCaptureStatusActive;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
+    return status == cudaStreamCaptureStatusActive;
+  cudaGetLastError();  // or the next launch would be blamed for it
+  return false;
 }
 
 const char* synchronize(void* stream) {
