@@ -100,11 +100,13 @@ AMP_MP_BOTH float decode(float16 x) {
 #endif
 }
 
-// Nearest, ties to even. Infinity stays infinity.
-AMP_MP_BOTH bfloat16 encode_bfloat16(float x) {
+// Nearest, ties to even, in the upper half. Infinity stays infinity.
+AMP_MP_BOTH uint32_t round_bfloat16(float x) {
   const uint32_t u = canonical_bits(x);
-  return {uint16_t((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16)};
+  return u + 0x7FFFu + ((u >> 16) & 1u);
 }
+
+AMP_MP_BOTH bfloat16 encode_bfloat16(float x) { return {uint16_t(round_bfloat16(x) >> 16)}; }
 
 // Nearest, ties to even. From 65520 on it is infinity, as IEEE 754 says: use saturate() first for
 // weights and history, never for gradients, whose overflow has to stay visible.
@@ -138,8 +140,12 @@ AMP_MP_BOTH float16_root encode_float16_root(float x) {
 // Stochastic rounding: up with the probability of what is dropped, so that the mean over steps is
 // right where the nearest value would be the old one for ever. 8 random bits with half a bit more
 // are as good as 16 here. What fits exactly stays as it is, whatever the bits.
+AMP_MP_BOTH uint32_t noise_of(uint32_t random) { return random << 8 | 0x80u; }
+
+AMP_MP_BOTH uint32_t round_bfloat16(float x, uint32_t noise) { return canonical_bits(x) + noise; }
+
 AMP_MP_BOTH bfloat16 encode_bfloat16(float x, uint32_t random) {
-  return {uint16_t((canonical_bits(x) + (random << 8 | 0x80u)) >> 16)};
+  return {uint16_t(round_bfloat16(x, noise_of(random)) >> 16)};
 }
 
 AMP_MP_BOTH float16 encode_float16(float x, uint32_t random) {
@@ -157,9 +163,13 @@ AMP_MP_BOTH float16 encode_float16(float x, uint32_t random) {
 // makes the NaNs one, the negative one too.
 AMP_MP_BOTH float decode(ue8m8 x) { return from_bits(uint32_t(x.bits) << 15); }
 
+AMP_MP_BOTH uint32_t round_ue8m8(float x, uint32_t noise) {
+  const uint32_t u = to_bits(x), least = u < 0x7FC00000u ? u : 0x7FC00000u;
+  return 2 * least + noise;
+}
+
 AMP_MP_BOTH ue8m8 encode_ue8m8(float x, uint32_t random) {
-  const uint32_t u = to_bits(x), top = u < 0x7FC00000u ? u : 0x7FC00000u;
-  return {uint16_t((top + ((random << 8 | 0x80u) >> 1)) >> 15)};
+  return {uint16_t(round_ue8m8(x, noise_of(random)) >> 16)};
 }
 
 // Whether stores of weights and history in the format are to be saturated.

@@ -33,11 +33,12 @@ AMP_MP_BOTH float decode_m8(M8 x, float step) {
   return q * q * q * step;
 }
 
-// 256 times the code as an integer, the cube root of n; a random byte is added, and the upper byte
-// is the code. The root is n y^2 of an integer guess y of |n|^(-1/3), times a parabola fitted to
+// 256 times the code as an integer, the cube root of n; a random byte is added, and byte 1 of the
+// sum is the code. The root is n y^2 of an integer guess y of |n|^(-1/3), times a parabola fitted
+// to
 // (|n| y^3)^(-2/3): at most 1.6e-4 short, 1/50 of a code, and never beyond 127 * 256, where the sum
 // would overflow. A NaN becomes code 0 of a NaN scale.
-AMP_MP_BOTH M8 encode_m8(float x, float inverse, uint8_t random) {
+AMP_MP_BOTH uint32_t round_m8(float x, float inverse, uint32_t random) {
   const float n = x * inverse;
   const uint32_t magnitude = to_bits(n) & kMagnitude;
   const float third = float(int32_t(magnitude)) * (1.0f / 3);
@@ -47,8 +48,11 @@ AMP_MP_BOTH M8 encode_m8(float x, float inverse, uint8_t random) {
   // A mask, since GCC makes a branch of a choice here without AVX-512, and the loop stays scalar:
   // 13 times the time.
   const uint32_t unless_nan = root != root ? 0u : 0xFFFFFFFFu;
-  const auto fixed = int16_t(to_bits(root + 12582912.0f) & unless_nan);
-  return {int8_t(int16_t(fixed + random) >> 8)};
+  return (to_bits(root + 12582912.0f) & unless_nan) + random;
+}
+
+AMP_MP_BOTH M8 encode_m8(float x, float inverse, uint8_t random) {
+  return {int8_t(int16_t(round_m8(x, inverse, random)) >> 8)};
 }
 
 }  // namespace amp_mp

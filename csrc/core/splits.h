@@ -21,8 +21,11 @@ struct Split32 {
   static AMP_MP_BOTH float join(bfloat16 high, int16_t low) {
     return from_bits((uint32_t(high.bits) << 16) + uint32_t(int32_t(low)));
   }
+  // The weight is the upper half of this plus 0x8000, the remainder follows the weight's bits in
+  // it.
+  static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x); }
   static AMP_MP_BOTH void split(float x, bfloat16& high, int16_t& low) {
-    const uint32_t u = canonical_bits(x);
+    const uint32_t u = round(x);
     high = {uint16_t((u + 0x8000u) >> 16)};
     low = int16_t(u);
   }
@@ -37,12 +40,15 @@ struct Split24 {
   static AMP_MP_BOTH float join(bfloat16 high, int8_t low) {
     return from_bits((uint32_t(high.bits) << 16) + (uint32_t(int32_t(low)) << 8));
   }
-  static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
+  static AMP_MP_BOTH uint32_t round(float x) {
     const uint32_t u = canonical_bits(x);
     // The largest finite numbers are cut off: rounded up they would be infinite.
-    const uint32_t half = (u & 0x7FFFFF80u) == 0x7F7FFF80u ? 0 : 0x80u;
-    high = {uint16_t((u + half + 0x8000u) >> 16)};
-    low = int8_t((u + half) >> 8);
+    return u + ((u & 0x7FFFFF80u) == 0x7F7FFF80u ? 0 : 0x80u);
+  }
+  static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
+    const uint32_t u = round(x);
+    high = {uint16_t((u + 0x8000u) >> 16)};
+    low = int8_t(u >> 8);
   }
 
   static constexpr uint32_t kStepBits = 18;

@@ -90,6 +90,15 @@ struct Held {
     data = {};
     if constexpr (kSplits) rest = {};
     const auto bits = [&](int k) { return uint32_t(random >> (8 * k)) & 0xFFu; };
+    const auto noise = [&](int k) {  // noise_of(bits(k)) in one instruction
+      const auto half = uint32_t(k < 4 ? random : random >> 32);
+      return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
+    };
+    const auto upper = [&](const auto& one) {
+      uint32_t rounded[kPack];
+      for (int k = 0; k < kPack; ++k) rounded[k] = one(k);
+      data.set_upper(rounded);
+    };
     const auto halves = [&](const auto& one) {
       for (int k = 0; k < kPack; ++k) data.set_half(k, one(k));
     };
@@ -97,17 +106,16 @@ struct Held {
       for (int k = 0; k < kPack; ++k) data.word[k] = to_bits(x[k]);
       return;
     }
-    if (f == Format::bfloat16) return halves([&](int k) { return encode_bfloat16(x[k]).bits; });
+    if (f == Format::bfloat16) return upper([&](int k) { return round_bfloat16(x[k]); });
     if (f == Format::float16) return halves([&](int k) { return encode_float16(x[k]).bits; });
     if constexpr ((Formats & kOnly<Format::bfloat16_stochastic>) != 0)
       if (f == Format::bfloat16_stochastic)
-        return halves([&](int k) { return encode_bfloat16(x[k], bits(k)).bits; });
+        return upper([&](int k) { return round_bfloat16(x[k], noise(k)); });
     if constexpr ((Formats & kOnly<Format::float16_stochastic>) != 0)
       if (f == Format::float16_stochastic)
         return halves([&](int k) { return encode_float16(x[k], bits(k)).bits; });
     if constexpr ((Formats & kOnly<Format::ue8m8>) != 0)
-      if (f == Format::ue8m8)
-        return halves([&](int k) { return encode_ue8m8(x[k], bits(k)).bits; });
+      if (f == Format::ue8m8) return upper([&](int k) { return round_ue8m8(x[k], noise(k)); });
     if constexpr ((Formats & kOnly<Format::float16_root>) != 0)
       if (f == Format::float16_root)
         return halves([&](int k) { return encode_float16_root(x[k]).root.bits; });
@@ -141,12 +149,16 @@ struct Held {
 
   template <class Split>
   __device__ __forceinline__ void split_bfloat16(const float (&x)[kPack]) {
+    uint32_t whole[kPack], upper[kPack];
     for (int k = 0; k < kPack; ++k) {
-      bfloat16 high;
-      typename Split::Rest low;
-      Split::split(x[k], high, low);
-      data.set_half(k, high.bits);
-      set_rest<Split>(k, low);
+      whole[k] = Split::round(x[k]);
+      upper[k] = whole[k] + 0x8000u;
+    }
+    data.set_upper(upper);
+    if constexpr (sizeof(typename Split::Rest) == 2) {
+      rest.set_lower(whole);
+    } else {
+      rest.set_bytes_1(whole);
     }
   }
 
@@ -174,8 +186,10 @@ struct Held {
     __syncwarp(kWarp);  // one of the four will write the scale that all have read
     scale = amp_mp::decode(m8_scale(most));
     const float inverse = m8_inverse(scale);
+    uint32_t rounded[kPack];
     for (int k = 0; k < kPack; ++k)
-      data.set_byte(k, uint8_t(encode_m8(x[k], inverse, uint8_t(random >> (8 * k))).code));
+      rounded[k] = round_m8(x[k], inverse, uint32_t(random >> (8 * k)) & 0xFFu);
+    data.set_bytes_1(rounded);
   }
 };
 

@@ -38,6 +38,17 @@ __device__ __forceinline__ uint64_t random_bytes(const Stream& stream, uint64_t 
   return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
 }
 
+// Bytes of two words in one instruction, as the selector's digits say: 0 to 3 of a, 4 to 7 of b.
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7632);
+}
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t bytes_1(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return lower_halves(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051));
+}
+
 // Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
 struct Pack {
   uint32_t word[kPack];
@@ -46,6 +57,16 @@ struct Pack {
   __device__ __forceinline__ uint32_t half(int k) const { return word[k / 2] >> (16 * (k % 2)); }
   __device__ __forceinline__ void set_byte(int k, uint32_t x) {
     word[k / 4] |= (x & 0xFFu) << (8 * (k % 4));
+  }
+  // From words whose upper halves, lower halves or bytes 1 are meant.
+  __device__ __forceinline__ void set_upper(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 2) word[k / 2] = upper_halves(x[k], x[k + 1]);
+  }
+  __device__ __forceinline__ void set_lower(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 2) word[k / 2] = lower_halves(x[k], x[k + 1]);
+  }
+  __device__ __forceinline__ void set_bytes_1(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 4) word[k / 4] = bytes_1(x[k], x[k + 1], x[k + 2], x[k + 3]);
   }
   __device__ __forceinline__ void set_half(int k, uint32_t x) {
     word[k / 2] |= (x & 0xFFFFu) << (16 * (k % 2));

@@ -135,6 +135,13 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUDA_ON_CPU_HERE) {
   return cuda_on_cpu::shuffle_value(value, cuda_on_cpu::lane() ^ bits, width, mask, at);
 }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = a | uint64_t(b) << 32;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= (unsigned(bytes >> (8 * (selector >> (4 * i) & 7))) & 0xFFu) << (8 * i);
+  return result;
+}
 inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_ON_CPU_HERE) {
   return cuda_on_cpu::ballot(predicate != 0, mask, at);
 }
