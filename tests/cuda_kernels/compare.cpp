@@ -2,81 +2,10 @@
 // list. Built with the stand-in for CUDA, so it needs no GPU.
 //
 // Usage: compare full|quick. Prints what ran; exits 1 if anything differs.
-#include <cstdio>
-
-#include "cuda/combine.h"
-#include "cuda/passes.h"
 #include "cuda/slots.h"
-#include "model.h"
+#include "scales.h"
 
 namespace {
-
-int failures = 0;
-
-void expect(bool holds, const char* what, const char* detail, size_t where) {
-  if (holds) return;
-  if (failures++ < 20) std::fprintf(stderr, "FAILED %s, %s, tensor %zu\n", what, detail, where);
-}
-
-bool same(const Statistics& a, const Statistics& b) { return !std::memcmp(&a, &b, sizeof a); }
-
-// What a measuring pass on the device leaves, with the memory it leaves it in.
-struct Measuring {
-  std::vector<Statistics> tensors, spans;
-  std::vector<int64_t> first;
-  unsigned ticket = 7;  // whatever was there
-  cuda::Parts parts;
-
-  Measuring(const std::vector<Reading>& readings, const char* name)
-      : tensors(readings.size() + 1),
-        spans(size_t(cpu::count_spans(readings.data(), int64_t(readings.size()))) + 1),
-        first(readings.size() + 1) {
-    parts = {spans.data(), first.data(), &ticket, tensors.data(), int64_t(readings.size())};
-    expect(!cuda::measure(readings.data(), parts, nullptr), "measure is launched", name, 0);
-    if (readings.empty()) ticket = first[0] = 0;  // nothing was launched
-  }
-  Measuring(const Measuring&) = delete;
-
-  void expect_same(const std::vector<Statistics>& wanted, const char* name) const {
-    for (size_t t = 0; t < wanted.size(); ++t)
-      expect(same(wanted[t], tensors[t]), "measure", name, t);
-  }
-};
-
-std::vector<Statistics> measure_on_cpu(const std::vector<Reading>& readings) {
-  const auto count = int64_t(readings.size());
-  std::vector<Statistics> tensors(count + 1), spans(cpu::count_spans(readings.data(), count));
-  cpu::measure(readings.data(), count, spans.data(), tensors.data(), 1);
-  return tensors;
-}
-
-void measure_both(const std::vector<Reading>& readings, const char* name) {
-  Measuring found(readings, name);
-  cuda::combine(found.parts, nullptr);
-  found.expect_same(measure_on_cpu(readings), name);
-}
-
-// The upper levels of a sum alone, for tensors of more spans than could be measured here.
-void combine_both(const std::vector<int64_t>& spans_of) {
-  std::mt19937_64 random(3);
-  std::uniform_real_distribution<double> exponent(-30, 30);
-  std::vector<int64_t> first = {0};
-  for (const int64_t n : spans_of) first.push_back(first.back() + n);
-  std::vector<Statistics> spans(size_t(first.back()) + 1), tensors(spans_of.size() + 1);
-  for (Statistics& s : spans)
-    s = {std::exp2(exponent(random)), std::exp2(exponent(random)), double(random() % 3)};
-  unsigned ticket = 0;
-  const auto count = int64_t(spans_of.size());
-  expect(!cuda::combine({spans.data(), first.data(), &ticket, tensors.data(), count}, nullptr),
-         "combine is launched", "", 0);
-  std::vector<Statistics> wanted;
-  for (size_t t = 0; t < spans_of.size(); ++t)
-    wanted.push_back(combine(spans.data() + first[t], spans_of[t]));
-  wanted.push_back(combine(wanted.data(), count));
-  for (size_t t = 0; t < wanted.size(); ++t)
-    expect(same(wanted[t], tensors[t]), "sums of spans", "", t);
-  std::printf("combine: %zu tensors\n", spans_of.size());
-}
 
 struct Rule {
   const char* name;
@@ -136,32 +65,6 @@ struct Norms {
     measured.ticket = &ticket;
   }
   Norms(const Norms&) = delete;
-};
-
-// A device's scale, and what it reports.
-struct Outside {
-  float scale = 1024;
-  int32_t tracker = 3;
-  float next_scale = 0;
-  int32_t next_tracker = 0;
-  Report reports[kReports] = {};
-  uint64_t count = 0;
-
-  Decision decision() {
-    Decision d;
-    d.scale = &scale;
-    d.max_norm = 1.0;
-    d.next = {nullptr, nullptr, 0, &scale, &next_scale, &tracker, &next_tracker, 2.0, 0.5, 4};
-    d.ring = {reports, &count};
-    return d;
-  }
-
-  void expect_report(const Verdict& verdict, double moved_to, const char* name) const {
-    const Report& newest = reports[count % kReports];
-    expect(newest.seal == count, "a report is sealed", name, size_t(newest.seal));
-    expect(!std::memcmp(&newest.verdict, &verdict, sizeof verdict), "report", name, 0);
-    expect(newest.next_scale == moved_to, "next scale", name, 0);
-  }
 };
 
 // One step. `given`: the verdict is made before, as for a second device.
@@ -275,66 +178,6 @@ void copy_both(const std::vector<size_t>& sizes, size_t count) {
   cuda::copy(transfers.data(), int64_t(count), &half, 1.0, nullptr);
   found.expect_same(wanted, "copy with a verdict to");
   std::printf("copy: %zu tensors\n", count);
-}
-
-// A policy's state as numbers.
-template <class Scale>
-std::vector<double> numbers_of(const Scale& policy) {
-  std::vector<double> state(sizeof policy / sizeof(double));
-  std::memcpy(state.data(), &policy, sizeof policy);
-  return state;
-}
-
-NextScale in_place(std::vector<double>& policy, float& scale) {
-  NextScale n;
-  n.policy = n.policy_out = policy.data();
-  n.policy_size = int32_t(policy.size());
-  n.scale_out = &scale;
-  return n;
-}
-
-void scale_both(std::vector<double> host, const char* name) {
-  std::vector<double> device = host;
-  const double start = host[1];
-  float scale = 0;
-  Outside outside;
-  std::mt19937 random(1);
-  std::normal_distribution<double> exponent(-6, 2);
-  for (int i = 0; i < 300; ++i) {
-    const double found_inf = random() % 9 == 0 ? 2 : 0;  // two devices saw it
-    const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
-    update_scale(host.data(), found_inf != 0, max_abs);
-    cuda::move_scale(in_place(device, scale), &found_inf, &max_abs,
-                     {outside.reports, &outside.count}, nullptr);
-    expect(host == device && scale == float(host[1]), "scale", name, size_t(i));
-    outside.expect_report({double(found_inf != 0), 1, 0, max_abs, scale}, scale, name);
-  }
-  expect(host[1] != start, "the scale moves", name, 0);
-}
-
-const std::vector<std::pair<const char*, std::vector<double>>> kPolicies = {
-    {"Backoff", numbers_of(BackoffScale{1, 65536, 1, 16777216, 2, 5, 0, -1})},
-    {"hysteresis, Apex", numbers_of(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 0, 0, 2})},
-    {"hysteresis, Megatron",
-     numbers_of(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 1, 0, 2})},
-    {"LogMax", numbers_of(LogMaxScale{3, 1, 1e-9, 16777216, 16, .99, .999, 3.09, 0, 0, 0, 1, 1})},
-    {"adaptive", numbers_of(AdaptiveScale{4, 1000, 1, 16777216, 1000})},
-};
-
-// The loss scale's own functions against the library's.
-void logarithms() {
-  std::mt19937_64 random(2);
-  std::uniform_real_distribution<double> exponent(-1074, 1023.9);
-  for (int i = 0; i < 200000; ++i) {
-    const double y = exponent(random), x = std::exp2(y);
-    const double wanted = std::log2(x), error = std::fabs(log2_of(x) - wanted);
-    expect(error <= 4e-16 * std::fmax(1, std::fabs(wanted)), "log2", "", size_t(i));
-    if (y > -1022) expect(std::fabs(exp2_of(y) / x - 1) <= 4e-16, "exp2", "", size_t(i));
-  }
-  for (int e = -1022; e < 1024; ++e)
-    expect(log2_of(std::ldexp(1.0, e)) == e && exp2_of(e) == std::ldexp(1.0, e), "powers of 2", "",
-           size_t(e + 1022));
-  expect(exp2_of(1024) == HUGE_VAL && exp2_of(-1023) == 0, "bounds of exp2", "", 0);
 }
 
 // What a CUDA graph replays: one list of pointers for all steps, while gradients, rate and scale

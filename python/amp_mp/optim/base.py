@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.optim.attach import Attachment, Measure, attach
+from amp_mp.optim.capture import refuse_dormant
 from amp_mp.optim.decide import decide, new_verdict, terms
 from amp_mp.optim.loading import restore_state, torch_state_dict
 from amp_mp.optim.options import Options as Options
+from amp_mp.optim.options import check_options
 from amp_mp.optim.options import check_ranges as check_ranges
 from amp_mp.optim.outcome import Outcomes, StepReport
 from amp_mp.optim.release import Release
 from amp_mp.optim.report import MemoryReport, report_memory
-from amp_mp.optim.state import Bucket, all_current, check_capture, gather_buckets
-from amp_mp.optim.storage import ROUNDINGS, check_low_precision, resolve
+from amp_mp.optim.state import Bucket, all_current, gather_buckets
+from amp_mp.optim.storage import check_low_precision, resolve
 
 if TYPE_CHECKING:
     from amp_mp.scaling.grad_scaler import GradScaler
@@ -59,7 +61,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             "float16_root" or "ue8m8". amp_mp.formats explains them.
         rounding="nearest": of the weights, where there is no master.
         seed=0: of stochastic rounding. Saved and restored; has to be the same on all replicas.
-        foreach, fused, capturable: torch's; accepted, and without effect.
+        foreach, fused, capturable: torch's; accepted, and without effect: every step is fused, and
+            can be captured by a CUDA graph (docs/cuda.md). lr may be a tensor, which on the
+            parameters' device is read when the step runs.
 
     Formats and seed may differ from group to group.
 
@@ -77,24 +81,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         **options: Unpack[Options],
     ) -> None:
         """Raises ValueError naming the argument; formats: the states' as given, None for any."""
-        unknown = set(options) - set(Options.__annotations__)
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__} has no argument {sorted(unknown)[0]!r}; it takes its "
-                f"own and {', '.join(Options.__annotations__)}"
-            )
-        if options.get("differentiable"):
-            raise ValueError("differentiable=True is not there; use torch.optim")
-        rounding = options.get("rounding", "nearest")
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
-        seed = options.get("seed", 0)
-        if not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
-        max_grad_norm = options.get("max_grad_norm")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
-        self.max_grad_norm = max_grad_norm
+        check_options(type(self).__name__, options)
+        self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
         self._step_supports_amp_scaling = options.get("amp_scaling", True)
         self._chosen = {"master": options.get("master"), **formats}
@@ -103,8 +91,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             **defaults,
             "maximize": options.get("maximize", False),
             **stored,
-            "rounding": rounding,
-            "seed": seed,
+            "rounding": options.get("rounding", "nearest"),
+            "seed": options.get("seed", 0),
         }
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._forget()
@@ -189,7 +177,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         lists = [group["params"] for group in self.param_groups]
         if self._buckets is None or not all_current(self._buckets, lists, self._states()):
             self._buckets = gather_buckets(self)
-        check_capture(self._buckets)
+        refuse_dormant(self._buckets)
         return self._buckets
 
     def _measure(self) -> tuple[list[Bucket], list[_C.Measurement] | None]:

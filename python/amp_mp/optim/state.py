@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.capture import refuse_new_state
 from amp_mp.optim.originals import LOW_PRECISION, take_original
 from amp_mp.optim.storage import (
     REST_FORMATS,
@@ -154,20 +155,6 @@ def all_current(buckets: list[Bucket], lists: list[list[Tensor]], names: tuple[s
     )
 
 
-def check_capture(buckets: list[Bucket]) -> None:
-    """Under capture by a CUDA graph, raises ValueError where a parameter would never be stepped."""
-    if all(b.device.type == "cpu" for b in buckets) or not torch.cuda.is_current_stream_capturing():
-        return
-    for bucket in buckets:
-        for param in bucket.dormant:
-            if param.requires_grad:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} has had no gradient yet, and a "
-                    "step captured now would leave it out for ever; take a step with all "
-                    "gradients before capturing, or freeze it"
-                )
-
-
 def state_keys(names: tuple[str, ...]) -> tuple[str, ...]:
     """The state entries whose tensors the slots hold."""
     scales = (f"{names[0]}_scale",) if names else ()
@@ -197,13 +184,9 @@ def places_of(optimizer: FusedOptimizer) -> Iterator[tuple[Tensor, Place]]:
 def gather_buckets(optimizer: FusedOptimizer) -> list[Bucket]:
     """Sorts the parameters by device, makes missing state, and has every tensor checked.
 
-    Raises RuntimeError under capture by a CUDA graph, whose replays would make the state again.
+    Raises RuntimeError under capture by a CUDA graph.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the optimizer's tensors are not what they were at its last step, and a CUDA graph is "
-            "being captured; take a step before capturing, and change nothing in between"
-        )
+    refuse_new_state({p.device for group in optimizer.param_groups for p in group["params"]})
     by_device: dict[torch.device, Bucket] = {}
     places: dict[torch.device, list[Place]] = {}
     for param, place in places_of(optimizer):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.capture import is_capturing
 
 if TYPE_CHECKING:
     from amp_mp.scaling.grad_scaler import GradScaler
@@ -69,7 +70,7 @@ class NextScale:
         self._ahead = None
         if scaler._scale is None or scaler._scale.device != device:
             return None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return None
         self._hear(device)
         if scaler._policy is not None:

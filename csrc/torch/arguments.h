@@ -1,0 +1,36 @@
+#pragma once
+// Python's lists and dicts as the operations take them.
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch/ops.h"
+
+namespace py = pybind11;
+
+namespace amp_mp {
+
+// A list of tensors, None for an undefined one. By hand: half the time of pybind11's own caster.
+// Raises TypeError naming the argument.
+Tensors unpack(const py::sequence& list, const char* argument);
+
+// One of kFormatNames; ValueError for another name.
+Format format_named(const std::string& name);
+
+// Slots::Lists by name.
+Slots make_slots(const py::sequence& params, const py::sequence& masters,
+                 const py::sequence& states, const py::sequence& scales,
+                 const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
+                 const py::sequence& clocks, std::vector<int64_t> groups,
+                 std::vector<int64_t> numbers, std::vector<int64_t> firsts,
+                 std::vector<std::string> names);
+
+// Hyper's numbers by name, lr maybe a tensor; TypeError for a name it does not have.
+Numbers make_numbers(const py::kwargs& numbers);
+
+// Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
+// knows that nobody has put another tensor into its state.
+bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values);
+
+// Whether the lists, one after the other, hold exactly these objects.
+bool same_items(const py::list& lists, const py::list& items);
+
+}  // namespace amp_mp
