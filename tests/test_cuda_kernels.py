@@ -29,16 +29,17 @@ SOURCES = [
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The comparing program in a variant, built once."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The comparing program in a variant and for a limit of kernel arguments, built once."""
     folder = tmp_path_factory.mktemp("cuda_kernels")
 
     @functools.cache
-    def built(variant: str) -> Path:
+    def built(variant: str, limit: int = 32764) -> Path:
         reason = why_unavailable(variant)
         if reason:
             pytest.skip(f"no {variant} build of the CUDA kernels: {reason}")
-        return build(SOURCES, folder, variant, [CSRC], ["AMP_MP_ISA=baseline"])
+        defines = ["AMP_MP_ISA=baseline", f"CUDA_ON_CPU_ARGUMENTS={limit}"]
+        return build(SOURCES, folder / str(limit), variant, [CSRC], defines)
 
     return built
 
@@ -56,8 +57,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_cuda_kernels_equal_the_cpu_loops(
-    program: Callable[[str], Path], variant: str, order: str, size: str
+    program: Callable[..., Path], variant: str, order: str, size: str
 ) -> None:
-    done = run(program(variant), variant, size, order=order)
+    expect_equal(program(variant), variant, size, order)
+
+
+def test_they_do_with_the_arguments_of_older_cuda(program: Callable[..., Path]) -> None:
+    expect_equal(program("plain", 4096), "plain", "quick", "forward")
+
+
+def expect_equal(built: Path, variant: str, size: str, order: str) -> None:
+    done = run(built, variant, size, order=order)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout
     assert done.stdout.splitlines()[-1] == "all equal"

@@ -8,6 +8,8 @@
 
 namespace amp_mp::cuda {
 
+constexpr int kArgumentLimit = CUDART_VERSION >= 12010 ? 32764 : 4096;  // bytes, from sm_70 on
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
                    const Arguments&... arguments) {
@@ -20,6 +22,7 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, c
 #include "cuda_on_cpu.h"
 
 namespace amp_mp::cuda {
+using cuda_on_cpu::kArgumentLimit;
 using cuda_on_cpu::launch;
-}
+}  // namespace amp_mp::cuda
 #endif

@@ -1,7 +1,6 @@
 #pragma once
 // A list of tensors as a kernel argument. Passed by value: no copy to the device, no lifetime to
-// keep, and a CUDA graph bakes it in. CUDA 12.1 and later take 32,764 bytes of arguments from sm_70
-// on.
+// keep, and a CUDA graph bakes it in.
 #include <new>
 
 #include "cuda/gpu.h"
@@ -9,7 +8,7 @@
 
 namespace amp_mp::cuda {
 
-constexpr int kArgumentBytes = 32764 - 128;  // what a table and its `Extra` bytes may take together
+constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table and its `Extra` bytes together
 
 // `Place` is what else a kernel has to know of a tensor.
 struct Nowhere {};

@@ -69,6 +69,12 @@ namespace cuda_on_cpu {
 
 using Location = std::source_location;
 
+#ifdef CUDA_ON_CPU_ARGUMENTS  // as before CUDA 12.1
+constexpr int kArgumentLimit = CUDA_ON_CPU_ARGUMENTS;
+#else
+constexpr int kArgumentLimit = 32764;  // bytes of a kernel's arguments
+#endif
+
 bool is_valid(dim3 grid, dim3 block);
 void run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument);
 void sync_block(const Location& at);
@@ -84,7 +90,8 @@ unsigned lane();
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t,
                    const Arguments&... arguments) {
-  static_assert((sizeof(Parameters) + ... + 0) <= 32764, "CUDA's limit for kernel parameters");
+  static_assert((sizeof(Parameters) + ... + 0) <= kArgumentLimit,
+                "CUDA's limit for kernel parameters");
   if (!is_valid(blocks, threads)) return cudaErrorInvalidConfiguration;
   const auto run = [=](const auto& call) {
     run_grid(blocks, threads, [](const void* c) { (*static_cast<decltype(&call)>(c))(); }, &call);

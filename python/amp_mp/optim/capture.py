@@ -30,10 +30,12 @@ def refuse_dormant(buckets: list[Bucket]) -> None:
     One that has state but no gradient is refused by the native step.
     """
     for bucket in buckets:
-        waiting = [p for p in bucket.dormant if p.requires_grad]
-        if waiting and is_capturing(bucket.device):
-            raise ValueError(
-                f"a parameter of shape {tuple(waiting[0].shape)} has had no gradient yet, and a "
-                "step captured now would leave it out for ever; take a step with all gradients "
-                "before capturing, or freeze it"
-            )
+        if not bucket.dormant or not is_capturing(bucket.device):
+            continue
+        for param in bucket.dormant:
+            if param.requires_grad:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} has had no gradient yet, and a "
+                    "step captured now would leave it out for ever; take a step with all "
+                    "gradients before capturing, or freeze it"
+                )
