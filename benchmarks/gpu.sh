@@ -72,7 +72,8 @@ spread() { [ "$workers" = 1 ] && echo "-n $1 --max-worker-restart=20 --timeout-m
 # shellcheck disable=SC2046
 part cuda_tests 120 "${tests[@]}" $(spread 6) --session-timeout=100 -k cuda \
   --ignore=tests/test_cuda_kernels.py --ignore=tests/test_cuda_on_cpu_shim.py \
-  --ignore=tests/test_build.py --junitxml="$logs/cuda_tests.xml"
+  --ignore=tests/test_cuda_mutants.py --ignore=tests/test_build.py \
+  --junitxml="$logs/cuda_tests.xml"
 
 part host_waits 40 "$python" benchmarks/gpu_syncs.py --json "$logs/host_waits.json"
 part benchmark 175 "$python" benchmarks/gpu_step.py --seconds 145

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.optim.attach import NATIVE, Attachment
-from amp_mp.optim.decide import decide, scalar, terms
+from amp_mp.optim.decide import decide, new_verdict, scalar, terms
 from amp_mp.optim.reducer import reducer_of
 from amp_mp.optim.state import Bucket, Place, all_current, fill_bucket, places_of
 
@@ -90,13 +90,19 @@ class Release(Attachment):
         optimizer = self._optimizer
         bucket = self._gather(param, place)
         measured = bucket.slots.measure() if self._measures() else None
-        rows = None if measured is None else measured.rows
-        verdict = self._decide(param, rows)
         # groups() wants one set of numbers for each group up to the parameter's; its own are read.
         hypers = [optimizer._hyper(optimizer.param_groups[place.group])] * (place.group + 1)
-        optimizer._operator()(bucket.slots, hypers, verdict, measured)
-        if rows is not None:
-            self._add(param, rows[0])
+        scale, max_norm = self._scale(param.device), optimizer.max_grad_norm
+        on: _C.Terms | None
+        if measured is not None and max_norm is not None and self._previous is not None:
+            verdict = self._clipped_as_before(measured.rows[1], scale, max_norm)
+            on = None
+        else:
+            verdict = new_verdict(param.device)
+            on = terms(param.device, scale=scale, max_norm=max_norm if measured else None)
+        optimizer._operator()(bucket.slots, hypers, verdict, measured, on)
+        if measured is not None:
+            self._add(param, measured.rows[0])
         if self._reducer is None:
             param.grad = None
         else:
@@ -109,19 +115,14 @@ class Release(Attachment):
         """What losses are multiplied with, read without waiting; None for 1."""
         return scalar(self.scaler._get_scale_async(), device) if self.scaler is not None else None
 
-    def _decide(self, param: Tensor, rows: Tensor | None) -> Tensor:
-        scale, max_norm = self._scale(param.device), self._optimizer.max_grad_norm
-        if rows is None:
-            return decide(param.device, None, terms(param.device, scale=scale))
-        total = rows[1]
-        if max_norm is not None and self._previous is not None:
-            # The verdict's formula, with another norm than the parameter's own.
-            norm = self._previous.to(param.device)
-            squares = (norm if scale is None else norm * scale.double()).square()
-            squares = torch.where(norm >= 0, squares, total[0])
-            total = torch.stack([squares, total[1], total[2]])
-        on = terms(param.device, scale=scale, max_norm=max_norm)
-        return decide(param.device, [total], on)
+    def _clipped_as_before(self, total: Tensor, scale: Tensor | None, max_norm: float) -> Tensor:
+        """A verdict on the parameter with the last step's norm in place of its own."""
+        assert self._previous is not None
+        norm = self._previous.to(total.device)
+        squares = (norm if scale is None else norm * scale.double()).square()
+        squares = torch.where(norm >= 0, squares, total[0])
+        total = torch.stack([squares, total[1], total[2]])
+        return decide(total.device, [total], terms(total.device, scale=scale, max_norm=max_norm))
 
     def _add(self, param: Tensor, row: Tensor) -> None:
         old = self._rows.get(param)
