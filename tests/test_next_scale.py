@@ -163,3 +163,22 @@ def test_an_optimizer_that_is_kept_from_stepping_still_counts(device: str) -> No
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 8.0
+
+
+def test_a_step_that_raises_leaves_the_scale(device: str) -> None:
+    scaler = amp.GradScaler(device, init_scale=16.0, growth_interval=1)
+    (optimizer,) = optimizers(device, 1)
+    iteration(scaler, [optimizer], [False], device)
+    assert scaler.get_scale() == 32.0
+    begin(scaler, device)
+    set_gradients(optimizer, bad=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.1, 0.2])
+    with pytest.raises(ValueError, match="lr must be one number"):
+        scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    assert scaler.get_scale() == 32.0
+    optimizer.param_groups[0]["lr"] = 0.1
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 64.0

@@ -182,4 +182,13 @@ AMP_MP_BOTH bool is_stochastic(Format f) {
 
 AMP_MP_BOTH bool is_split(Format f) { return f >= Format::bfloat16_split32; }
 
+// Bytes an element takes, and those of it in a split format's second array.
+AMP_MP_BOTH int width_of(Format f) { return f == Format::float32 ? 4 : f == Format::m8 ? 1 : 2; }
+
+AMP_MP_BOTH int rest_width_of(Format f) {
+  return f == Format::bfloat16_split32 || f == Format::float16_split32   ? 2
+         : f == Format::bfloat16_split24 || f == Format::float16_split24 ? 1
+                                                                         : 0;
+}
+
 }  // namespace amp_mp

@@ -51,8 +51,8 @@ void prefetch(const Slot& slot) {
       __builtin_prefetch(static_cast<const char*>(data) + i, 1);
   };
   const auto span = [&](const Span& s) {
-    lines(s.data, s.format == Format::float32 ? 4 : 2);
-    if (is_split(s.format)) lines(s.rest, 2);
+    lines(s.data, width_of(s.format));
+    if (is_split(s.format)) lines(s.rest, rest_width_of(s.format));
   };
   span(slot.grad);
   span(slot.weight);

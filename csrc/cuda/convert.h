@@ -21,16 +21,6 @@ constexpr uint32_t kSquareFormats = kGradFormats | kOnly<Format::float16_root> |
                                     kOnly<Format::bfloat16_stochastic> | kOnly<Format::ue8m8>;
 constexpr uint32_t kStateFormats = kSquareFormats | kOnly<Format::m8>;  // of state 0
 
-__device__ __forceinline__ int width_of(Format f) {
-  return f == Format::float32 ? 4 : f == Format::m8 ? 1 : 2;
-}
-
-__device__ __forceinline__ int rest_width_of(Format f) {
-  return f == Format::bfloat16_split32 || f == Format::float16_split32   ? 2
-         : f == Format::bfloat16_split24 || f == Format::float16_split24 ? 1
-                                                                         : 0;
-}
-
 template <uint32_t Formats>
 struct Held {
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;

@@ -9,10 +9,6 @@
 namespace amp_mp {
 namespace {
 
-int64_t width_of(Format format) {
-  return format == Format::float32 ? 4 : format == Format::m8 ? 1 : 2;
-}
-
 // The arrays as a span: contiguous, of the widths the format has.
 Span stored_span(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format) {
   check_writable(data, {"data"});

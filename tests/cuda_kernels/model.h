@@ -43,9 +43,9 @@ class Memory {
   std::unique_ptr<char, Free> data_;
 };
 
-size_t width_of(Format f) { return f == F::float32 ? 4 : f == F::m8 ? 1 : 2; }
+size_t bytes_of(Format f) { return f == F::float32 ? 4 : f == F::m8 ? 1 : 2; }
 
-size_t rest_width_of(Format f) {
+size_t rest_bytes_of(Format f) {
   const bool narrow = f == F::bfloat16_split24 || f == F::float16_split24;
   return narrow ? 1 : is_split(f) || f == F::m8 ? 2 : 0;
 }
@@ -62,12 +62,12 @@ struct Array {
       : exists(true),
         n(count),
         format(f),
-        data(n * width_of(f), shift * width_of(f)),
-        rest((f == F::m8 ? n / kGroup : n) * rest_width_of(f), rest_shift * rest_width_of(f)) {}
+        data(n * bytes_of(f), shift * bytes_of(f)),
+        rest((f == F::m8 ? n / kGroup : n) * rest_bytes_of(f), rest_shift * rest_bytes_of(f)) {}
 
   Span span() const {
     if (!exists) return {nullptr, F::float32};
-    return {data.at(), format, rest_width_of(format) > 0 ? rest.at() : nullptr};
+    return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
   }
 
   bool same(const Array& other) const { return data.same(other.data) && rest.same(other.rest); }

@@ -80,8 +80,8 @@ class GradScaler(torch.amp.GradScaler):
             buckets = optimizer._measure_ahead()
             outer = getattr(optimizer, "grad_scale", None)  # torch multiplies with it
             handed = {"grad_scale": scale if outer is None else scale * outer, "found_inf": None}
-            if len(self._per_optimizer_states) == 1 and len(buckets) == 1:
-                handed["_next_scale"] = self._next.after(buckets[0][0])
+            alone = len(self._per_optimizer_states) == 1
+            handed["_next_scale"] = self._next.after([d for d, _ in buckets] if alone else [])
         else:
             found = [x.to(scale.device) for x in state["found_inf_per_device"].values()]
             handed = {"found_inf": torch.stack(found).sum()}

@@ -28,14 +28,15 @@ class NextScale:
         """Of that scaler."""
         self._scaler = scaler
         self._spare: list[Tensor] = []
-        self._ahead: tuple[Any, ...] | None = None  # what the numbers in `_spare` were made from
+        self._asked: tuple[Any, ...] | None = None  # what the step under way makes numbers from
+        self._ahead: tuple[Any, ...] | None = None  # what those in `_spare` were made from
         self._stepped: _C.Reports | None = None  # those of the optimizer that makes them
         self._reports: _C.Reports | None = None  # who has told of the last move
         self._own: _C.Reports | None = None
 
     def forget(self) -> None:
-        """The numbers have been set by hand."""
-        self._ahead = self._reports = None
+        """The numbers have been set by hand, or nothing has come of a step."""
+        self._asked = self._ahead = self._reports = None
 
     def _numbers(self) -> list[Tensor]:
         """The scale, torch's growth tracker and the policy's state, if there is one."""
@@ -64,12 +65,13 @@ class NextScale:
         factors = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
         return *factors, *((id(t), t._version) for t in now)
 
-    def after(self, device: torch.device) -> _C.ScaleMove | None:
-        """For a step on the device: where to put the next numbers; None to leave it to update."""
+    def after(self, devices: list[torch.device]) -> _C.ScaleMove | None:
+        """For a step on the devices: where to put the next numbers; None to leave it to update."""
         scaler = self._scaler
-        self._ahead = None
-        if scaler._scale is None or scaler._scale.device != device:
+        self._asked = self._ahead = None
+        if scaler._scale is None or devices != [scaler._scale.device]:
             return None
+        (device,) = devices
         if is_capturing(device):
             return None
         self._hear(device)
@@ -78,7 +80,7 @@ class NextScale:
         now = self._numbers()
         if [t.device for t in self._spare] != [t.device for t in now]:
             self._spare = [t.clone() for t in now]
-        self._ahead = self._source()
+        self._asked = self._source()
         return self._move(now, self._spare)
 
     def _hear(self, device: torch.device) -> None:
@@ -88,7 +90,7 @@ class NextScale:
 
     def stepped(self, reports: _C.Reports | None) -> None:
         """That step has been queued; reports: who hears of it."""
-        self._stepped = reports
+        self._ahead, self._stepped = self._asked, reports
 
     def take(self, *, alone: bool) -> bool:
         """Puts the next numbers in place, where they hold; alone: one optimizer took part."""
