@@ -5,10 +5,13 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 
 from __future__ import annotations
 
-import warnings
+import json
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +19,13 @@ import torch
 from conftest import PRETEND_GPU
 from helpers import raw_bytes
 from torch import Tensor, nn
+from torch.profiler import profile, record_function
 
 import amp_mp as amp
 from amp_mp import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from gpu_counts import LABEL, activities, counted, warm_up
 
 DEVICE = "cuda"
 SHAPES = [(33, 64), (64,), (7,), (0,), (3, 32)]
@@ -51,17 +58,19 @@ def watching() -> Iterator[Seen]:
             yield seen
         seen.kernels, seen.others, seen.waits = found.launches, len(found.operators), found.waits
         return
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    warm_up(DEVICE)
     torch.cuda.synchronize()
-    with warnings.catch_warnings(), torch.profiler.profile(activities=activities) as profile:
-        warnings.simplefilter("ignore")
-        yield seen
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            seen.kernels += "amp_mp" in event.name
-            seen.others += "amp_mp" not in event.name
-        elif event.name in ("cudaStreamSynchronize", "cudaEventSynchronize"):
-            seen.waits += 1
+    with profile(activities=activities(DEVICE)) as profiled:
+        with record_function(LABEL):
+            yield seen
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        found = counted(json.loads(path.read_text())["traceEvents"])
+    seen.kernels = sum(n for name, n in found.kernels.items() if "amp_mp" in name)
+    seen.others = found.launches - seen.kernels
+    seen.waits = found.waits + found.to_host
 
 
 class Training:
