@@ -182,3 +182,18 @@ def test_a_step_that_raises_leaves_the_scale(device: str) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("culprit", [None, 0, 1, 2])
+def test_optimizers_of_all_kinds_move_it_together(device: str, culprit: int | None) -> None:
+    params = [nn.Parameter(torch.ones(5, device=device)) for _ in range(3)]
+    stepped: list[Any] = [
+        amp.optim.SGD([params[0]], lr=0.1),
+        torch.optim.SGD([params[1]], lr=0.1),
+        torch.optim.AdamW([params[2]], fused=True),
+    ]
+    scaler = amp.GradScaler(device, init_scale=16.0, growth_interval=1)
+    iteration(scaler, stepped, [i == culprit for i in range(3)], device)
+    assert scaler.get_scale() == (32.0 if culprit is None else 8.0)
+    for i, param in enumerate(params):
+        assert torch.equal(param, torch.ones_like(param)) == (i == culprit)

@@ -34,7 +34,7 @@ FILES = {
     "main_grads": 10,
     "main_grads_together": 12,
     "measure": 30,
-    "next_scale": 18,
+    "next_scale": 22,
     "optim": 70,
     "rules": 600,
     "storage": 130,

@@ -50,6 +50,7 @@ const char* move_scale(const NextScale& next, const double* found_inf, const dou
 // What is asked of the CUDA runtime besides launches.
 bool is_capturing(void* stream);
 const char* synchronize(void* stream);
-void* allocate_for_both(size_t bytes);  // host memory that the device can write; null if refused
+// Host memory that devices can write, for good; null if refused. Not while a stream captures.
+void* allocate_for_both(size_t bytes);
 
 }  // namespace amp_mp::cuda

@@ -1,4 +1,6 @@
 // What is asked of the CUDA runtime besides launches.
+#include <mutex>
+
 #include "cuda/gpu.h"
 #include "cuda/passes.h"
 #include "cuda/table.h"
@@ -18,10 +20,22 @@ const char* synchronize(void* stream) {
 }
 
 void* allocate_for_both(size_t bytes) {
-  void* memory = nullptr;
-  // One address for host and devices, as on every 64-bit system.
-  const auto flags = cudaHostAllocMapped | cudaHostAllocPortable;
-  return cudaHostAlloc(&memory, bytes, flags) == cudaSuccess ? memory : nullptr;
+  constexpr size_t kSlab = 1 << 16, kAlign = 64;  // pinning takes long: many pieces at a time
+  static std::mutex mutex;
+  static char* slab = nullptr;
+  static size_t used = kSlab;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (used + bytes > kSlab) {
+    void* memory = nullptr;
+    // One address for host and devices, as on every 64-bit system.
+    const auto flags = cudaHostAllocMapped | cudaHostAllocPortable;
+    if (bytes > kSlab || cudaHostAlloc(&memory, kSlab, flags) != cudaSuccess) return nullptr;
+    slab = static_cast<char*>(memory);
+    used = 0;
+  }
+  char* piece = slab + used;
+  used += (bytes + kAlign - 1) / kAlign * kAlign;
+  return piece;
 }
 
 }  // namespace amp_mp::cuda

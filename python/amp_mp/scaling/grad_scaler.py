@@ -125,11 +125,14 @@ class GradScaler(torch.amp.GradScaler):
     def _keep(
         self, optimizer: torch.optim.Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
-        """Keeps the largest gradients for the policy; returns the counts of non-finite ones."""
+        """Keeps the largest gradients for the policy; returns whether any is not finite, as 0 or 1.
+
+        torch's fused optimizers skip at 1 and at no other number.
+        """
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
             largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
             self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
-        return {device: total[2].to(torch.float32) for device, total in totals.items()}
+        return {device: total[2].clamp(max=1).float() for device, total in totals.items()}
 
     def _unscale_grads_(
         self,
