@@ -52,8 +52,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         ("plain", "forward", "full"),
         ("plain", "reverse", "quick"),
         ("plain", "7", "quick"),
-        ("asan", "forward", "quick"),
-        ("tsan", "forward", "quick"),  # finds the data races
+        ("asan", "forward", "lists"),
+        ("tsan", "forward", "lists"),  # finds the data races
     ],
 )
 def test_cuda_kernels_equal_the_cpu_loops(

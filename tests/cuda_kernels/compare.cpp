@@ -1,7 +1,8 @@
 // The library's CUDA kernels against its CPU loops, bit for bit, for every rule, format and kind of
 // list. Built with the stand-in for CUDA, so it needs no GPU.
 //
-// Usage: compare full|quick. Prints what ran; exits 1 if anything differs.
+// Usage: compare full|lists|quick. lists: quick, with AdamW on lists of all lengths. Prints what
+// ran; exits 1 if anything differs.
 #include "cuda/slots.h"
 #include "scales.h"
 
@@ -279,12 +280,13 @@ void lengths_of_readings(bool quick) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool quick = argc > 1 && !std::strcmp(argv[1], "quick");
+  const auto is = [&](const char* size) { return argc > 1 && !std::strcmp(argv[1], size); };
+  const bool lists = is("lists"), quick = is("quick") || lists;
   for (size_t r = 0; r < std::size(kRules); ++r) {
     const Rule& rule = kRules[r];
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
     step_both(rule, repeated(kEdges, quick ? 66 : kAllPairs, 17, 66 * r));
-    if (!std::strcmp(rule.name, "AdamW")) lengths_of_lists<AdamW>(rule, quick);
+    if (!std::strcmp(rule.name, "AdamW")) lengths_of_lists<AdamW>(rule, quick && !lists);
     if (rule.needs_update_norm) lengths_of_lists<LAMB>(rule, quick);
     if (quick && !shown) continue;
     step_both(rule, repeated(kTiny, 37, 5, 37 * r), true, r % 2 == 1);
