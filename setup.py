@@ -135,14 +135,9 @@ class BuildNative(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         link = [*compiler(), "-shared", "-fopenmp", "-Wl,--strip-all", *map(str, objects)]
         link += [f"-L{path}" for path in library_paths()]
-        link += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
         if cuda_root:  # static: the library loads where there is no CUDA at all
-            link += [
-                str(find_library(cuda_root, "libcudart_static.a")),
-                "-ldl",
-                "-lrt",
-                "-lpthread",
-            ]
+            link += [str(find_library(cuda_root, "libcudart_static.a")), "-lrt", "-lpthread"]
+        link += ["-lc10", "-ltorch_cpu", "-ltorch_python", "-ldl"]
         run([*link, "-o", str(target)])
         (target.parent / "_built_for.py").write_text(f'TORCH_VERSION = "{torch.__version__}"\n')
         report(target, objects)

@@ -11,7 +11,8 @@ import functools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,20 +98,32 @@ def warm_up(device: str) -> None:
             torch.cuda.synchronize()
 
 
-def count(run: Callable[[], object], device: str) -> Counts:
-    """Counts of one call, which should have been made before: first calls set things up."""
+@contextmanager
+def counting(device: str) -> Iterator[list[Counts]]:
+    """Counts what its block does; they are in the list when it has ended.
+
+    What is counted should have been done before: first calls set things up.
+    """
     warm_up(device)
     if device == "cuda":
         torch.cuda.synchronize()
+    found: list[Counts] = []
     with profile(activities=activities(device)) as profiled:
         with record_function(LABEL):
-            run()
+            yield found
         if device == "cuda":
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
-        return counted(json.loads(path.read_text())["traceEvents"])
+        found.append(counted(json.loads(path.read_text())["traceEvents"]))
+
+
+def count(run: Callable[[], object], device: str) -> Counts:
+    """Counts of one call."""
+    with counting(device) as found:
+        run()
+    return found[0]
 
 
 def as_dict(counts: Counts) -> dict[str, Any]:

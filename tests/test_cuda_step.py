@@ -5,9 +5,7 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +17,12 @@ import torch
 from conftest import PRETEND_GPU
 from helpers import raw_bytes
 from torch import Tensor, nn
-from torch.profiler import profile, record_function
 
 import amp_mp as amp
 from amp_mp import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from gpu_counts import LABEL, activities, counted, warm_up
+from gpu_counts import counting
 
 DEVICE = "cuda"
 SHAPES = [(33, 64), (64,), (7,), (0,), (3, 32)]
@@ -58,16 +55,9 @@ def watching() -> Iterator[Seen]:
             yield seen
         seen.kernels, seen.others, seen.waits = found.launches, len(found.operators), found.waits
         return
-    warm_up(DEVICE)
-    torch.cuda.synchronize()
-    with profile(activities=activities(DEVICE)) as profiled:
-        with record_function(LABEL):
-            yield seen
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiled.export_chrome_trace(str(path))
-        found = counted(json.loads(path.read_text())["traceEvents"])
+    with counting(DEVICE) as counts:
+        yield seen
+    (found,) = counts
     seen.kernels = sum(n for name, n in found.kernels.items() if "amp_mp" in name)
     seen.others = found.launches - seen.kernels
     seen.waits = found.waits + found.to_host

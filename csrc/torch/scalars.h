@@ -6,14 +6,19 @@
 
 namespace amp_mp {
 
+inline void check_one_number(const at::Tensor& t, const at::Device& device, at::ScalarType dtype,
+                             const char* argument) {
+  check_plain(t, {argument});
+  check_device(t, device, {argument});
+  check_dtype(t, dtype, {argument});
+  TORCH_CHECK_VALUE(t.numel() == 1, "amp_mp: ", argument, " must have one element, found ",
+                    describe(t));
+}
+
 inline const float* optional_float(const std::optional<at::Tensor>& t, const at::Device& device,
                                    const char* argument) {
   if (!t.has_value()) return nullptr;
-  check_plain(*t, {argument});
-  check_device(*t, device, {argument});
-  check_dtype(*t, at::kFloat, {argument});
-  TORCH_CHECK_VALUE(t->numel() == 1, "amp_mp: ", argument, " must have one element, found ",
-                    describe(*t));
+  check_one_number(*t, device, at::kFloat, argument);
   return t->const_data_ptr<float>();
 }
 

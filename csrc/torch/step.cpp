@@ -12,10 +12,7 @@ template <class T>
 T* one_number(const std::optional<at::Tensor>& t, const at::Device& device, const char* argument) {
   TORCH_CHECK_VALUE(t.has_value(), "amp_mp: ", argument, " is missing");
   check_writable(*t, {argument});
-  check_device(*t, device, {argument});
-  check_dtype(*t, c10::CppTypeToScalarType<T>::value, {argument});
-  TORCH_CHECK_VALUE(t->numel() == 1, "amp_mp: ", argument, " must have one element, found ",
-                    describe(*t));
+  check_one_number(*t, device, c10::CppTypeToScalarType<T>::value, argument);
   return t->mutable_data_ptr<T>();
 }
 

@@ -15,6 +15,7 @@ from amp_mp.master.gradients import copy_all_, gradients_of, observe, scaled_bac
 from amp_mp.master.masters import Masters
 from amp_mp.master.streak import OverflowStreak, names_of
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.decide import decide
 from amp_mp.scaling.make import apex_policy
 from amp_mp.scaling.policies import Policy, Static
 
@@ -162,8 +163,7 @@ class FP16_Optimizer(OptimizerFacade):  # noqa: N801 (Apex's name)
         grads = gradients_of(masters)
         if norm_type != 2 or len({g.device for g in grads}) != 1:
             return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
-        verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=grads[0].device)
-        _C.decide_(verdict, _C.Terms(max_norm=max_norm), _C.measure(grads))
+        verdict = decide(grads[0].device, [_C.measure(grads)], _C.Terms(max_norm=max_norm))
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
 

@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.decide import decide
 from amp_mp.optim.release import Release
 from amp_mp.scaling.make import make_policy
 from amp_mp.scaling.next_scale import NextScale
@@ -64,11 +65,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As torch's; with an amp_mp optimizer three native passes and nothing else."""
-        folds = isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
-        if not self._enabled or not folds or "closure" in kwargs:
-            return super().step(optimizer, *args, **kwargs)
-        assert isinstance(optimizer, FusedOptimizer)
-        if optimizer.releases:
+        if (
+            not self._enabled
+            or "closure" in kwargs
+            or not isinstance(optimizer, FusedOptimizer)
+            or not optimizer._step_supports_amp_scaling
+            or optimizer.releases
+        ):
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -153,8 +156,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         totals = {device: _C.measure(grads)[-1] for device, grads in by_device.items()}
         for device, grads in by_device.items():
-            verdict = torch.empty(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
-            _C.decide_(verdict, _C.Terms(scale=scale.to(device)))
+            verdict = decide(device, None, _C.Terms(scale=scale.to(device)))
             _C.copy_(grads, grads, verdict=verdict)
         return self._keep(optimizer, totals)
 
