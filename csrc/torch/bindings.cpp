@@ -1,10 +1,11 @@
 // What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
 #include "cpu/kernels.h"
 #include "torch/arguments.h"
-#include "torch/autocast.h"
-#include "torch/cast_cache.h"
+#include "torch/casting/autocast.h"
+#include "torch/casting/cast_cache.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
+#include "torch/step/step.h"
 
 namespace amp_mp {
 namespace {
@@ -37,26 +38,27 @@ PYBIND11_MODULE(_C, m) {
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
 
-  py::class_<Numbers>(m, "Hyper").def(py::init(&make_numbers));
+  py::class_<HyperTensors>(m, "Hyper").def(py::init(&make_hyper));
   using Maybe = std::optional<at::Tensor>;
-  py::class_<ScaleMove, std::shared_ptr<ScaleMove>>(m, "ScaleMove")
+  py::class_<ScaleUpdateTensors, std::shared_ptr<ScaleUpdateTensors>>(m, "ScaleMove")
       .def(py::init([](Maybe policy, Maybe policy_out, Maybe scale, Maybe scale_out, Maybe tracker,
                        Maybe tracker_out, double growth_factor, double backoff_factor,
                        int64_t growth_interval) {
-             return std::make_shared<ScaleMove>(policy, policy_out, scale, scale_out, tracker,
-                                                tracker_out, growth_factor, backoff_factor,
-                                                growth_interval);
+             return std::make_shared<ScaleUpdateTensors>(policy, policy_out, scale, scale_out,
+                                                         tracker, tracker_out, growth_factor,
+                                                         backoff_factor, growth_interval);
            }),
            py::kw_only(), py::arg("policy") = py::none(), py::arg("policy_out") = py::none(),
            py::arg("scale") = py::none(), py::arg("scale_out") = py::none(),
            py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
            py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
            py::arg("growth_interval") = 2000);
-  py::class_<Terms>(m, "Terms")
+  py::class_<DecideTensors>(m, "Terms")
       .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
-                       std::shared_ptr<ScaleMove> next, std::shared_ptr<Reports> reports) {
-             return Terms{std::move(scale), std::move(found_inf), max_norm, std::move(next),
-                          std::move(reports)};
+                       std::shared_ptr<ScaleUpdateTensors> scale_update,
+                       std::shared_ptr<StepReports> reports) {
+             return DecideTensors{std::move(scale), std::move(found_inf), max_norm,
+                                  std::move(scale_update), std::move(reports)};
            }),
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
            py::arg("max_norm") = 0.0, py::arg("next") = py::none(),
@@ -64,14 +66,14 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Measurement>(m, "Measurement")
       .def(py::init<at::Tensor>(), py::arg("rows"))
       .def_property_readonly("rows", &Measurement::rows);
-  py::class_<Reports, std::shared_ptr<Reports>>(m, "Reports")
-      .def(py::init([](const at::Device& device) { return std::make_shared<Reports>(device); }),
+  py::class_<StepReports, std::shared_ptr<StepReports>>(m, "Reports")
+      .def(py::init([](const at::Device& device) { return std::make_shared<StepReports>(device); }),
            py::arg("device"))
-      .def_property_readonly("device", &Reports::device)
+      .def_property_readonly("device", &StepReports::device)
       .def(
           "newest",
-          [](const Reports& reports, bool wait) -> py::object {
-            std::optional<Report> found;
+          [](const StepReports& reports, bool wait) -> py::object {
+            std::optional<StepReport> found;
             {
               const py::gil_scoped_release release;
               found = reports.newest(wait);
@@ -117,8 +119,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "encode_",
       [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-         const std::string& format, uint64_t seed, int64_t step,
-         int64_t number) { encode_(x, data, rest, format_named(format), seed, step, number); },
+         const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index) {
+        encode_(x, data, rest, format_named(format), seed, step, tensor_index);
+      },
       py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
       py::arg("seed") = 0, py::arg("step") = 0, py::arg("number") = 0);
   m.def(
@@ -127,7 +130,7 @@ PYBIND11_MODULE(_C, m) {
         return decode(data, rest, format_named(format));
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
-  m.def("move_scale_", &move_scale_, py::arg("move"), py::arg("found_inf"),
+  m.def("move_scale_", &update_scale_, py::arg("move"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 

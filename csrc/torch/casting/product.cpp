@@ -1,4 +1,4 @@
-#include "torch/product.h"
+#include "torch/casting/product.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,9 +11,9 @@ using c10::IValue;
 constexpr int kRows = 12, kEven = 12, kRagged = 6;
 constexpr int16_t never = 0x7fff;
 
-// The K from which bfloat16 is faster, for M = 1, 2, 4, ... rows and N columns. Measured on an AMD
-// Zen 5 (AVX512-BF16), torch 2.13, one thread; `benchmarks/products.py --calibrate` prints it anew.
-// Only what is ragged, no multiple of 4, has columns of its own: float32 is slower at it.
+// The K from which bfloat16 is faster, for M = 1, 2, 4, ... rows and N columns. NormInputs on an
+// AMD Zen 5 (AVX512-BF16), torch 2.13, one thread; `benchmarks/products.py --calibrate` prints it
+// anew. Only what is ragged, no multiple of 4, has columns of its own: float32 is slower at it.
 constexpr int16_t kEvenTable[kRows][kEven] = {
     // N = 1, 2, 4, ..., 2048
     {never, never, never, never, never, never, never, never, never, never, never, never},
@@ -48,18 +48,18 @@ constexpr int16_t kRaggedTable[kRows][kRagged] = {
 constexpr int64_t kLeastWork = 32768;
 
 // A place between two rows or columns of a table.
-struct Place {
+struct TablePosition {
   int index;
   float fraction;
 };
 
-Place between_powers(int64_t size, int count) {
+TablePosition between_powers(int64_t size, int count) {
   const float log = std::log2(float(size));
   const int index = std::min(int(log), count - 2);
   return {index, std::min(log - float(index), 1.0f)};
 }
 
-Place between_ragged(int64_t size) {
+TablePosition between_ragged(int64_t size) {
   int index = 0;
   while (index < kRagged - 2 && float(size) >= kRaggedColumns[index + 1]) ++index;
   const float low = std::log2(kRaggedColumns[index]), high = std::log2(kRaggedColumns[index + 1]);
@@ -68,7 +68,7 @@ Place between_ragged(int64_t size) {
 
 // Log2 of the table's K at a place, linear in the logarithms of M and N.
 template <int Columns>
-float threshold(const int16_t (&table)[kRows][Columns], Place row, Place column) {
+float threshold(const int16_t (&table)[kRows][Columns], TablePosition row, TablePosition column) {
   const auto log = [&](int r, int c) { return std::log2(float(table[r][c])); };
   const auto along = [&](int r) {
     return (1 - column.fraction) * log(r, column.index) +
@@ -133,7 +133,7 @@ Operands operands_of(const c10::FunctionSchema& schema) {
 
 bool is_large(int64_t m, int64_t n, int64_t k) {
   if (m <= 1 || n <= 1 || k <= 0 || m * n * k < kLeastWork) return false;
-  const Place row = between_powers(m, kRows);
+  const TablePosition row = between_powers(m, kRows);
   const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
   const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
                             : threshold(kEvenTable, row, between_powers(n, kEven));

@@ -1,11 +1,11 @@
-#include "torch/autocast_kernel.h"
+#include "torch/casting/autocast_kernel.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
 
-#include "torch/cast_cache.h"
+#include "torch/casting/cast_cache.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -111,32 +111,33 @@ struct Kernel : c10::OperatorKernel {
   explicit Kernel(Entry* entry) : e(entry) {}
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    const Policy policy = e->policy.load(std::memory_order_relaxed);
+    const OpPolicy policy = e->policy.load(std::memory_order_relaxed);
     const auto through = [&] {  // as an operator on no list: what is inside may be cast
       op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, e->key), stack);
     };
-    if (policy == Policy::stock) return e->stock ? e->stock->callBoxed(op, keys, stack) : through();
-    if (policy == Policy::unchanged) return through();
+    if (policy == OpPolicy::stock)
+      return e->stock ? e->stock->callBoxed(op, keys, stack) : through();
+    if (policy == OpPolicy::unchanged) return through();
     const at::ScalarType low = at::autocast::get_autocast_dtype(e->device);
     // From here on nothing is cast but by us, neither by the casts nor inside the operator.
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     const c10::FunctionSchema& schema = op.schema();
     std::optional<at::ScalarType> to;
     switch (policy) {
-      case Policy::low_precision: to = low; break;
-      case Policy::float32: to = at::kFloat; break;
-      case Policy::bfloat16_only: to = low == at::kBFloat16 ? low : at::kFloat; break;
-      case Policy::widest: to = widest(*e, stack); break;
-      case Policy::low_precision_if_large:
+      case OpPolicy::low_precision: to = low; break;
+      case OpPolicy::float32: to = at::kFloat; break;
+      case OpPolicy::bfloat16_only: to = low == at::kBFloat16 ? low : at::kFloat; break;
+      case OpPolicy::widest: to = widest(*e, stack); break;
+      case OpPolicy::low_precision_if_large:
         to = by_size(*e, low) && !is_large(e->operands, *stack) ? widest(*e, stack) : low;
         break;
-      case Policy::set_output_dtype: set_dtype(schema, stack); break;
-      case Policy::banned: refuse(schema, stack); break;
+      case OpPolicy::set_output_dtype: set_dtype(schema, stack); break;
+      case OpPolicy::banned: refuse(schema, stack); break;
       default: break;
     }
     if (e->writes) {
       const auto fixed = written_dtype(*e, stack);
-      TORCH_CHECK(!(fixed && is_low(*fixed) && policy == Policy::float32), "amp_mp: cannot call ",
+      TORCH_CHECK(!(fixed && is_low(*fixed) && policy == OpPolicy::float32), "amp_mp: cannot call ",
                   e->name, ", which writes in place and is to run in float32, on a ", *fixed,
                   " tensor: call the form that returns a new tensor");
       if (fixed) to = fixed;
@@ -180,9 +181,9 @@ struct Product {
   int left, right;  // the factors among the arguments
 
   at::Tensor operator()(DispatchKeySet keys, Args... args) {
-    const Policy policy = e->policy.load(std::memory_order_relaxed);
-    const bool if_large = policy == Policy::low_precision_if_large;
-    if ((!if_large && policy != Policy::low_precision) ||
+    const OpPolicy policy = e->policy.load(std::memory_order_relaxed);
+    const bool if_large = policy == OpPolicy::low_precision_if_large;
+    if ((!if_large && policy != OpPolicy::low_precision) ||
         trace.load(std::memory_order_relaxed) != Trace::off) {
       Stack stack{IValue(args)...};
       Kernel{e}(op, keys, &stack);

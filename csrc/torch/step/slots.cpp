@@ -1,8 +1,8 @@
-#include "torch/slots.h"
+#include "torch/step/slots.h"
 
 #include <ATen/ops/empty_strided.h>
 
-#include "torch/cast_cache.h"
+#include "torch/casting/cast_cache.h"
 #include "torch/device.h"
 
 namespace amp_mp {
@@ -24,7 +24,7 @@ at::ScalarType dtype_of(Format format) {
   }
 }
 
-// Of a parameter and its remainders.
+// The format of a master that is a parameter and its remainders.
 Format split_of(at::ScalarType param, at::ScalarType rest) {
   if (param == at::kBFloat16)
     return rest == at::kShort ? Format::bfloat16_split32 : Format::bfloat16_split24;
@@ -48,7 +48,7 @@ void Slots::check_lengths() const {
   check_length(own_.stochastic.size(), n, "stochastic");
   check_length(own_.clocks.size(), n, "clocks");
   check_length(own_.groups.size(), n, "groups");
-  check_length(own_.numbers.size(), n, "numbers");
+  check_length(own_.tensor_indices.size(), n, "numbers");
   check_length(own_.firsts.size(), n, "firsts");
   check_length(own_.names.size(), n, "names");
   for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
@@ -61,7 +61,7 @@ void Slots::check_lengths() const {
     TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
 }
 
-// In one fixed order: parameter, master, states, scales, clock; undefined ones left out.
+// Calls f in a fixed order: parameter, master, states, scales, clock; skips undefined ones.
 template <class F>
 void Slots::for_each_tensor(int64_t i, const F& f) const {
   f(own_.params[i]);
@@ -142,7 +142,7 @@ void Slots::remember() {
     if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
     s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
     s.group = int32_t(own_.groups[i]);
-    s.number = uint32_t(own_.numbers[i]);
+    s.tensor_index = uint32_t(own_.tensor_indices[i]);
     s.first = own_.firsts[i];
     s.row = i;
     slots_.push_back(s);
@@ -151,7 +151,7 @@ void Slots::remember() {
   }
 }
 
-Span Slots::master_of(size_t i) const {
+Array Slots::master_of(size_t i) const {
   const at::Tensor &param = own_.params[i], &master = own_.masters[i];
   if (!master.defined()) {
     Format format = check_format(param, {"the weight"});
@@ -179,8 +179,8 @@ Tensors Slots::grads() const {
   return grads;
 }
 
-// Between two steps a model's tensors have left the cache, and each look at one is a chain of
-// misses: asking ahead takes a third off the cost of a step of many small tensors.
+// Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
+// misses: prefetching makes a step of many small tensors a third faster.
 void Slots::prefetch(int64_t near, int64_t far) const {
   constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
   if (near < size())
@@ -205,12 +205,13 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
       ++at;
     });
   }
-  if (moved) {  // p.data = ..., model.to(...): legal, if what is there now fits together
+  if (moved) {  // by p.data = ... or model.to(...), which is allowed if the checks still pass
     if (!own_.params.empty()) device_ = own_.params[0].device();
     check();
     remember();
   }
-  // A graph must not write what the cache may drop, and its replays count no writes.
+  // A CUDA graph must not write copies that the cache may free, and its replays advance no version
+  // counters.
   const bool captured = is_capturing(device_);
   if (captured) casting::never_cache(own_.params);
   copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
@@ -238,9 +239,9 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
       grad = &kept.back();
     }
     slots.push_back(slots_[size_t(i)]);
-    slots.back().grad = span_of(*grad, label());
+    slots.back().grad = array_of(*grad, label());
     if (copies_[size_t(i)].defined() && !own_.masters[size_t(i)].defined())
-      slots.back().weight = span_of(copies_[size_t(i)], label());
+      slots.back().weight = array_of(copies_[size_t(i)], label());
   }
   return slots;
 }
@@ -250,7 +251,7 @@ void Slots::finish(bool written) {
     for (int64_t i = 0; i < size(); ++i)
       if (own_.params[i].grad().defined()) bump_version(own_.params[i]);
   casting::copies_written(own_.params, copies_);
-  copies_.clear();  // to be held by the cache alone again
+  copies_.clear();  // now only the cache holds them
 }
 
 }  // namespace amp_mp

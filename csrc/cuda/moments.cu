@@ -1,28 +1,29 @@
 // The first pass of the rules that need their update's norm: advances the moments and measures the
-// direction, in the order of core/reduce.h. Threads are laid out as team.h says.
+// direction, in the order of core/reduce.h. Threads are laid out as span_threads.h says.
 #include "cuda/passes.h"
-#include "cuda/slots.h"
-#include "cuda/team.h"
+#include "cuda/slot_table.h"
+#include "cuda/span_threads.h"
 
 namespace amp_mp::cuda {
 namespace {
 
 template <class Rule>
 __global__ void __launch_bounds__(kSpanThreads)
-    prepare_kernel(const SlotTable<Rule> __grid_constant__ table,
-                   const Verdict* __restrict__ verdict, const Ready<Rule>* __restrict__ ready,
-                   Statistics* __restrict__ spans, int64_t* __restrict__ first_span,
-                   unsigned* ticket) {
+    moments_kernel(const SlotTable<Rule> __grid_constant__ table,
+                   const Verdict* __restrict__ verdict,
+                   const SlotRule<Rule>* __restrict__ slot_rules, Statistics* __restrict__ spans,
+                   int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
-  begin_list(table, first_span, ticket);
+  init_span_sums(table, first_span, ticket);
   if (verdict->found_inf != 0 || int(blockIdx.x) >= table.first_chunk[table.count]) return;
 
   const Chunk chunk = find_chunk(table);
-  const View<Rule> slot(table, ready, chunk.slot);
-  const Rule rule = slot.ready.rule;
-  const float multiplier = slot.ready.multiplier;
+  const View<Rule> slot(table, slot_rules, chunk.slot);
+  const Rule rule = slot.slot_rule.rule;
+  const float multiplier = slot.slot_rule.multiplier;
   const bool draws = slot.draws();
-  const int block = int(threadIdx.x) / kTeam, lane0 = int(threadIdx.x) % kTeam * kPack;
+  const int block = int(threadIdx.x) / kBlockThreads,
+            lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   float sum[kPack] = {};
   double careful[kPack] = {};  // the moments are gone after one pass, so both sums are made
   float largest = 0;
@@ -56,12 +57,12 @@ __global__ void __launch_bounds__(kSpanThreads)
   }
   double lane[kPack];
   for (int k = 0; k < kPack; ++k) lane[k] = sum[k];
-  for (int d = kTeam / 2; d > 0; d /= 2) {
-    const float other = __shfl_xor_sync(kWarp, largest, d, kTeam);
+  for (int d = kBlockThreads / 2; d > 0; d /= 2) {
+    const float other = __shfl_xor_sync(kWarp, largest, d, kBlockThreads);
     largest = other > largest ? other : largest;
-    bad += __shfl_xor_sync(kWarp, bad, d, kTeam);
+    bad += __shfl_xor_sync(kWarp, bad, d, kBlockThreads);
   }
-  const double quick = add_team(lane), slow = add_team(careful);
+  const double quick = add_block_lanes(lane), slow = add_block_lanes(careful);
   const bool care = needs_care(quick, largest, bad > 0);
   add_blocks(blocks, {care ? slow : quick, largest, bad}, chunk.size,
              spans + table.chunk_offset + blockIdx.x);
@@ -70,23 +71,23 @@ __global__ void __launch_bounds__(kSpanThreads)
 }  // namespace
 
 template <class Rule>
-const char* prepare(const Slot* slots, int64_t count, const Verdict* verdict,
-                    const Ready<Rule>* ready, const Measured& measured, void* stream) {
+const char* moments(const Slot* slots, int64_t count, const Verdict* verdict,
+                    const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
   auto& table = table_of_thread<SlotTable<Rule>>();
   int64_t chunks = 0;
   for (int64_t i = 0; i < count;) {
-    take<Rule>(table, slots, i, count, int(kSpan), chunks);
+    fill<Rule>(table, slots, i, count, int(kSpan), chunks);
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
-    if (const char* error = message(launch(
-            prepare_kernel<Rule>, blocks, kSpanThreads, static_cast<cudaStream_t>(stream), table,
-            verdict, ready, measured.update_spans, measured.first_span, measured.ticket)))
+    if (const char* error = message(
+            launch(moments_kernel<Rule>, blocks, kSpanThreads, static_cast<cudaStream_t>(stream),
+                   table, verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket)))
       return error;
   }
   return nullptr;
 }
 
-template const char* prepare<LAMB>(const Slot*, int64_t, const Verdict*, const Ready<LAMB>*,
-                                   const Measured&, void*);
+template const char* moments<LAMB>(const Slot*, int64_t, const Verdict*, const SlotRule<LAMB>*,
+                                   const NormInputs&, void*);
 
 }  // namespace amp_mp::cuda

@@ -1,4 +1,4 @@
-#include "torch/reports.h"
+#include "torch/step/step_reports.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -10,13 +10,13 @@
 namespace amp_mp {
 namespace {
 
-// The report as one consistent copy, or nullopt while the device is writing it.
-std::optional<Report> read(const Report& slot) {
-  const volatile uint64_t& seal = slot.seal;
-  Report copy;
+// A consistent copy of the report, or nullopt while the device is writing it.
+std::optional<StepReport> read(const StepReport& report) {
+  const volatile uint64_t& seal = report.seal;
+  StepReport copy;
   const uint64_t before = seal;
   std::atomic_thread_fence(std::memory_order_acquire);
-  std::memcpy(&copy, &slot, sizeof copy);
+  std::memcpy(&copy, &report, sizeof copy);
   std::atomic_thread_fence(std::memory_order_acquire);
   copy.seal = seal;
   if (before == 0 || before != copy.seal) return std::nullopt;
@@ -27,20 +27,21 @@ std::optional<Report> read(const Report& slot) {
 
 #ifdef AMP_MP_WITH_CUDA
 
-Reports::Reports(const at::Device& device) : device_(device) {
+StepReports::StepReports(const at::Device& device) : device_(device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
   TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
               " allocates memory, which a CUDA graph cannot; take a step before capturing");
   count_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
   const c10::OptionalDeviceGuard guard(device);
-  // Never freed: a step that is queued, or replayed later, may still write it.
-  constexpr size_t kBytes = kReports * sizeof(Report);
-  ring_ = static_cast<Report*>(cuda::allocate_for_both(kBytes));
-  TORCH_CHECK(ring_, "amp_mp: CUDA gave no ", kBytes, " bytes of pinned host memory for ", device);
-  std::memset(ring_, 0, kBytes);
+  // Never freed: a step that is queued, or replayed later, may still write to it.
+  constexpr size_t kBytes = kStepReports * sizeof(StepReport);
+  reports_ = static_cast<StepReport*>(cuda::allocate_for_both(kBytes));
+  TORCH_CHECK(reports_, "amp_mp: CUDA gave no ", kBytes, " bytes of pinned host memory for ",
+              device);
+  std::memset(reports_, 0, kBytes);
 }
 
-Ring Reports::ring_of_next() {
+StepReportBuffer StepReports::next_buffer() {
   stream_ = current_stream(device_);
   const c10::OptionalDeviceGuard guard(device_);
   if (cuda::is_capturing(stream_)) {
@@ -48,19 +49,19 @@ Ring Reports::ring_of_next() {
   } else {
     ++queued_;
   }
-  return {ring_, reinterpret_cast<uint64_t*>(data_of<int64_t>(count_))};
+  return {reports_, reinterpret_cast<uint64_t*>(data_of<int64_t>(count_))};
 }
 
-std::optional<Report> Reports::newest(bool wait) const {
+std::optional<StepReport> StepReports::newest(bool wait) const {
   const auto look = [&] {
-    std::optional<Report> found;
-    for (int i = 0; i < kReports; ++i) {
-      const std::optional<Report> report = read(ring_[i]);
+    std::optional<StepReport> found;
+    for (int i = 0; i < kStepReports; ++i) {
+      const std::optional<StepReport> report = read(reports_[i]);
       if (report && (!found || report->seal > found->seal)) found = report;
     }
     return found;
   };
-  std::optional<Report> found = look();
+  std::optional<StepReport> found = look();
   if (!wait || (queued_ == 0 && !is_captured_)) return found;
   if (!is_captured_ && found && found->seal >= queued_) return found;
   const c10::OptionalDeviceGuard guard(device_);
@@ -74,11 +75,11 @@ std::optional<Report> Reports::newest(bool wait) const {
 
 #else
 
-Reports::Reports(const at::Device& device) : device_(device), ring_(nullptr) {
+StepReports::StepReports(const at::Device& device) : device_(device), reports_(nullptr) {
   TORCH_CHECK(false, "amp_mp was built without CUDA; rebuild with AMP_MP_CUDA=1");
 }
-Ring Reports::ring_of_next() { return {}; }
-std::optional<Report> Reports::newest(bool) const { return read(*ring_); }
+StepReportBuffer StepReports::next_buffer() { return {}; }
+std::optional<StepReport> StepReports::newest(bool) const { return read(*reports_); }
 
 #endif
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "torch/autocast.h"
-#include "torch/product.h"
+#include "torch/casting/autocast.h"
+#include "torch/casting/product.h"
 
 namespace amp_mp::casting {
 
@@ -17,7 +17,7 @@ struct Entry {
   std::string name;
   at::DeviceType device;
   c10::DispatchKey key;
-  std::atomic<Policy> policy{Policy::stock};
+  std::atomic<OpPolicy> policy{OpPolicy::stock};
   std::optional<c10::SafeKernelFunction> stock;  // torch's own autocast kernel, if it has one
   int dtype_argument = -1;                       // index of `dtype`, if the schema has one
   std::vector<bool> written;                     // arguments that are written: in-place, out=

@@ -8,22 +8,23 @@
 
 namespace amp_mp::cuda {
 
-constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table and its `Extra` bytes together
+constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table, room left for other arguments
 
-// `Place` is what else a kernel has to know of a tensor.
-struct Nowhere {};
+// `Extra`: what else a kernel has to know of each tensor.
+struct NoExtra {};
 
 // Block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b. An empty
-// tensor shares its number with the next one and is never the last: it costs nothing and needs no
-// test. One chunk a block and no loop over chunks: the hardware's scheduler balances blocks better.
-template <int Pointers, int Extra = 0, class Place = Nowhere>
-struct Table {
-  static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Place)) + 4 + 4;
-  static constexpr int kCapacity = (kArgumentBytes - Extra - 56) / kEntry;
+// tensor shares its first chunk with the next one and is never the last: it costs nothing and needs
+// no test. One chunk a block and no loop over chunks: the hardware's scheduler balances blocks
+// better.
+template <int Pointers, class Extra = NoExtra>
+struct TensorTable {
+  static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Extra)) + 4 + 4;
+  static constexpr int kCapacity = (kArgumentBytes - 56) / kEntry;
 
   int64_t size[kCapacity];
   void* data[Pointers][kCapacity];
-  Place place[kCapacity];
+  Extra extra[kCapacity];
   int32_t first_chunk[kCapacity + 1];
   uint32_t tag[kCapacity];  // formats and flags
   int32_t count;
@@ -31,7 +32,7 @@ struct Table {
   int64_t first_index;   // of its first tensor among all of the call
   int64_t chunk_offset;  // of its first chunk among all of the call
 
-  void begin(int64_t index, int64_t chunks, int chunk_elements) {
+  void reset(int64_t index, int64_t chunks, int chunk_elements) {
     count = 0;
     chunk = chunk_elements;
     first_index = index;

@@ -10,7 +10,7 @@
 
 namespace amp_mp::casting {
 
-enum class Policy : int {
+enum class OpPolicy : int {
   stock,                   // what torch's autocast does with it
   unchanged,               // no casts, as if it were on no list
   low_precision,           // to the autocast dtype

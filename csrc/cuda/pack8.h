@@ -27,7 +27,7 @@ __device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wi
 }
 
 // The random bytes of elements e to e + 7, element e's lowest. A shard may begin anywhere.
-__device__ __forceinline__ uint64_t random_bytes(const Stream& stream, uint64_t e) {
+__device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uint64_t e) {
   uint32_t word[4];
   draw(stream, e / kDraw, word);
   const uint64_t low = word[0] | uint64_t(word[1]) << 32, high = word[2] | uint64_t(word[3]) << 32;
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t bytes_1(uint32_t a, uint32_t b, uint32_t c, 
 }
 
 // Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
-struct Pack {
+struct Pack8 {
   uint32_t word[kPack];
 
   __device__ __forceinline__ uint32_t byte(int k) const { return word[k / 4] >> (8 * (k % 4)); }
@@ -74,8 +74,8 @@ struct Pack {
 };
 
 // Width 0 is no array. Element by element where it is the last, partial pack or not aligned.
-__device__ __forceinline__ Pack read(const void* data, int64_t at, int width, int n, bool whole) {
-  Pack p = {};
+__device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, int n, bool whole) {
+  Pack8 p = {};
   const char* from = static_cast<const char*>(data) + at * width;
   if (whole) {
     if (width == 1) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ Pack read(const void* data, int64_t at, int width, in
   return p;
 }
 
-__device__ __forceinline__ void write(void* data, const Pack& p, int64_t at, int width, int n,
+__device__ __forceinline__ void write(void* data, const Pack8& p, int64_t at, int width, int n,
                                       bool whole) {
   char* to = static_cast<char*>(data) + at * width;
   if (whole) {

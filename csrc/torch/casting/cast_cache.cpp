@@ -1,4 +1,4 @@
-#include "torch/cast_cache.h"
+#include "torch/casting/cast_cache.h"
 
 #include <ATen/CachedTensorUtils.h>
 #include <ATen/autocast_mode.h>

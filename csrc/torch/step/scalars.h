@@ -1,5 +1,5 @@
 #pragma once
-// The few numbers that come in tensors, as the kernels see them.
+// Checks of tensors that hold a few numbers, and pointers to their memory.
 #include <optional>
 
 #include "torch/device.h"

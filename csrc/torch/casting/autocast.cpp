@@ -1,4 +1,4 @@
-#include "torch/autocast.h"
+#include "torch/casting/autocast.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/StringUtil.h>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-#include "torch/autocast_kernel.h"
+#include "torch/casting/autocast_kernel.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -85,9 +85,9 @@ std::string set_policy(const std::string& device, const std::string& op,
   const std::lock_guard<std::mutex> lock(mutex);
   Entry* entry = find_or_register(device, op);
   if (!entry) return "";
-  auto wanted = Policy(found - names.begin());
-  if (wanted == Policy::low_precision_if_large && device == "cpu" && !has_fast_bfloat16())
-    wanted = Policy::stock;  // its products are slow at any size: torch's choice
+  auto wanted = OpPolicy(found - names.begin());
+  if (wanted == OpPolicy::low_precision_if_large && device == "cpu" && !has_fast_bfloat16())
+    wanted = OpPolicy::stock;  // its products are slow at any size: torch's choice
   return names[size_t(entry->policy.exchange(wanted))];
 }
 
