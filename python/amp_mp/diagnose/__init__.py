@@ -18,7 +18,8 @@ Parts of it, in a training loop:
 """
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
-from amp_mp.diagnose.overflow import OverflowReport, OverflowTracker, diagnose_overflow
+from amp_mp.diagnose.nonfinite import OverflowReport
+from amp_mp.diagnose.overflow import OverflowTracker, diagnose_overflow
 from amp_mp.diagnose.plot import plot_gradients, plot_updates, save
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.report import GradientReport
