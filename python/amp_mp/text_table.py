@@ -1,7 +1,5 @@
 """How tables are written as text: their columns, and the shares, scales and dtypes in them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,10 +1,8 @@
 """How numbers spread over the binades, and what a loss scale makes of them in a format."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,7 +73,7 @@ class ExponentHistogram:
     _top: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
 
     @classmethod
-    def of(cls, tensor: Tensor, scale: float = 1.0) -> ExponentHistogram:
+    def of(cls, tensor: Tensor, scale: float = 1.0) -> Self:
         """Counts the elements of tensor / scale.
 
         The counting is exact, also of subnormals where the processor flushes them to 0, because it
@@ -108,10 +106,10 @@ class ExponentHistogram:
             result += cls(bins, bits.masked_fill(bits >= 0x7F800000, 0).max())
         return result
 
-    def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
+    def __add__(self, other: Self) -> Self:
         """The counts of both, on the other's device."""
         bins, top = self._bins.to(other._bins.device), self._top.to(other._top.device)
-        return ExponentHistogram(bins + other._bins, torch.maximum(top, other._top))
+        return type(self)(bins + other._bins, torch.maximum(top, other._top))
 
     @property
     def counts(self) -> Tensor:

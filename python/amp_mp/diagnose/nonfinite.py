@@ -1,7 +1,5 @@
 """Which gradients are inf or NaN. Imports no other room of amp_mp, so that any may call it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

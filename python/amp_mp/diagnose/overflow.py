@@ -1,7 +1,5 @@
 """Overflow reports on demand, and which overflows in a row no loss scale can end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Watching a whole script without changing it: what the command line and `start` share."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """The table of gradients by tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Loss scale, gradients and updates for TensorBoard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

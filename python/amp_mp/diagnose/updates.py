@@ -1,7 +1,5 @@
 """How large updates are beside their weights, and which would be lost without float32 masters."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -1,10 +1,8 @@
 """Counting a model's gradients, of weights and of activations, during backward."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,15 +59,17 @@ class Watch(AbstractContextManager["Watch"]):
         self.reset()
         self._model = weakref.ref(model)
         self._outputs: weakref.WeakSet[RemovableHandle] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(self._weight_hook(name))  # type: ignore[no-untyped-call]
-            for name, param in params
-        ]
-        self._handles += [
-            module.register_forward_hook(self._forward_hook(name or type(module).__name__))
-            for name, module in model.named_modules()
-            if not any(True for _ in module.children())
-        ]
+        self._handles: list[RemovableHandle] = []
+        # The hooks are lambdas, because a deep copy of the model shares functions. It would copy
+        # bound methods, together with this object, and those would count on after `close`.
+        for name, param in params:
+            register: Any = param.register_post_accumulate_grad_hook
+            self._handles.append(register(lambda param, n=name: self._on_weight(n, param)))
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                register = module.register_forward_hook
+                name = name or type(module).__name__
+                self._handles.append(register(lambda _, a, out, n=name: self._on_forward(n, out)))
 
     def reset(self) -> None:
         """Forgets all counts."""
@@ -108,25 +108,16 @@ class Watch(AbstractContextManager["Watch"]):
             if isinstance(values, Tensor):
                 yield name, values.detach().float() / scale
 
-    # Closures, because a deep copy of the model shares them. It would copy bound methods, together
-    # with this object, and those hooks would count on after `close`.
+    def _on_weight(self, name: str, param: Tensor) -> None:
+        if param.grad is not None and self._is_turn("weight", name):
+            self._count(self.weights, name, param.grad)
 
-    def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
-        def hook(param: Tensor) -> None:
-            if self._handles and param.grad is not None and self._is_turn("weight", name):
-                self._count(self.weights, name, param.grad)
-
-        return hook
-
-    def _forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            # Leaves are left out: a module may return a parameter, where the hook would stay.
-            tensors = [t for t in _tensors(output) if t.grad_fn is not None]
-            if self._handles and tensors and self._is_turn("activation", name):
-                for tensor in tensors:
-                    self._hook_output(name, tensor)
-
-        return hook
+    def _on_forward(self, name: str, output: Any) -> None:
+        # Leaves are left out: a module may return a parameter, where the hook would stay.
+        tensors = [t for t in _tensors(output) if t.grad_fn is not None]
+        if tensors and self._is_turn("activation", name):
+            for tensor in tensors:
+                self._hook_output(name, tensor)
 
     def _hook_output(self, name: str, tensor: Tensor) -> None:
         def hook(grad: Tensor) -> None:
@@ -138,6 +129,9 @@ class Watch(AbstractContextManager["Watch"]):
         self._outputs.add(handle)
 
     def _is_turn(self, kind: str, name: str) -> bool:
+        """Whether this gradient is to be counted; after `close` none is."""
+        if not self._handles:
+            return False
         self._times[kind, name] += 1
         return (self._times[kind, name] - 1) % self.every == 0
 

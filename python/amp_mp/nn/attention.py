@@ -1,7 +1,5 @@
 """Softmax and attention with float32 logits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Autograd rounds the weight gradient of every micro-batch to the weight's dtype b
 `.grad`. Here the product grad_output^T input is made in float32 and added to a float32 `.grad`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

@@ -1,7 +1,5 @@
 """attach_main_grads: float32 gradients for the low-precision parameters of a model."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from types import MethodType
 

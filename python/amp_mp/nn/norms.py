@@ -1,7 +1,5 @@
 """Normalisation layers that compute in float32, for inputs of any dtype and inside autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Which products of a model have sizes that Tensor Cores have to pad."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
