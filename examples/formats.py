@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from curves import smooth
 from finetune_task import FineTune
+from gpt_settings import Settings
+from gpt_trainer import KEEP_FLOAT32, MAX_GRAD_NORM, Trainer
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import KEEP_FLOAT32, MAX_GRAD_NORM, Settings, Trainer
 
 import amp_mp as amp
 from amp_mp import _C
