@@ -255,7 +255,7 @@ def test_every_script_has_the_steps_and_options_of_its_model(name: str) -> None:
     text = (APEX / f"{name}.py").read_text()
     wanted = {
         "minimal": ["default=200"],
-        "closure": ["LBFGS", "default=5)"],
+        "closure": ["LBFGS", "default=5,"],
         "save_load": ["default=100", "weights_only=True"],
         "distributed": ["default=500", '"gloo"', "DistributedDataParallel"],
         "imagenet": ['"--epochs"', "lr_scheduler", "top1"],
