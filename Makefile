@@ -18,7 +18,7 @@ demo: build
 
 # The pretend GPU compiles beside the first tests: they have one thread, compilers take minutes.
 test: build lint
-	PYTHONPATH=tests nice $(PY) -m pretend_gpu.build >/dev/null 2>&1 & $(PY) -m pytest
+	PYTHONPATH=tests/emulators nice $(PY) -m pretend_gpu.build >/dev/null 2>&1 & $(PY) -m pytest
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
@@ -40,7 +40,7 @@ bench: build
 
 # One go on a machine with a GPU, in less than 8 minutes: build for it, tests, sanitizers, benchmark.
 gpu:
-	bash benchmarks/gpu.sh
+	bash benchmarks/gpu/gpu.sh
 
 clean:
 	rm -rf build dist demo .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

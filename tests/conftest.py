@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import PRETEND_GPU, autocast_state
 
-PRETEND_GPU = os.environ.get("AMP_MP_PRETEND_GPU") == "1"
 if PRETEND_GPU:  # has to come before amp_mp
     from pretend_gpu.install import install
 
     install()
 
-import amp_mp as amp  # noqa: E402
+import amp_mp as amp
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]
-collect_ignore = [] if "cuda" in DEVICES else ["test_cuda_step.py"]  # test_pretend_gpu.py runs it
+# Without a GPU, emulators/test_pretend_gpu.py runs this one.
+collect_ignore = [] if "cuda" in DEVICES else ["optim/step/test_cuda_step.py"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -78,14 +79,6 @@ def _device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def autocast_state() -> tuple[bool, dict[str, tuple[bool, torch.dtype]]]:
-    """All of this thread's: whether weights are cached, and for each device on or off and dtype."""
-    devices = ("cpu", "cuda")
-    return torch.is_autocast_cache_enabled(), {
-        d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
-    }
 
 
 def _restore(state: tuple[bool, dict[str, tuple[bool, torch.dtype]]]) -> None:

@@ -42,7 +42,7 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<HyperTensors>(m, "Hyper").def(py::init(&make_hyper));
   using Maybe = std::optional<at::Tensor>;
-  py::class_<ScaleUpdateTensors, std::shared_ptr<ScaleUpdateTensors>>(m, "ScaleMove")
+  py::class_<ScaleUpdateTensors, std::shared_ptr<ScaleUpdateTensors>>(m, "ScaleUpdate")
       .def(py::init([](Maybe policy, Maybe policy_out, Maybe scale, Maybe scale_out, Maybe tracker,
                        Maybe tracker_out, double growth_factor, double backoff_factor,
                        int64_t growth_interval) {
@@ -55,7 +55,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
            py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
            py::arg("growth_interval") = 2000);
-  py::class_<DecideTensors>(m, "Terms")
+  py::class_<DecideTensors>(m, "DecideInputs")
       .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
                        std::shared_ptr<ScaleUpdateTensors> scale_update,
                        std::shared_ptr<StepReports> reports) {
@@ -63,12 +63,12 @@ PYBIND11_MODULE(_C, m) {
                                   std::move(scale_update), std::move(reports)};
            }),
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
-           py::arg("max_norm") = 0.0, py::arg("next") = py::none(),
+           py::arg("max_norm") = 0.0, py::arg("scale_update") = py::none(),
            py::arg("reports") = py::none());
   py::class_<Measurement>(m, "Measurement")
       .def(py::init<at::Tensor>(), py::arg("rows"))
       .def_property_readonly("rows", &Measurement::rows);
-  py::class_<StepReports, std::shared_ptr<StepReports>>(m, "Reports")
+  py::class_<StepReports, std::shared_ptr<StepReports>>(m, "StepReports")
       .def(py::init([](const at::Device& device) { return std::make_shared<StepReports>(device); }),
            py::arg("device"))
       .def_property_readonly("device", &StepReports::device)
@@ -90,7 +90,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
            py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
-           py::arg("clocks"), py::arg("groups"), py::arg("numbers"), py::arg("firsts"),
+           py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
            py::arg("names"))
       .def("__len__", &Slots::size)
       .def(
@@ -106,7 +106,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("tensors"));
   m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
-  m.def("decide_", &decide_, py::arg("verdict"), py::arg("terms"),
+  m.def("decide_", &decide_, py::arg("verdict"), py::arg("inputs"),
         py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "copy_",
@@ -125,14 +125,14 @@ PYBIND11_MODULE(_C, m) {
         encode_(x, data, rest, format_named(format), seed, step, tensor_index);
       },
       py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
-      py::arg("seed") = 0, py::arg("step") = 0, py::arg("number") = 0);
+      py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0);
   m.def(
       "decode",
       [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
         return decode(data, rest, format_named(format));
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
-  m.def("move_scale_", &update_scale_, py::arg("move"), py::arg("found_inf"),
+  m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 
@@ -171,9 +171,12 @@ PYBIND11_MODULE(_C, m) {
     return rows;
   });
 
-#define AMP_MP_BIND(Rule, op)                                                        \
-  m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
-        py::arg("measured") = py::none(), py::arg("terms") = py::none(),             \
-        py::call_guard<py::gil_scoped_release>());
+  py::dict operators;
+#define AMP_MP_BIND(Rule, op)                                                                      \
+  operators[#op] = py::cpp_function(                                                               \
+      &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"),       \
+      py::arg("measured") = py::none(), py::arg("inputs") = py::none(), py::arg("measure") = false, \
+      py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
+  m.attr("operators") = operators;
 }

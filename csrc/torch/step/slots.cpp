@@ -38,7 +38,7 @@ void Slots::check_lengths() const {
   check_length(own_.stochastic.size(), n, "stochastic");
   check_length(own_.clocks.size(), n, "clocks");
   check_length(own_.groups.size(), n, "groups");
-  check_length(own_.tensor_indices.size(), n, "numbers");
+  check_length(own_.tensor_indices.size(), n, "tensor_indices");
   check_length(own_.firsts.size(), n, "firsts");
   check_length(own_.names.size(), n, "names");
   for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
@@ -184,7 +184,7 @@ void Slots::prefetch(int64_t near, int64_t far) const {
     });
 }
 
-std::vector<Slot> Slots::plan(Tensors& kept) {
+const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
   size_t at = 0;
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
@@ -205,9 +205,9 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
   const bool captured = is_capturing(device_);
   if (captured) casting::never_cache(own_.params);
   copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
-  std::vector<Slot> slots;
-  slots.reserve(own_.params.size());
-  kept.reserve(own_.params.size());  // pointers into it stay good
+  if (readings) readings->assign(own_.params.size(), Reading{});
+  kept.reserve(2 * own_.params.size());  // pointers into it stay good
+  bool all_as_remembered = true;
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& param = own_.params[i];
     const at::Tensor* grad = &param.grad();
@@ -216,6 +216,8 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
                         " has no gradient, and a step captured now would leave it out for ever; ",
                         "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
+      slots_[size_t(i)].grad = {};
+      all_as_remembered = false;
       continue;
     }
     const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
@@ -223,17 +225,31 @@ std::vector<Slot> Slots::plan(Tensors& kept) {
     if (grad->device() != device_) check_device(*grad, device_, label());
     if (grad->sizes() != param.sizes())
       check_same_layout(*grad, param, label(), {"the weight", i, &own_.names[size_t(i)]});
+    if (readings) {  // in the gradient's own order, which is the order of sums
+      const bool dense = grad->is_non_overlapping_and_dense();
+      if (!dense) kept.push_back(grad->contiguous());
+      (*readings)[size_t(i)] = {grad->numel(), array_of(dense ? *grad : kept.back(), label())};
+    }
     if (!same_layout(*grad, param) || grad->is_neg()) {
       kept.push_back(
           at::empty_strided(param.sizes(), param.strides(), grad->options()).copy_(*grad));
       grad = &kept.back();
     }
-    slots.push_back(slots_[size_t(i)]);
-    slots.back().grad = array_of(*grad, label());
-    if (copies_[size_t(i)].defined() && !own_.masters[size_t(i)].defined())
-      slots.back().weight = array_of(copies_[size_t(i)], label());
+    slots_[size_t(i)].grad = array_of(*grad, label());
+    all_as_remembered = all_as_remembered && !writes_copy(size_t(i));
   }
-  return slots;
+  if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter
+  chosen_.clear();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].grad.data && !own_.params[i].grad().defined()) continue;
+    chosen_.push_back(slots_[i]);
+    if (writes_copy(i)) chosen_.back().weight = array_of(copies_[i], {"a cached cast"});
+  }
+  return chosen_;
+}
+
+bool Slots::writes_copy(size_t i) const {
+  return copies_[i].defined() && !own_.masters[i].defined();
 }
 
 void Slots::finish(bool written) {

@@ -44,8 +44,9 @@ class Slots {
   // The slots of the parameters that have a gradient. A gradient whose layout differs from its
   // parameter's is copied to `kept`, which has to live as long as the slots are used. If autocast
   // has cached a low-precision copy of a float32 parameter, the copy is the slot's weight: the step
-  // writes both.
-  std::vector<Slot> plan(Tensors& kept);
+  // writes both. `readings`, if not null, gets one Reading per parameter for measuring the
+  // gradients, empty where there is none. The result is valid until the next call.
+  const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
   // Call after each plan(). `written`: the step was not skipped, so the version counters of the
   // parameters advance. Those of the states do not: no autograd graph holds a state, and each
@@ -57,6 +58,7 @@ class Slots {
   void check() const;
   Array master_of(size_t i) const;
   void remember();
+  bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
   void prefetch(int64_t near, int64_t far) const;
   static uint64_t shape_of(const at::Tensor& param);  // a hash of dtype, sizes and strides
   template <class F>
@@ -67,7 +69,8 @@ class Slots {
   // What check() has seen, to notice tensors whose memory has moved since.
   std::vector<uint64_t> shapes_;     // of every parameter
   std::vector<const void*> memory_;  // of every tensor
-  std::vector<Slot> slots_;          // of every parameter, without its gradient
+  std::vector<Slot> slots_;          // of every parameter, with the last step's gradient
+  std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
   Tensors copies_;                   // cached casts that the current step writes
 };
 

@@ -101,47 +101,66 @@ void decide_(at::Tensor& verdict, const DecideTensors& inputs,
   bump_version(verdict);
 }
 
+namespace {
+
+// What a rule that needs norms reads and writes besides the slots' arrays.
+template <class Rule>
+struct NormScratch {
+  std::optional<Measurement> weights;
+  at::Tensor updates;
+  NormInputs inputs;
+
+  NormScratch(const Slots& slots, const std::vector<Slot>& plan, Statistics* grads,
+              const at::Device& device) {
+    if constexpr (needs_norms<Rule>) {
+      weights.emplace(slots.weights(), device);
+      inputs.grads = grads;
+      inputs.weights = weights->of_tensors();
+    }
+    if constexpr (needs_update_norm<Rule>) {
+      // The ticket, the index of each slot's first span, sums of tensors and total, sums of spans.
+      const auto count = int64_t(plan.size());
+      int64_t spans = 0;
+      for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
+      const int64_t head = 8 * (count + 2);
+      updates = scratch(head + (count + 1 + spans) * int64_t(sizeof(Statistics)), device);
+      char* memory = data_of<char>(updates);
+      inputs.ticket = reinterpret_cast<unsigned*>(memory);
+      inputs.first_span = reinterpret_cast<int64_t*>(memory) + 1;
+      inputs.updates = reinterpret_cast<Statistics*>(memory + head);
+      inputs.update_spans = inputs.updates + count + 1;
+    }
+  }
+};
+
+}  // namespace
+
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors) {
+            Measurement* found, const DecideTensors* decide_tensors, bool measures) {
   TORCH_CHECK_VALUE(slots.states() == Rule::kStates, "amp_mp: this rule keeps ", Rule::kStates,
                     " states a parameter, the slots have ", slots.states());
   TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
                     " groups, but ", hyper_tensors.size(), " sets of hyperparameters");
-  TORCH_CHECK_VALUE(!needs_norms<Rule> || (found && found->count() >= slots.size()),
+  TORCH_CHECK_VALUE(!needs_norms<Rule> || measures || (found && found->count() >= slots.size()),
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   const at::Device device = verdict.device();
   if (found) check_device(found->rows_so_far(), device, {"measured"});
   Verdict* v = verdict_of(verdict, device);
   Tensors kept;
-  const std::vector<Slot> plan = slots.plan(kept);
+  std::vector<Reading> readings;
+  const std::vector<Slot>& plan = slots.plan(kept, measures ? &readings : nullptr);
   if (!plan.empty()) check_device(verdict, slots.device(), {"verdict"});
-  const auto count = int64_t(plan.size());
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
   const DecideInputs inputs =
       decide_tensors ? decide_inputs(*decide_tensors, device) : DecideInputs{};
+  std::optional<Measurement> own;
+  if (measures) found = &own.emplace(readings, device);
+  const auto count = int64_t(plan.size());
   const int64_t rule_bytes = count * int64_t(sizeof(SlotRule<Rule>));  // a CPU needs less
   const at::Tensor rules = scratch(rule_bytes, device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
-  NormInputs norms;
-  std::optional<Measurement> weights;
-  at::Tensor updates;
-  if constexpr (needs_norms<Rule>) {
-    weights.emplace(slots.weights(), device);
-    norms.grads = rows;
-    norms.weights = weights->of_tensors();
-  }
-  if constexpr (needs_update_norm<Rule>) {
-    int64_t spans = 0;
-    for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
-    const int64_t first_bytes = 8 * (count + 2), row_bytes = int64_t(sizeof(Statistics));
-    updates = scratch(first_bytes + (count + 1 + spans) * row_bytes, device);
-    char* memory = data_of<char>(updates);
-    norms.ticket = reinterpret_cast<unsigned*>(memory);
-    norms.first_span = reinterpret_cast<int64_t*>(memory) + 1;
-    norms.updates = reinterpret_cast<Statistics*>(memory + first_bytes);
-    norms.update_spans = norms.updates + count + 1;
-  }
+  const NormScratch<Rule> norms(slots, plan, rows, device);
   bool written = true;
   on(
       device,
@@ -150,12 +169,12 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
         written = v->found_inf == 0;
         if (written)
           cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
-                           norms, at::get_num_threads());
+                           norms.inputs, at::get_num_threads());
       },
       AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), decide_tensors ? &inputs : nullptr,
                               v, found ? found->span_sums() : cuda::SpanSums{},
-                              weights ? weights->span_sums() : cuda::SpanSums{},
-                              data_of<SlotRule<Rule>>(rules), norms, stream)));
+                              norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
+                              data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
   if (found) found->mark_added();
   if (decide_tensors) bump_version(verdict);
   slots.finish(written);
@@ -163,7 +182,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
 
 #define AMP_MP_INSTANTIATE(Rule, op)                                                              \
   template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*, \
-                             const DecideTensors*);
+                             const DecideTensors*, bool);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,

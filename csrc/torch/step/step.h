@@ -41,12 +41,13 @@ struct HyperTensors {
 };
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
-// decide_tensors the verdict is decided here, without them it is given. found: measure(slots),
-// needed by rules that use norms and by decide_tensors. While a CUDA graph is being captured, every
+// decide_tensors the verdict is decided here, without them it is given. Rules that use norms, and
+// decisions that depend on the gradients, need statistics: `found` where measure(slots) has them
+// already, else `measures` reads the gradients here. While a CUDA graph is being captured, every
 // parameter that requires a gradient must have one.
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors);
+            Measurement* found, const DecideTensors* decide_tensors, bool measures);
 
 // Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
 // that use it; both on the scale's device.

@@ -1,0 +1,99 @@
+"""Kernels with one mistake put in, to see that the comparing program notices it.
+
+A mutant is one edit of one file. Only the kernels that show it are compiled anew, from a copy of
+the sources; all else is linked as it was built without the mistake.
+"""
+
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_on_cpu.build import arguments, build, gcc, link, objects_of, shim_objects
+
+DEFINES = ["AMP_MP_ISA=baseline"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, and what notices it."""
+
+    file: str  # of csrc/cuda
+    text: str  # occurs there exactly once
+    replacement: str
+    shown_by: str  # pattern of the files to compile with it, of csrc/cuda
+    variant: str  # of build.VARIANTS; tsan needs all kernels, which have other shared memory there
+    says: str  # part of the output
+
+    def of(self, source: str) -> str:
+        """The file's text with the mistake. Raises ValueError unless `text` is in it once."""
+        count = source.count(self.text)
+        if count != 1:
+            raise ValueError(
+                f"{self.file} has {self.text!r} {count} times, expected once: "
+                "adapt the mutant to the changed source"
+            )
+        return source.replace(self.text, self.replacement)
+
+
+@dataclass(frozen=True)
+class Original:
+    """The program without a mistake, and what it is linked from."""
+
+    csrc: Path  # a copy
+    out: Path
+    program: Path
+    objects: dict[Path, Path]
+
+
+def build_original(
+    sources: Sequence[Path], csrc: Path, rules: Collection[str], out: Path
+) -> Original:
+    """Build `sources` from a copy of `csrc` that has only some `rules`, to compile in less time.
+
+    Raises ValueError for a rule that is not in core/rules.h.
+    """
+    copy = out / "csrc"
+    shutil.copytree(csrc, copy)
+    header = copy / "core/rules.h"
+    header.write_text(with_rules(header.read_text(), rules))
+    sources = [copy / s.relative_to(csrc) if s.is_relative_to(csrc) else s for s in sources]
+    program = build(sources, out, "fast", [copy], DEFINES)
+    return Original(copy, out, program, objects_of(sources, out, "fast"))
+
+
+def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
+    """Build the program with a mistake.
+
+    Raises ValueError where its text has gone, or no file is to be compiled with it.
+    """
+    folder = original.out / re.sub(r"\W+", "-", name)
+    csrc, program = folder / "csrc", folder / "program"
+    shutil.copytree(original.csrc, csrc)
+    file = csrc / "cuda" / mutant.file
+    file.write_text(mutant.of(file.read_text()))
+    shown_by = sorted((csrc / "cuda").glob(mutant.shown_by))
+    if not shown_by or (mutant.variant == "tsan" and mutant.shown_by != "*.cu"):
+        raise ValueError(f"shown_by: {mutant.shown_by!r} has to name kernels, with tsan '*.cu'")
+    objects = dict(original.objects)
+    for source in shown_by:
+        target = folder / f"{source.name}.o"
+        gcc([*arguments(source, target, mutant.variant, [csrc], DEFINES), "-w"])
+        objects[original.csrc / source.relative_to(csrc)] = target
+    link([*shim_objects(original.out), *objects.values()], program, mutant.variant)
+    return program
+
+
+def with_rules(header: str, rules: Collection[str]) -> str:
+    """core/rules.h with only some lines of its list. Raises ValueError where one is missing."""
+    listed = re.findall(r"^ *X\((\w+), \w+\)", header, re.MULTILINE)
+    if missing := set(rules) - set(listed):
+        raise ValueError(f"rules: {sorted(missing)} are not in core/rules.h, which has {listed}")
+    kept = [line for line in header.splitlines() if _is_kept(line, rules)]
+    return "\n".join(kept) + "\n"
+
+
+def _is_kept(line: str, rules: Collection[str]) -> bool:
+    entry = re.match(r" *X\((\w+), \w+\)", line)
+    return not entry or entry[1] in rules

@@ -1,0 +1,145 @@
+"""The tests of the CUDA kernels notice mistakes: each mutant has one, and has to fail.
+
+Another line of MUTANTS is all that another mutant takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_cuda_kernels import CSRC, SOURCES, run, why_unavailable
+
+from cuda_on_cpu.mutate import Mutant, Original, build_mutant, build_original, with_rules  # isort: skip
+
+RULES = ("AdamW", "LAMB")  # those that compare.cpp runs every kind of list with
+RACE = "ThreadSanitizer: data race"
+BEYOND = "heap-buffer-overflow"
+MISALIGNED = "misaligned address"
+TICKET = """, which the barrier has shown to this thread
+    shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    """
+# What is wrong: the file, a text in it and what that becomes; the kernels that show it, in which
+# variant of the build, and what the program then says.
+# fmt: off
+MUTANTS = {
+    "no barrier before a group's scale is written": Mutant(
+        "convert.h", "__syncwarp(kWarp);", "", "*.cu", "tsan", RACE),
+    "no barrier before blocks are added": Mutant(
+        "span_threads.h", "__syncthreads();", "", "measure.cu", "fast", "FAILED measure"),
+    "no barrier before lanes are added": Mutant(
+        "combine.h", "shared.lane[threadIdx.x] = sum;\n  __syncthreads();",
+        "shared.lane[threadIdx.x] = sum;", "measure.cu", "fast", "FAILED sums of spans"),
+    "no fences around a block's ticket": Mutant(
+        "combine.h", f"__threadfence();  // the whole block's writes{TICKET}__threadfence();",
+        f"// the whole block's writes{TICKET}", "*.cu", "tsan", RACE),
+    "the first block adds what others have not": Mutant(
+        "combine.h", "== gridDim.x - 1", "== 0u", "decide.cu", "fast", "FAILED"),
+    "the last span is left out": Mutant(
+        "combine.h", "for (; i < count; i +=", "for (; i + 1 < count; i +=", "measure.cu", "fast",
+        "FAILED sums of spans"),
+    "a report is sealed before it is written": Mutant(
+        "step_report.h", "(&report.seal) = seal;", "(&report.seal) = 0;", "decide.cu", "fast",
+        "FAILED a report"),
+    "a captured rate is the one of the capture": Mutant(
+        "decide.cu", "read_rate(hyper);", "", "decide.cu", "fast", "FAILED a replayed step"),
+    "the clocks of a skipped step tick": Mutant(
+        "decide.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "decide.cu", "fast",
+        "FAILED a skipped step"),
+    "a tail is one too long": Mutant(
+        "copy.cu", "kPack ? left :", "kPack ? left + 1 :", "copy.cu", "asan", BEYOND),
+    "a tail is one too short": Mutant(
+        "apply.cu", "kPack ? left :", "kPack ? left - 1 :", "apply.cu", "fast", "FAILED apply"),
+    "a tail that is summed again is wide": Mutant(
+        "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
+    "the tensor before a chunk's": Mutant(
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "fast",
+        "FAILED copy to"),
+    "random bytes of the block before": Mutant(
+        "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "fast", "FAILED apply"),
+    "eight bytes are wide": Mutant(
+        "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
+    "one array is always wide": Mutant(
+        "slot_table.h", "a < kScales<Rule>; ++a)  //", "a < kState0 + 1; ++a)  //", "moments.cu",
+        "asan", MISALIGNED),
+    "remainders are always wide": Mutant(
+        "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
+    "weights do not saturate": Mutant(
+        "convert.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "fast", "FAILED apply"),
+    "copies do not saturate": Mutant(
+        "copy.cu", "clamp ? saturate(x[k] * multiplier) :", "", "copy.cu", "fast",
+        "FAILED copy to"),
+    "a skipped step writes": Mutant(
+        "apply.cu", "!= 0) return;\n  const Chunk", "> 1) return;\n  const Chunk", "apply.cu",
+        "fast", "FAILED a skipped step"),
+    "a skipped step advances the moments": Mutant(
+        "moments.cu", "found_inf != 0", "found_inf > 1", "moments.cu", "fast",
+        "FAILED a skipped step"),
+    "a skipped copy writes": Mutant(
+        "copy.cu", "found_inf != 0", "found_inf > 1", "copy.cu", "fast", "FAILED a skipped copy"),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    """The program without a mistake, in the variant that compiles fastest."""
+    if reason := why_unavailable("fast"):
+        pytest.skip(f"no build of the CUDA kernels: {reason}")
+    return build_original(SOURCES, CSRC, RULES, tmp_path_factory.mktemp("cuda_mutants"))
+
+
+@pytest.fixture(scope="module")
+def programs(original: Original) -> Iterator[dict[str, Future[Path]]]:
+    """The program of each mutant; two are compiled while others run."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {
+            name: pool.submit(build_mutant, mutant, original, name)
+            for name, mutant in MUTANTS.items()
+            if not why_unavailable(mutant.variant)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def test_without_a_mistake_all_is_equal(original: Original) -> None:
+    done = run(original.program, "fast", "quick")
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mistake_is_noticed(programs: dict[str, Future[Path]], name: str) -> None:
+    mutant = MUTANTS[name]
+    if reason := why_unavailable(mutant.variant):
+        pytest.skip(reason)
+    done = run(programs[name].result(), mutant.variant, "quick", timeout=100)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, f"nobody noticed: {name}\n{output[-2000:]}"
+    assert mutant.says in output, output[-4000:]
+
+
+def test_a_text_that_has_gone_is_an_error() -> None:
+    mutant = Mutant("span_threads.h", "__syncthreads();", "", "measure.cu", "fast", "")
+    assert mutant.of("a; __syncthreads(); b;") == "a;  b;"
+    for source, count in (("a; b;", 0), ("__syncthreads(); __syncthreads();", 2)):
+        with pytest.raises(ValueError, match=rf"'__syncthreads\(\);' {count} times, expected once"):
+            mutant.of(source)
+
+
+@pytest.mark.parametrize(("shown_by", "variant"), [("gone.cu", "fast"), ("copy.cu", "tsan")])
+def test_kernels_that_cannot_show_a_mistake_are_refused(
+    original: Original, shown_by: str, variant: str
+) -> None:
+    mutant = Mutant("copy.cu", "is_wide(from.rest)", "true", shown_by, variant, "")
+    with pytest.raises(ValueError, match=f"shown_by: '{shown_by}' has to name kernels"):
+        build_mutant(mutant, original, shown_by)
+
+
+def test_rules_are_left_out_of_the_list() -> None:
+    header = (
+        "#define LIST(X) \\\n  X(AdamW, adamw_) \\\n  X(SGD, sgd_) \\\n  X(Lion, lion_)\n\nint n;\n"
+    )
+    assert with_rules(header, ["SGD"]) == "#define LIST(X) \\\n  X(SGD, sgd_) \\\n\nint n;\n"
+    with pytest.raises(ValueError, match=r"\['Adamax'\] are not in core/rules.h"):
+        with_rules(header, ["Adamax"])

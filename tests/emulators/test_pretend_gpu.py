@@ -1,0 +1,93 @@
+"""The library's whole CUDA path, from Python to the kernels, on a pretend GPU in host memory.
+
+Every test that takes a `device` runs as it is, with device="cuda": see pretend_gpu. By hand:
+
+    AMP_MP_PRETEND_GPU=1 python -m pytest tests/optim/test_optim.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from pretend_gpu.build import build, why_unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The files that are run, with the least number of tests that have to pass in each.
+FILES = {
+    "optim/backward/test_attach": 40,
+    "casting/test_cast_cache": 15,
+    "casting/test_casting": 18,
+    "model/test_convert": 16,
+    "optim/step/test_cuda_step": 25,
+    "apex/test_fp16_optimizer": 110,
+    "grad_scaler/test_grad_scaler": 120,
+    "apex/test_handle": 80,
+    "nn/test_linear_accumulate": 20,
+    "nn/test_main_grads": 10,
+    "nn/test_main_grads_together": 12,
+    "optim/step/test_measure": 30,
+    "grad_scaler/test_next_scale": 22,
+    "optim/test_optim": 70,
+    "optim/step/test_rules": 600,
+    "optim/state/test_storage": 130,
+}
+# What is left out, by a part of its name, and why.
+LEFT_OUT = {
+    "million": "a kernel's threads take turns: a second each",
+    "ten_thousand": "ten thousand steps",
+    "comes_to_rest": "thousands of steps",
+    "second_moment_follows": "thousands of steps",
+    "splits_of": "all numbers of a format",
+    "split24_of": "all numbers of a format",
+    "split32_of": "all numbers of a format",
+    "two_to_the_31": "needs 6 GiB",
+    "instruction_set": "runs processes of its own, on the CPU",
+    "replicas": "runs processes of its own, on the CPU",
+    "sparse": "torch's sparse kernels for CUDA have none for the CPU that could stand in",
+    "recurrent": "nor have its fused recurrent cells",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    if reason := why_unavailable():
+        pytest.skip(f"no pretend GPU: {reason}")
+    build()
+
+
+def passed(*arguments: str) -> Counter[str]:
+    """Runs tests on the pretend GPU; how many passed of each file, none having failed."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "AMP_MP_PRETEND_GPU": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return Counter(re.findall(r"(\w+)\.py::.* PASSED", done.stdout))
+
+
+def test_the_pretend_gpu_itself() -> None:
+    assert passed("tests/emulators/pretend_gpu/of_device.py")["of_device"] > 15
+
+
+def test_the_suite_passes_on_it() -> None:
+    files = [f"tests/{name}.py" for name in FILES]
+    chosen = "cuda and not (" + " or ".join(LEFT_OUT) + ")"
+    halves = [name for name in files if "rules" in name], [n for n in files if "rules" not in n]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = sum(pool.map(lambda names: passed(*names, "-k", chosen), halves), Counter[str]())
+    for name, least in FILES.items():
+        assert found[Path(name).name] >= least, found

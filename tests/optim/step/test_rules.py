@@ -1,0 +1,304 @@
+"""The update rules: bit for bit the NumPy reference, over sizes, dtypes, storage and groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes
+from rules import RULES, Expected, found_master, found_state
+
+import amp_mp as amp
+
+STEPS = 3
+LAYERWISE = [r for r in RULES if r.startswith(("lar", "lamb", "novograd"))]
+ELEMENTWISE = [r for r in RULES if r not in LAYERWISE]
+SHAPES = [*((n,) for n in RAGGED[:-1]), (5, 64), (33, 31), (3, 32)]
+
+
+def check(
+    device: str,
+    rule: str,
+    weight_dtype: str,
+    grad_dtype: str,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    shift: int = 0,
+    special: bool = False,
+    spread: tuple[float, float] = (1.0, 1e-2),  # of weights, of gradients
+    **storage: Any,
+) -> None:
+    weights = [
+        on(device, random(n, n + 1, spread[0]), DTYPES[weight_dtype], shift).view(shape)
+        for shape in shapes
+        for n in (math.prod(shape),)
+    ]
+    params = [torch.nn.Parameter(w) for w in weights]
+    kind, numbers = RULES[rule]
+    optimizer = kind(params, **numbers, **storage)
+    states = optimizer.rule().names
+    expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
+    for step in range(STEPS):
+        for number, (param, want) in enumerate(zip(params, expected, strict=True)):
+            values = random(param.numel(), 100 * step + number, spread[1], special)
+            grad = on(device, values, DTYPES[grad_dtype], shift and 5 - shift).view(param.shape)
+            param.grad_dtype = grad.dtype
+            param.grad = grad
+            want.step(array(grad), np.float32(1))
+        optimizer.step()
+    for param, want in zip(params, expected, strict=True):
+        what = f"{rule}, {weight_dtype} weight, {grad_dtype} gradient, {tuple(param.shape)}"
+        state = optimizer.state[param]
+        assert_same(array(param).reshape(-1), want.visible, f"{what}: weight")
+        master = found_master(state, param, want.formats["master"])
+        assert_same(master, want.master, f"{what}: master")
+        for name, values in want.states.items():
+            found = found_state(state, name, want.formats[name])
+            assert_same(found, values, f"{what}: {name}")
+        assert state["step"].item() == STEPS
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+def test_rule_equals_the_reference_bit_for_bit(
+    device: str, rule: str, weight: str, grad: str, shift: int
+) -> None:
+    check(device, rule, weight, grad, SHAPES, shift=shift)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+def test_every_preset_equals_the_reference_bit_for_bit(
+    device: str, rule: str, memory: str, weight: str
+) -> None:
+    check(device, rule, weight, weight, SHAPES, memory=memory, seed=2**40 + 3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("memory", ["lean", "tiny"])
+def test_float32_weights_may_have_compact_states(device: str, rule: str, memory: str) -> None:
+    check(device, rule, "float32", "bfloat16", SHAPES, memory=memory, master="float32")
+
+
+@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+@pytest.mark.parametrize("rule", LAYERWISE)
+def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str | None) -> None:
+    """Several spans of 65,536 elements, gradients of a loss scale of 1,024."""
+    param = torch.nn.Parameter(on(device, random(2500 * 64, 1), torch.bfloat16).view(2500, 64))
+    kind, numbers = RULES[rule]
+    storage = {"memory": memory} if memory else {}
+    optimizer = kind([param], **numbers, **storage)
+    want = Expected(rule, param, states=optimizer.rule().names, **storage)
+    for step in range(STEPS):
+        param.grad = on(device, random(param.numel(), step, 10.0), param.dtype).view(param.shape)
+        want.step(array(param.grad), np.float32(1 / 1024))
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        optimizer.found_inf = torch.tensor(0.0, device=device)
+        optimizer.step()
+    state = optimizer.state[param]
+    assert_same(found_master(state, param, want.formats["master"]), want.master, "master")
+    if kind is amp.optim.NovoGrad:
+        assert state["layer"].item() == pytest.approx(want.clock.layer, rel=1e-15)
+
+
+@pytest.mark.parametrize("rule", ELEMENTWISE)
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+def test_a_million_elements_equal_the_reference(
+    device: str, rule: str, weight: str, shift: int
+) -> None:
+    for grad in ("float32", "bfloat16") if weight != "float16" else ("float16",):
+        check(device, rule, weight, grad, [RAGGED[-1:]], shift=shift)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("memory", [None, "lean"])
+def test_maximize_negates_the_gradient(device: str, rule: str, memory: str | None) -> None:
+    shapes = [(1,), (65,), (4097,)]
+    check(device, rule, "bfloat16", "bfloat16", shapes, maximize=True, memory=memory)
+
+
+@pytest.mark.parametrize("rule", ELEMENTWISE)
+@pytest.mark.parametrize("weight", DTYPES)
+def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
+    device: str, rule: str, weight: str
+) -> None:
+    check(device, rule, weight, "float32", [(65,), (4097,)], special=True)
+
+
+@pytest.mark.parametrize("rule", ELEMENTWISE)
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+def test_compact_formats_keep_infinities_and_nans(
+    device: str, rule: str, memory: str, weight: str
+) -> None:
+    shapes = [(65,), (4097,), (64, 96)]
+    check(device, rule, weight, "float32", shapes, special=True, memory=memory)
+
+
+@pytest.mark.parametrize("rule", LAYERWISE)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_rules_that_measure_skip_what_is_not_finite(device: str, rule: str, bad: float) -> None:
+    kind, numbers = RULES[rule]
+    param = torch.nn.Parameter(on(device, random(64, 1), torch.bfloat16).view(2, 32))
+    optimizer = kind([param], **numbers, memory="tiny")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = raw_bytes([param, optimizer.state_dict()])
+    param.grad[1, 7] = bad
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert raw_bytes([param, optimizer.state_dict()]) == before
+
+
+def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(device: str) -> None:
+    first, late = (torch.nn.Parameter(on(device, random(300, s), torch.bfloat16)) for s in (1, 2))
+    optimizer = amp.optim.AdamW([{"params": [first]}, {"params": [late], "lr": 1e-2}], lr=1e-3)
+    grads = [random(300, s, 1e-2) for s in (3, 4, 5)]
+    zeros = np.zeros(300, np.float32)
+    want = {id(p): (array(p), zeros, zeros, reference.Clock()) for p in (first, late)}
+    numbers = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
+    for step, values in enumerate(grads):
+        for param, lr in ((first, 1e-3), (late, 1e-2)):
+            if param is late and step == 0:
+                continue
+            param.grad = on(device, values, torch.bfloat16)
+            w, m, v, clock = want[id(param)]
+            clock.tick(0.9, 0.999)
+            w, m, v = reference.adam(array(param.grad), w, m, v, None, clock, lr=lr, **numbers)
+            want[id(param)] = w, m, v, clock
+        optimizer.step()
+    for param, steps in ((first, 3), (late, 2)):
+        assert_same(array(optimizer.state[param]["master"]), want[id(param)][0], "master")
+        assert optimizer.state[param]["step"].item() == steps
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9], ids=["unclipped", "clipped", "below"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
+def test_unscaling_and_clipping_are_one_multiplication(
+    device: str, max_norm: float | None, scale: float
+) -> None:
+    param = torch.nn.Parameter(on(device, random(5000, 1), torch.bfloat16))
+    optimizer = amp.optim.SGD([param], lr=0.1, max_grad_norm=max_norm)
+    want = array(param)
+    param.grad = on(device, random(5000, 2, scale), torch.bfloat16)
+    grad = array(param.grad)
+    squares, _, _ = reference.measure(grad)
+    norm = np.sqrt(squares) / scale
+    optimizer.grad_scale = torch.tensor(scale, device=device)
+    optimizer.found_inf = torch.tensor(0.0, device=device)
+    optimizer.step()
+    g = grad * reference.multiplier(norm, scale, max_norm)
+    assert_same(array(optimizer.state[param]["master"]), want - np.float32(0.1) * g, "master")
+    if max_norm is not None:
+        # sqrt and one product in double, in either order: within an ulp or two
+        assert optimizer.grad_norm == pytest.approx(norm, rel=4e-16)
+
+
+# Other storage: decoded, updated in float32, rounded once; float16 saturates.
+
+FLOAT16 = {"momentum_buffer": "float16"}
+STOCHASTIC = {"master": "none", "rounding": "stochastic", "seed": 5}
+LEAN = {"exp_avg": "bfloat16", "exp_avg_sq": "ue8m8"}
+STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "no master": ("sgd", {"master": "none"}),
+    "no master, half buffer": ("sgd", {"master": "none", **FLOAT16}),
+    "no master, half buffer, scaled": ("scaled nesterov", {"master": "none", **FLOAT16}),
+    "half buffer": ("nesterov", FLOAT16),
+    "half moments": ("adamw", {"exp_avg": "float16", "exp_avg_sq": "float16"}),
+    "half root of a sum": ("adagrad", {"sum": "float16_root"}),
+    "half root, momentum": (
+        "rmsprop momentum",
+        {"square_avg": "float16_root", "momentum_buffer": "float16"},
+    ),
+    "half average": ("lion", {"exp_avg": "float16"}),
+    "half root": ("adam", {"exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+    "everything": ("adamw", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+    "half norms": ("lamb", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+    "stochastic weights": ("plain sgd", STOCHASTIC),
+    "stochastic weights, buffer": ("sgd", {**STOCHASTIC, "momentum_buffer": "bfloat16"}),
+    "stochastic weights, layers": ("lars", {**STOCHASTIC, "momentum_buffer": "m8"}),
+    "all that is stochastic": ("adamw", {**STOCHASTIC, "exp_avg": "m8", "exp_avg_sq": "ue8m8"}),
+    "float32 master, lean": ("adamw", LEAN),
+    "float32 master, codes": ("adam", {"exp_avg": "m8"}),
+    "float32 master, lean squares": ("lamb", {"exp_avg_sq": "ue8m8"}),
+    "bfloat16 squares": ("adamw", {"exp_avg_sq": "bfloat16"}),
+    "split32, lean": ("adamw", {"master": "split32", **LEAN}),
+    "split32, codes": ("lion", {"master": "split32", "exp_avg": "m8"}),
+    "split24 alone": ("adamw", {"master": "split24"}),
+    "split24, half": ("rmsprop momentum", {"master": "split24", "momentum_buffer": "float16"}),
+    "exact, lean squares": ("amsgrad adam", {"memory": "exact", "exp_avg_sq": "ue8m8"}),
+    "tiny, float32 moments": ("adamw", {"memory": "tiny", "exp_avg": "float32"}),
+}
+
+
+@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", STORAGE)
+def test_every_storage_rounds_once_and_saturates(device: str, name: str, weight: str) -> None:
+    rule, storage = STORAGE[name]
+    check(device, rule, weight, weight, SHAPES, spread=(1e3, 10.0), **storage)
+
+
+def test_a_root_keeps_what_a_square_would_lose(device: str) -> None:
+    """g = 1e-4: (1 - beta2) g^2 = 1e-11 is 0 in float16; Adam then steps 100 times too far."""
+    steps = {}
+    for how in ("float32", "float16", "float16_root"):
+        param = torch.nn.Parameter(torch.zeros(1, device=device))
+        optimizer = amp.optim.Adam([param], lr=1e-3, exp_avg_sq=how)
+        for _ in range(2):  # the first step's v is read back by the second
+            param.grad = torch.full_like(param, 1e-4)
+            optimizer.step()
+        steps[how] = param.item()
+    assert steps["float16_root"] == pytest.approx(steps["float32"], rel=2e-3)
+    assert abs(steps["float16"]) > 1.2 * abs(steps["float32"])
+
+
+def test_states_of_another_width_are_converted_when_loaded(device: str) -> None:
+    def trained(**storage: str) -> amp.optim.AdamW:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(100, device=device))
+        optimizer = amp.optim.AdamW([param], lr=1e-2, **storage)
+        for _ in range(3):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+        return optimizer
+
+    source = trained()
+    target = trained(exp_avg="float16", exp_avg_sq="float16_root")
+    target.load_state_dict(source.state_dict())
+    (wide,), (narrow,) = source.state.values(), target.state.values()
+    assert torch.equal(narrow["exp_avg"], wide["exp_avg"].half())
+    assert torch.equal(narrow["exp_avg_sq"], wide["exp_avg_sq"].sqrt().half())
+    again = trained(exp_avg="float16", exp_avg_sq="float16_root")
+    again.load_state_dict(target.state_dict())
+    (same,) = again.state.values()
+    assert torch.equal(same["exp_avg_sq"], narrow["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda p: amp.optim.SGD(p, master="half"),
+            "master must be one of float32, split32, split24, none; found 'half'",
+        ),
+        (lambda p: amp.optim.AdamW(p, exp_avg="float16_root"), "exp_avg must be one of float32"),
+        (lambda p: amp.optim.AdamW(p, exp_avg_sq="int8"), "exp_avg_sq must be one of float32"),
+        (lambda p: amp.optim.SGD(p, momentum_form="new"), 'momentum_form must be "unscaled"'),
+        (
+            lambda p: amp.optim.SGD(p, momentum=0.9, dampening=0.1, momentum_form="scaled"),
+            'momentum_form="scaled" has no dampening',
+        ),
+    ],
+)
+def test_storage_that_is_none_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make([torch.nn.Parameter(torch.zeros(1))])

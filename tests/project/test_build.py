@@ -1,0 +1,90 @@
+"""How the package is built and imported: without CUDA, under another torch, by mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_mp as amp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(amp.__file__).parent
+
+
+def run(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(path), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+def test_build_info_names_what_was_built() -> None:
+    info = amp.build_info()
+    assert info["torch"] == torch.__version__
+    assert info["cpu"] in ("baseline", "avx2", "avx512")
+    assert isinstance(info["cuda"], bool)
+    if info["cuda"]:
+        assert re.fullmatch(r"\d+\.\d+", info["cuda_toolkit"])
+        assert "sm_" in info["cuda_architectures"]
+
+
+def test_importing_touches_no_cuda() -> None:
+    code = "import amp_mp, torch; assert not torch.cuda.is_initialized()"
+    done = run(code, PACKAGE.parent, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_foreign_torch_is_one_clear_import_error(tmp_path: Path) -> None:
+    copied = tmp_path / "amp_mp"
+    shutil.copytree(PACKAGE, copied)
+    (copied / "_built_for.py").write_text('TORCH_VERSION = "2.3.1+cu121"\n')
+    done = run("import amp_mp", tmp_path)
+    assert "built for torch 2.3.1+cu121, but torch" in done.stderr
+    assert "pip install --no-build-isolation" in done.stderr
+    (copied / "_built_for.py").unlink()
+    done = run("import amp_mp", tmp_path)
+    assert "native library is not built" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"AMP_MP_CUDA": "yes"}, "AMP_MP_CUDA must be 0 or 1"),
+        ({"AMP_MP_CUDA": "1", "CUDA_HOME": "/nowhere"}, "no nvcc in CUDA_HOME"),
+        ({"TORCH_CUDA_ARCH_LIST": "newest"}, "cannot read 'newest'"),
+    ],
+    ids=["AMP_MP_CUDA", "no nvcc", "TORCH_CUDA_ARCH_LIST"],
+)
+def test_a_wrong_build_setting_is_refused_by_name(
+    tmp_path: Path, environment: dict[str, str], message: str
+) -> None:
+    if "TORCH_CUDA_ARCH_LIST" in environment and not amp.build_info()["cuda"]:
+        pytest.skip("without nvcc no architecture is read")
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_a_build_without_cuda_works_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "build"]
+    command += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    env = {**os.environ, "AMP_MP_CUDA": "0"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "0 CUDA kernels" in built.stdout
+    code = (
+        "import amp_mp as amp, torch\n"
+        "assert not amp.build_info()['cuda'] and str(amp.__file__).startswith({0!r})\n"
+        "p = torch.nn.Parameter(torch.ones(3).bfloat16()); p.grad = torch.ones_like(p)\n"
+        "amp.optim.AdamW([p], lr=0.5, max_grad_norm=1.0).step()\n"
+        "assert p.tolist() != [1, 1, 1]\n"
+    )
+    done = run(code.format(str(tmp_path)), tmp_path / "lib")
+    assert done.returncode == 0, done.stderr

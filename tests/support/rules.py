@@ -1,0 +1,198 @@
+"""Every update rule with its arguments, and one parameter as the NumPy reference steps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import reference
+import reference_formats as formats
+import torch
+from helpers import array
+from torch import Tensor
+
+import amp_mp as amp
+
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
+NESTEROV = {**SGD, "dampening": 0.0, "nesterov": True}
+RMSPROP = {"lr": 0.01, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.9}
+CENTERED = {**RMSPROP, "eps": 0.1, "centered": True}  # near 0 the variance is rounding noise
+LARS = {**SGD, "trust_coefficient": 0.02, "clip": False, "eps": 1e-8}
+LAMB = {**ADAM, "always_adapt": True}
+NOVOGRAD = {**ADAM, "betas": (0.95, 0.98), "grad_averaging": False}
+RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
+    "adamw": (amp.optim.AdamW, ADAM),
+    "adam": (amp.optim.Adam, ADAM),
+    "amsgrad adamw": (amp.optim.AdamW, {**ADAM, "amsgrad": True}),
+    "amsgrad adam": (amp.optim.Adam, {**ADAM, "amsgrad": True}),
+    "sgd": (amp.optim.SGD, SGD),
+    "nesterov": (amp.optim.SGD, NESTEROV),
+    "plain sgd": (amp.optim.SGD, {**SGD, "momentum": 0.0, "dampening": 0.0}),
+    "scaled": (amp.optim.SGD, {**SGD, "dampening": 0.0, "momentum_form": "scaled"}),
+    "scaled nesterov": (amp.optim.SGD, {**NESTEROV, "momentum_form": "scaled"}),
+    "adagrad": (
+        amp.optim.Adagrad,
+        {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
+    ),
+    "rmsprop": (amp.optim.RMSprop, {**RMSPROP, "momentum": 0.0}),
+    "rmsprop momentum": (amp.optim.RMSprop, RMSPROP),
+    "centered": (amp.optim.RMSprop, {**CENTERED, "momentum": 0.0}),
+    "centered momentum": (amp.optim.RMSprop, CENTERED),
+    "lion": (amp.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "lars": (amp.optim.LARS, LARS),
+    "lars nesterov": (amp.optim.LARS, {**LARS, **NESTEROV}),
+    "larc": (amp.optim.LARS, {**LARS, "clip": True, "trust_coefficient": 0.5}),
+    "lamb": (amp.optim.LAMB, LAMB),
+    "lamb without decay": (
+        amp.optim.LAMB,
+        {**LAMB, "always_adapt": False, "weight_decay": 0.0},
+    ),
+    "novograd": (amp.optim.NovoGrad, NOVOGRAD),
+    "novograd averaging": (amp.optim.NovoGrad, {**NOVOGRAD, "grad_averaging": True}),
+}
+# What `memory` is to mean: the master, first moments, sums of squares.
+PRESETS = {
+    None: ("float32", "float32", "float32"),
+    "exact": ("split32", "float32", "float32"),
+    "lean": ("split24", "bfloat16", "ue8m8"),
+    "tiny": ("split24", "m8", "ue8m8"),
+}
+SQUARES = ("exp_avg_sq", "square_avg", "sum")
+FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg")
+
+
+def formats_of(
+    rule: str, states: tuple[str, ...], rows: bool, storage: dict[str, Any]
+) -> dict[str, str]:
+    """What the master and the states of a parameter are to be stored as."""
+    master, moment, square = PRESETS[storage.get("memory")]
+    formats = {"master": storage.get("master", master)}
+    for name in states:
+        format = storage.get(name, square if name in SQUARES else moment)
+        if name in FLOAT32_ONLY or (rule.startswith("centered") and name in SQUARES):
+            format = "float32"
+        formats[name] = "bfloat16" if format == "m8" and not rows else format
+    return formats
+
+
+class Expected:
+    """One parameter, stepped by the reference and stored by it."""
+
+    def __init__(
+        self,
+        rule: str,
+        weight: Tensor,
+        number: int = 0,
+        states: tuple[str, ...] = (),
+        maximize: bool = False,
+        **storage: Any,
+    ) -> None:
+        self.rule, self.number, self.maximize, self.storage = rule, number, maximize, storage
+        rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
+        self.formats = formats_of(rule, states, rows, storage)
+        self.dtype = str(weight.dtype).removeprefix("torch.")
+        self.visible = self.master = array(weight).reshape(-1)
+        self.states = {name: np.zeros_like(self.master) for name in states}
+        self.clock = reference.Clock()
+
+    def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
+        kind, numbers = RULES[self.rule]
+        self.clock.tick(*numbers.get("betas", (0, 0)))
+        with np.errstate(all="ignore"):
+            g = grad.reshape(-1) * (-multiplier if self.maximize else multiplier)
+            master, *states = self._stepped(kind, numbers, g)
+            for name, values in zip(self.states, states, strict=True):
+                # LAMB's moments have been stored already
+                self.states[name] = values if kind is amp.optim.LAMB else self._kept(name, values)
+            self._store(master)
+
+    def _stepped(self, kind: type, numbers: dict[str, Any], g: np.ndarray) -> tuple[Any, ...]:
+        w, states, clock = self.master, [*self.states.values()], self.clock
+        if issubclass(kind, amp.optim.AdamW):
+            numbers = {k: n for k, n in numbers.items() if k != "amsgrad"}
+            states += [None] * (3 - len(states))
+            decoupled = kind is amp.optim.AdamW
+            return reference.adam(g, w, *states, clock, decoupled=decoupled, **numbers)
+        if kind is amp.optim.RMSprop:
+            numbers = {k: n for k, n in numbers.items() if k != "centered"}
+            if len(states) == 1:
+                w, _, square_avg = reference.rmsprop(g, w, states[0], states[0], **numbers)
+                return w, square_avg
+            return reference.rmsprop(g, w, *states, **numbers)
+        if kind is amp.optim.SGD and "momentum_form" in numbers:
+            names = ("lr", "momentum", "weight_decay", "nesterov")
+            return reference.scaled_sgd(g, w, *states, **{name: numbers[name] for name in names})
+        if kind is amp.optim.SGD:
+            buffer = states[0] if states else w
+            return reference.sgd(g, w, buffer, clock, **numbers)[: 1 + len(states)]
+        if kind is amp.optim.Lion:
+            return reference.lion(g, w, *states, **numbers)
+        if kind is amp.optim.LAMB:
+
+            def stored(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+                return self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
+
+            return reference.lamb(g, w, *states, clock, stored=stored, **numbers)
+        rules = {
+            amp.optim.Adagrad: reference.adagrad,
+            amp.optim.LARS: reference.lars,
+            amp.optim.NovoGrad: reference.novograd,
+        }
+        return rules[kind](g, w, *states, clock, **numbers)
+
+    def _kept(self, name: str, values: np.ndarray) -> np.ndarray:
+        """What a state holds after storing the values."""
+        format = self.formats[name]
+        if format == "float32":
+            return values
+        bits = self._bits(values.size, weights=False)
+        return formats.decode(formats.encode(values, format, bits), format)
+
+    def _store(self, values: np.ndarray) -> None:
+        format = self.formats["master"]
+        if self.dtype == "float32":
+            self.master = self.visible = values
+        elif format == "float32":
+            self.master = values
+            self.visible = reference.store(values, self.dtype, saturating=True)
+        elif format == "none" and self.storage.get("rounding") != "stochastic":
+            self.master = self.visible = reference.store(values, self.dtype, saturating=True)
+        elif format == "none":
+            format, bits = f"{self.dtype}_stochastic", self._bits(values.size, weights=True)
+            self.master = formats.decode(formats.encode(values, format, bits), format)
+            self.visible = self.master
+        else:
+            parts = formats.encode(values, format, weight=self.dtype)
+            self.master = formats.decode(parts, format, self.dtype)
+            self.visible = formats.decode(parts[:1], self.dtype)
+
+    def _bits(self, size: int, *, weights: bool) -> np.ndarray:
+        seed = self.storage.get("seed", 0)
+        return formats.stream(size, seed, self.clock.step, self.number, weights=weights)
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """The bits of a tensor of one or two bytes an element, one dimension."""
+    kind = torch.int8 if tensor.element_size() == 1 else torch.int16
+    return tensor.detach().cpu().reshape(-1).view(kind).numpy()
+
+
+def found_state(state: dict[str, Any], name: str, format: str) -> np.ndarray:
+    """A state's numbers, decoded by the reference."""
+    if format == "float32":
+        return array(state[name]).reshape(-1)
+    bits = raw(state[name])
+    if format == "m8":
+        return formats.decode([bits, raw(state[f"{name}_scale"]).view(np.uint16)], format)
+    return formats.decode([bits.view(np.uint16)], format)
+
+
+def found_master(state: dict[str, Any], param: Tensor, format: str) -> np.ndarray:
+    """What the rule updates, decoded by the reference."""
+    if param.dtype == torch.float32 or format == "none":
+        return array(param).reshape(-1)
+    if format == "float32":
+        return array(state["master"]).reshape(-1)
+    dtype = str(param.dtype).removeprefix("torch.")
+    return formats.decode([raw(param).view(np.uint16), raw(state["remainder"])], format, dtype)
