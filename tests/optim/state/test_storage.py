@@ -936,12 +936,12 @@ def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
         "squares in codes": (
             lambda p: adamw(p, exp_avg_sq="m8"),
             ValueError,
-            "exp_avg_sq must be one of float32, bfloat16, float16, float16_root, ue8m8",
+            "exp_avg_sq must be one of float32, float16, bfloat16, float16_root, ue8m8",
         ),
         "moments without sign": (
             lambda p: amp.optim.Lion(p, exp_avg="ue8m8"),
             ValueError,
-            "exp_avg must be one of float32, bfloat16, float16, m8",
+            "exp_avg must be one of float32, float16, bfloat16, m8",
         ),
         "variance": (
             lambda p: amp.optim.RMSprop(p, centered=True, square_avg="ue8m8"),
