@@ -5,58 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/macros.h"
+#include "core/format_list.h"
 
 namespace amp_mp {
-
-// What an array of numbers is stored as. float16_root holds the square root of a number that is not
-// negative: what is below float16's range when squared, Adam's second moment, is within it when
-// not. The formats from split32 on, and m8, are two arrays (plan.h, Array): core/splits.h,
-// core/m8.h.
-enum class Format : uint8_t {
-  float32,
-  float16,
-  bfloat16,
-  float16_root,
-  float16_stochastic,
-  bfloat16_stochastic,
-  ue8m8,
-  m8,
-  bfloat16_split32,
-  bfloat16_split24,
-  float16_split32,
-  float16_split24,
-};
-
-// In the order of the enum: what Python calls them.
-constexpr const char* kFormatNames[] = {
-    "float32",
-    "float16",
-    "bfloat16",
-    "float16_root",
-    "float16_stochastic",
-    "bfloat16_stochastic",
-    "ue8m8",
-    "m8",
-    "bfloat16_split32",
-    "bfloat16_split24",
-    "float16_split32",
-    "float16_split24",
-};
-constexpr int kFormats = sizeof kFormatNames / sizeof *kFormatNames;
-
-struct float16 {
-  uint16_t bits;
-};
-struct bfloat16 {
-  uint16_t bits;
-};
-struct float16_root {
-  float16 root;
-};
-struct ue8m8 {
-  uint16_t bits;
-};
 
 constexpr float kFloat16Max = 65504.0f;
 constexpr uint32_t kInfinity = 0x7F800000u;
@@ -81,7 +32,19 @@ AMP_MP_BOTH uint32_t canonical_bits(float x) { return x != x ? 0x7FC00000u : to_
 // Not std::isfinite: this survives any compiler flag and works on the integer unit.
 AMP_MP_BOTH bool is_finite(float x) { return (to_bits(x) & kMagnitude) < kInfinity; }
 
+// Overloads by element type: the float32 value of a stored number; and `encode<T>`, the stored
+// number nearest to a value, or, for formats that draw, rounded with 8 random bits.
+template <class T>
+AMP_MP_BOTH T encode(float x);
+template <class T>
+AMP_MP_BOTH T encode(float x, uint32_t random);
+
 AMP_MP_BOTH float decode(float x) { return x; }
+
+template <>
+AMP_MP_BOTH float encode<float>(float x) {
+  return x;
+}
 
 AMP_MP_BOTH float decode(bfloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
 
@@ -106,11 +69,15 @@ AMP_MP_BOTH uint32_t round_bfloat16(float x) {
   return u + 0x7FFFu + ((u >> 16) & 1u);
 }
 
-AMP_MP_BOTH bfloat16 encode_bfloat16(float x) { return {uint16_t(round_bfloat16(x) >> 16)}; }
+template <>
+AMP_MP_BOTH bfloat16 encode<bfloat16>(float x) {
+  return {uint16_t(round_bfloat16(x) >> 16)};
+}
 
 // Nearest, ties to even. From 65520 on it is infinity, as IEEE 754 says: use saturate() first for
 // weights and history, never for gradients, whose overflow has to stay visible.
-AMP_MP_BOTH float16 encode_float16(float x) {
+template <>
+AMP_MP_BOTH float16 encode<float16>(float x) {
   const uint32_t u = canonical_bits(x), magnitude = u & kMagnitude;
   // Below 2^-14 the sum 0.5 + |x| has an ulp of 2^-24, float16's subnormal step: the addition
   // rounds.
@@ -133,8 +100,9 @@ AMP_MP_BOTH float decode(float16_root x) {
   return root * root;
 }
 
-AMP_MP_BOTH float16_root encode_float16_root(float x) {
-  return {encode_float16(saturate(sqrtf(x)))};
+template <>
+AMP_MP_BOTH float16_root encode<float16_root>(float x) {
+  return {encode<float16>(saturate(sqrtf(x)))};
 }
 
 // Stochastic rounding: up with the probability of what is dropped, so that the mean over steps is
@@ -144,11 +112,13 @@ AMP_MP_BOTH uint32_t noise_of(uint32_t random) { return random << 8 | 0x80u; }
 
 AMP_MP_BOTH uint32_t round_bfloat16(float x, uint32_t noise) { return canonical_bits(x) + noise; }
 
-AMP_MP_BOTH bfloat16 encode_bfloat16(float x, uint32_t random) {
+template <>
+AMP_MP_BOTH bfloat16 encode<bfloat16>(float x, uint32_t random) {
   return {uint16_t(round_bfloat16(x, noise_of(random)) >> 16)};
 }
 
-AMP_MP_BOTH float16 encode_float16(float x, uint32_t random) {
+template <>
+AMP_MP_BOTH float16 encode<float16>(float x, uint32_t random) {
   const uint32_t u = canonical_bits(saturate(x)), magnitude = u & kMagnitude;
   const float steps = from_bits(magnitude) * 0x1p24f + (float(random) + 0.5f) * 0x1p-8f;
   const uint32_t tiny = uint32_t(magnitude < (113u << 23) ? steps : 0.0f);
@@ -168,27 +138,9 @@ AMP_MP_BOTH uint32_t round_ue8m8(float x, uint32_t noise) {
   return 2 * least + noise;
 }
 
-AMP_MP_BOTH ue8m8 encode_ue8m8(float x, uint32_t random) {
+template <>
+AMP_MP_BOTH ue8m8 encode<ue8m8>(float x, uint32_t random) {
   return {uint16_t(round_ue8m8(x, noise_of(random)) >> 16)};
-}
-
-// Whether stores of weights and history in the format are to be saturated.
-AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
-
-// Whether encoding draws random bits.
-AMP_MP_BOTH bool is_stochastic(Format f) {
-  return f >= Format::float16_stochastic && f <= Format::m8;
-}
-
-AMP_MP_BOTH bool is_split(Format f) { return f >= Format::bfloat16_split32; }
-
-// Bytes an element takes, and those of it in a split format's second array.
-AMP_MP_BOTH int width_of(Format f) { return f == Format::float32 ? 4 : f == Format::m8 ? 1 : 2; }
-
-AMP_MP_BOTH int rest_width_of(Format f) {
-  return f == Format::bfloat16_split32 || f == Format::float16_split32   ? 2
-         : f == Format::bfloat16_split24 || f == Format::float16_split24 ? 1
-                                                                         : 0;
 }
 
 }  // namespace amp_mp

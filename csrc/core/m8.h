@@ -12,10 +12,6 @@ namespace amp_mp {
 
 constexpr int kGroup = 32;
 
-struct M8 {
-  int8_t code;
-};
-
 // Rounded up, so that no code exceeds 127. A group below 2^-80 is zero: the inverse has to be
 // finite.
 AMP_MP_BOTH bfloat16 m8_scale(uint32_t largest_magnitude) {

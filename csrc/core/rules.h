@@ -1,12 +1,14 @@
 #pragma once
 // The update rules, as the papers write them: one element, float32, for CPU and CUDA alike.
 //
-// A rule is its constants, made once a step from the user's numbers: `at` computes in double and
-// rounds once to float (1 - beta in float would be off by 1.3e-5 at beta = .999). Its call operator
-// takes the true gradient g (already unscaled and clipped; negated for maximize), the float32
-// weight w and the states, all updated in place. kStates: how many; kSquares: which of them is a
-// mean or sum of squares, -1 for none. The expressions are compared bit for bit with
-// NumPy: do not regroup them, and never let a compiler fuse a multiplication with an addition.
+// A rule is a struct of constants. `at` makes it once a step from the user's numbers; it computes
+// in double and rounds once to float (1 - beta in float would be off by 1.3e-5 at beta = .999). The
+// call operator updates one element: g is the true gradient (already unscaled and clipped; negated
+// for maximize), w the float32 weight, then the states; w and the states are updated in place.
+// kStates: number of states. kSquares: which of them is a mean or sum of squares, -1 for none.
+//
+// Tests compare the expressions with NumPy bit for bit: do not regroup them, and never let a
+// compiler fuse a multiplication with an addition.
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
 #include "core/rules/layerwise.h"

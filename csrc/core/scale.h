@@ -1,7 +1,7 @@
 #pragma once
-// Loss-scale policies as small state machines over doubles, the same on the host and on a device.
-// The state is a float64 tensor: which policy, the scale, then what the policy has. A new policy is
-// a struct with `update`, a line in the list and a class in python/amp_mp/scaling.
+// Loss-scale policies as small state machines over doubles, the same on the host and on a device. A
+// policy's state is a float64 tensor: its kind, the scale, then its own fields. A new policy is a
+// struct with `update`, a line in the list below and a class in python/amp_mp/scaling.
 #include <cmath>
 #include <cstdint>
 
@@ -14,17 +14,23 @@ AMP_MP_BOTH double clip(double x, double low, double high) {
   return x < low ? low : x > high ? high : x;
 }
 
-// A scale that never moves.
+// The state of a policy, all double, and the names of the fields after `kind`, separated by ", ".
+#define AMP_MP_SCALE_FIELDS(...) \
+  double kind, __VA_ARGS__;      \
+  static constexpr const char* kFields = #__VA_ARGS__
+
+// A scale that never changes.
 struct FixedScale {
-  double kind, scale;
+  AMP_MP_SCALE_FIELDS(scale);
 
   AMP_MP_BOTH void update(bool, double) {}
 };
 
 // OpenSeq2Seq's Backoff, which is also Apex's dynamic scaler: divide by step_factor on overflow,
-// multiply after every step_window steps since the last one.
+// multiply by it after every step_window steps without one.
 struct BackoffScale {
-  double kind, scale, scale_min, scale_max, step_factor, step_window, iteration, last_overflow;
+  AMP_MP_SCALE_FIELDS(scale, scale_min, scale_max, step_factor, step_window, iteration,
+                      last_overflow);
 
   AMP_MP_BOTH void update(bool found_inf, double) {
     if (found_inf) {
@@ -37,12 +43,12 @@ struct BackoffScale {
   }
 };
 
-// torch.amp's rule with a patience: only the `hysteresis`-th overflow lowers the scale. Apex's
-// update_scale_hysteresis is patient again after any clean step, Megatron-LM's DynamicGradScaler
-// only after the scale has grown.
+// torch.amp's rule with patience: only overflow number `hysteresis` lowers the scale. The count of
+// overflows starts again after any clean step, as in Apex's update_scale_hysteresis; or, with
+// refill_on_growth, only after the scale has grown, as in Megatron-LM's DynamicGradScaler.
 struct HysteresisScale {
-  double kind, scale, scale_min, scale_max, growth_factor, backoff_factor, growth_interval,
-      hysteresis, refill_on_growth, growth_tracker, hysteresis_tracker;
+  AMP_MP_SCALE_FIELDS(scale, scale_min, scale_max, growth_factor, backoff_factor, growth_interval,
+                      hysteresis, refill_on_growth, growth_tracker, hysteresis_tracker);
 
   AMP_MP_BOTH void update(bool found_inf, double) {
     if (found_inf) {
@@ -61,14 +67,17 @@ struct HysteresisScale {
   }
 };
 
-// OpenSeq2Seq's LogMax: log2 of the largest gradient is taken to be normally distributed, and the
-// scale such that it stays below log_max with the probability that overflow_std_dev stands for. An
-// overflow counts as log_max (the source's 2^log_max would pin the scale for 12,574 steps), and a
-// step whose gradients are all zero not at all (its -inf would stay for ever).
+// OpenSeq2Seq's LogMax: assumes that log2 of the largest gradient is normally distributed, and
+// chooses the scale so that the scaled gradient stays below 2^log_max with the probability that
+// belongs to overflow_std_dev standard deviations. Two differences to the source: an overflow
+// counts as log_max (2^log_max would hold the scale down for 12,574 steps), and a step whose
+// gradients are all zero is ignored (its -inf would stay in the averages for ever).
+//
+// mean and slow_mean are exponential averages of x with beta1 and beta2, slow_square of x^2 with
+// beta2; missing = beta1^t and slow_missing = beta2^t correct their bias.
 struct LogMaxScale {
-  double kind, scale, scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev;
-  // Exponential averages of x and, more slowly, x and x^2, and the weight that each still lacks.
-  double mean, slow_mean, slow_square, missing, slow_missing;
+  AMP_MP_SCALE_FIELDS(scale, scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev, mean,
+                      slow_mean, slow_square, missing, slow_missing);
 
   AMP_MP_BOTH void update(bool found_inf, double max_abs) {
     if (!found_inf && !(max_abs > 0)) return;
@@ -85,16 +94,16 @@ struct LogMaxScale {
   }
 };
 
-// NVCaffe's global_grad_scale_adaptive: the largest scaled gradient is to be four times `target`.
+// NVCaffe's global_grad_scale_adaptive: the largest scaled gradient should be four times `target`.
 struct AdaptiveScale {
-  double kind, scale, scale_min, scale_max, target;
+  AMP_MP_SCALE_FIELDS(scale, scale_min, scale_max, target);
 
   AMP_MP_BOTH void update(bool, double max_abs) {
     scale = clip(max_abs > 0 ? target * 4 / max_abs : target, scale_min, scale_max);
   }
 };
 
-// Struct, enumerator, in the order of the numbers that Python's `_kind` has.
+// The list of policies: struct, name. A state's `kind` is the index in this list.
 #define AMP_MP_FOR_EACH_SCALE(X) \
   X(FixedScale, fixed)           \
   X(BackoffScale, backoff)       \
@@ -102,30 +111,30 @@ struct AdaptiveScale {
   X(LogMaxScale, log_max)        \
   X(AdaptiveScale, adaptive)
 
-#define AMP_MP_ENUMERATOR(Struct, name) name,
-enum class ScaleKind : int { AMP_MP_FOR_EACH_SCALE(AMP_MP_ENUMERATOR) };
-#undef AMP_MP_ENUMERATOR
+#define AMP_MP_SCALE(Struct, name) name,
+enum class ScaleKind : int { AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE) };
+#undef AMP_MP_SCALE
 
-// How many numbers the policy's state has; 0 for an unknown one.
+// Number of doubles in the state of a policy; 0 for an unknown kind.
 inline int scale_state_size(double kind) {
-#define AMP_MP_SIZE(Struct, name) \
+#define AMP_MP_SCALE(Struct, name) \
   case ScaleKind::name: return sizeof(Struct) / sizeof(double);
-  switch (ScaleKind(int(kind))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_SIZE) }
-#undef AMP_MP_SIZE
+  switch (ScaleKind(int(kind))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE) }
+#undef AMP_MP_SCALE
   return 0;
 }
 
-// After a step: found_inf, whether a gradient was inf or NaN; max_abs, the largest finite unscaled
-// |g|.
+// Updates a policy's state after a step. found_inf: whether a gradient was inf or NaN; max_abs: the
+// largest finite unscaled |g|.
 AMP_MP_BOTH void update_scale_state(double* state, bool found_inf, double max_abs) {
-#define AMP_MP_UPDATE(Struct, name) \
+#define AMP_MP_SCALE(Struct, name) \
   case ScaleKind::name: return reinterpret_cast<Struct*>(state)->update(found_inf, max_abs);
-  switch (ScaleKind(int(state[0]))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_UPDATE) }
-#undef AMP_MP_UPDATE
+  switch (ScaleKind(int(state[0]))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE) }
+#undef AMP_MP_SCALE
 }
 
-// torch.amp's own rule on its own two numbers, with its arithmetic: factors multiply in double, the
-// result is rounded to float, and one that would be infinite is not taken.
+// torch.amp.GradScaler's rule on its own two numbers, with its arithmetic: factors multiply in
+// double, the result is rounded to float, and a result that would be infinite is not used.
 struct TorchScale {
   float scale;
   int32_t growth_tracker;

@@ -55,6 +55,20 @@ struct Split24 {
   static constexpr float kLargest = 127.0f;
 };
 
+// The split whose remainder has the given type.
+template <class Rest>
+struct SplitWith;
+template <>
+struct SplitWith<int16_t> {
+  using type = Split32;
+};
+template <>
+struct SplitWith<int8_t> {
+  using type = Split24;
+};
+template <class Rest>
+using SplitOf = typename SplitWith<Rest>::type;
+
 // 2^max(E, -14) of a decoded float16, as bits; infinity and NaN count as E = 15.
 AMP_MP_BOTH uint32_t binade(float weight) {
   const uint32_t e = to_bits(weight) & kInfinity;

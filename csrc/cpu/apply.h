@@ -46,7 +46,7 @@ struct LeanMoment {
   bfloat16* __restrict at;
   AMP_MP_BOTH float get(int i) const { return decode(at[i]); }
   AMP_MP_BOTH void put(int i, float x, uint32_t random) const {
-    at[i] = encode_bfloat16(x, random);
+    at[i] = encode<bfloat16>(x, random);
   }
 };
 
@@ -54,7 +54,7 @@ struct LeanSquare {
   static constexpr Format kFormat = Format::ue8m8;
   ue8m8* __restrict at;
   AMP_MP_BOTH float get(int i) const { return decode(at[i]); }
-  AMP_MP_BOTH void put(int i, float x, uint32_t random) const { at[i] = encode_ue8m8(x, random); }
+  AMP_MP_BOTH void put(int i, float x, uint32_t random) const { at[i] = encode<ue8m8>(x, random); }
 };
 
 struct LowGrad {

@@ -52,7 +52,7 @@ void prefetch(const Slot& slot) {
   };
   const auto array = [&](const Array& a) {
     lines(a.data, width_of(a.format));
-    if (is_split(a.format)) lines(a.rest, rest_width_of(a.format));
+    lines(a.rest, remainder_width_of(a.format));
   };
   array(slot.grad);
   array(slot.weight);

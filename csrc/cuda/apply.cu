@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
   const float multiplier = slot.slot_rule.multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
-  constexpr uint32_t kThird = kOnly<Format::float32>;
+  constexpr FormatSet kThird = just(Format::float32);
   // The loop is the same for all threads: some formats talk to their neighbours.
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;

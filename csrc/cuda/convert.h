@@ -5,34 +5,28 @@
 
 namespace amp_mp::cuda {
 
-// Sets of formats, for code that is compiled for those an array may have.
-template <Format F>
-constexpr uint32_t kOnly = 1u << int(F);
-constexpr uint32_t kAnyFormat = (1u << kFormats) - 1;
-constexpr uint32_t kGradFormats =
-    kOnly<Format::float32> | kOnly<Format::float16> | kOnly<Format::bfloat16>;
-constexpr uint32_t kSplitFormats = kOnly<Format::bfloat16_split32> |
-                                   kOnly<Format::bfloat16_split24> |
-                                   kOnly<Format::float16_split32> | kOnly<Format::float16_split24>;
-constexpr uint32_t kMasterFormats = kGradFormats | kSplitFormats |
-                                    kOnly<Format::float16_stochastic> |
-                                    kOnly<Format::bfloat16_stochastic>;
-constexpr uint32_t kSquareFormats = kGradFormats | kOnly<Format::float16_root> |
-                                    kOnly<Format::bfloat16_stochastic> | kOnly<Format::ue8m8>;
-constexpr uint32_t kStateFormats = kSquareFormats | kOnly<Format::m8>;  // of state 0
-
-template <uint32_t Formats>
+// Eight elements of an array. `Formats` are those that the array may have: nothing is compiled for
+// the others.
+template <FormatSet Formats>
 struct Held {
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
-  static constexpr bool kGroups = (Formats & kOnly<Format::m8>) != 0;
+  static constexpr bool kGroups = (Formats & kGroupedFormats) != 0;
+  using F = Format;
   Pack8 data, rest;
   float scale;
 
+  // Whether f is one of `Some`; false at compile time if none of them is in Formats.
+  template <Format... Some>
+  static __device__ __forceinline__ bool matches(Format f) {
+    return ((is_in(Formats, Some) && f == Some) || ...);
+  }
+
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read(from.data, at, width_of(from.format), n, whole);
-    if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
+    if constexpr (kSplits)
+      rest = cuda::read(from.rest, at, remainder_width_of(from.format), n, whole);
     if constexpr (kGroups)
-      scale = from.format == Format::m8 && n > 0
+      scale = matches<F::m8>(from.format) && n > 0
                   ? amp_mp::decode(static_cast<const bfloat16*>(from.rest)[at / kGroup])
                   : 0.0f;
   }
@@ -41,40 +35,34 @@ struct Held {
     const auto each = [&](const auto& one) {
       for (int k = 0; k < kPack; ++k) x[k] = one(k);
     };
-    const auto h = [&](int k) { return float16{uint16_t(data.half(k))}; };
-    const auto b = [&](int k) { return bfloat16{uint16_t(data.half(k))}; };
-    if (f == Format::float32) return each([&](int k) { return from_bits(data.word[k]); });
-    if (f == Format::bfloat16 || f == Format::bfloat16_stochastic)
+    const auto half = [&](int k) { return uint16_t(data.half(k)); };
+    const auto h = [&](int k) { return amp_mp::decode(float16{half(k)}); };
+    const auto b = [&](int k) { return bfloat16{half(k)}; };
+    const auto low = [&](int k) { return int16_t(rest.half(k)); };
+    const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
+    if (matches<F::float32>(f)) return each([&](int k) { return from_bits(data.word[k]); });
+    if (matches<F::bfloat16, F::bfloat16_stochastic>(f))
       return each([&](int k) { return amp_mp::decode(b(k)); });
-    if (f == Format::float16 || f == Format::float16_stochastic)
-      return each([&](int k) { return amp_mp::decode(h(k)); });
-    if constexpr (kSplits) {
-      const auto low = [&](int k) { return int16_t(rest.half(k)); };
-      const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
-      if (f == Format::bfloat16_split32)
-        return each([&](int k) { return Split32::join(b(k), low(k)); });
-      if (f == Format::bfloat16_split24)
-        return each([&](int k) { return Split24::join(b(k), byte(k)); });
-      if (f == Format::float16_split32)
-        return each([&](int k) { return join_float16<Split32>(amp_mp::decode(h(k)), low(k)); });
-      if (f == Format::float16_split24)
-        return each([&](int k) { return join_float16<Split24>(amp_mp::decode(h(k)), byte(k)); });
+    if (matches<F::float16, F::float16_stochastic>(f)) return each(h);
+    if (matches<F::bfloat16_split32>(f))
+      return each([&](int k) { return Split32::join(b(k), low(k)); });
+    if (matches<F::bfloat16_split24>(f))
+      return each([&](int k) { return Split24::join(b(k), byte(k)); });
+    if (matches<F::float16_split32>(f))
+      return each([&](int k) { return join_float16<Split32>(h(k), low(k)); });
+    if (matches<F::float16_split24>(f))
+      return each([&](int k) { return join_float16<Split24>(h(k), byte(k)); });
+    if (matches<F::ue8m8>(f)) return each([&](int k) { return amp_mp::decode(ue8m8{half(k)}); });
+    if (matches<F::float16_root>(f))
+      return each([&](int k) { return amp_mp::decode(float16_root{{half(k)}}); });
+    if (matches<F::m8>(f)) {
+      const float step = m8_step(scale);
+      return each([&](int k) { return decode_m8(M8{int8_t(data.byte(k))}, step); });
     }
-    if constexpr ((Formats & kOnly<Format::ue8m8>) != 0)
-      if (f == Format::ue8m8)
-        return each([&](int k) { return amp_mp::decode(ue8m8{uint16_t(data.half(k))}); });
-    if constexpr ((Formats & kOnly<Format::float16_root>) != 0)
-      if (f == Format::float16_root)
-        return each([&](int k) { return amp_mp::decode(float16_root{h(k)}); });
-    if constexpr (kGroups)
-      if (f == Format::m8) {
-        const float step = m8_step(scale);
-        return each([&](int k) { return decode_m8(M8{int8_t(data.byte(k))}, step); });
-      }
   }
 
-  // The opposite. `random` holds a byte an element for the formats that draw. For m8 every thread
-  // of the warp has to come here, n = 0 or not: four side by side own a group.
+  // The opposite. `random` holds one byte for each element if the format is stochastic. For m8
+  // every thread of the warp has to call this, with n = 0 too: four neighbours share a group.
   __device__ __forceinline__ void encode(Format f, const float (&x)[kPack], int n,
                                          uint64_t random) {
     data = {};
@@ -92,39 +80,33 @@ struct Held {
     const auto halves = [&](const auto& one) {
       for (int k = 0; k < kPack; ++k) data.set_half(k, one(k));
     };
-    if (f == Format::float32) {
+    if (matches<F::float32>(f)) {
       for (int k = 0; k < kPack; ++k) data.word[k] = to_bits(x[k]);
       return;
     }
-    if (f == Format::bfloat16) return upper([&](int k) { return round_bfloat16(x[k]); });
-    if (f == Format::float16) return halves([&](int k) { return encode_float16(x[k]).bits; });
-    if constexpr ((Formats & kOnly<Format::bfloat16_stochastic>) != 0)
-      if (f == Format::bfloat16_stochastic)
-        return upper([&](int k) { return round_bfloat16(x[k], noise(k)); });
-    if constexpr ((Formats & kOnly<Format::float16_stochastic>) != 0)
-      if (f == Format::float16_stochastic)
-        return halves([&](int k) { return encode_float16(x[k], bits(k)).bits; });
-    if constexpr ((Formats & kOnly<Format::ue8m8>) != 0)
-      if (f == Format::ue8m8) return upper([&](int k) { return round_ue8m8(x[k], noise(k)); });
-    if constexpr ((Formats & kOnly<Format::float16_root>) != 0)
-      if (f == Format::float16_root)
-        return halves([&](int k) { return encode_float16_root(x[k]).root.bits; });
-    if constexpr (kSplits) {
-      if (f == Format::bfloat16_split32) return split_bfloat16<Split32>(x);
-      if (f == Format::bfloat16_split24) return split_bfloat16<Split24>(x);
-      if (f == Format::float16_split32) return split_float16<Split32>(x);
-      if (f == Format::float16_split24) return split_float16<Split24>(x);
-    }
-    if constexpr (kGroups)
-      if (f == Format::m8) group(x, n, random);
+    if (matches<F::bfloat16>(f)) return upper([&](int k) { return round_bfloat16(x[k]); });
+    if (matches<F::float16>(f))
+      return halves([&](int k) { return amp_mp::encode<float16>(x[k]).bits; });
+    if (matches<F::bfloat16_stochastic>(f))
+      return upper([&](int k) { return round_bfloat16(x[k], noise(k)); });
+    if (matches<F::float16_stochastic>(f))
+      return halves([&](int k) { return amp_mp::encode<float16>(x[k], bits(k)).bits; });
+    if (matches<F::ue8m8>(f)) return upper([&](int k) { return round_ue8m8(x[k], noise(k)); });
+    if (matches<F::float16_root>(f))
+      return halves([&](int k) { return amp_mp::encode<float16_root>(x[k]).root.bits; });
+    if (matches<F::bfloat16_split32>(f)) return split_bfloat16<Split32>(x);
+    if (matches<F::bfloat16_split24>(f)) return split_bfloat16<Split24>(x);
+    if (matches<F::float16_split32>(f)) return split_float16<Split32>(x);
+    if (matches<F::float16_split24>(f)) return split_float16<Split24>(x);
+    if (matches<F::m8>(f)) encode_group(x, n, random);
   }
 
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
-    if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
+    if constexpr (kSplits) cuda::write(to.rest, rest, at, remainder_width_of(to.format), n, whole);
     if constexpr (kGroups)
-      if (to.format == Format::m8 && n > 0 && at % kGroup == 0)
-        static_cast<bfloat16*>(to.rest)[at / kGroup] = encode_bfloat16(scale);
+      if (matches<F::m8>(to.format) && n > 0 && at % kGroup == 0)
+        static_cast<bfloat16*>(to.rest)[at / kGroup] = amp_mp::encode<bfloat16>(scale);
   }
 
  private:
@@ -156,13 +138,13 @@ struct Held {
   __device__ __forceinline__ void split_float16(const float (&x)[kPack]) {
     for (int k = 0; k < kPack; ++k) {
       const float y = saturate(x[k]);
-      const float16 high = encode_float16(y);
+      const float16 high = amp_mp::encode<float16>(y);
       data.set_half(k, high.bits);
       set_rest<Split>(k, rest_of_float16<Split>(y, amp_mp::decode(high)));
     }
   }
 
-  __device__ __forceinline__ void group(const float (&x)[kPack], int n, uint64_t random) {
+  __device__ __forceinline__ void encode_group(const float (&x)[kPack], int n, uint64_t random) {
     constexpr int kThreadsOfGroup = kGroup / kPack;
     uint32_t most = 0;
     for (int k = 0; k < kPack; ++k) {
@@ -183,7 +165,7 @@ struct Held {
   }
 };
 
-template <uint32_t Formats>
+template <FormatSet Formats>
 __device__ __forceinline__ void load(float (&x)[kPack], const Array& from, int64_t at, int n,
                                      bool whole) {
   Held<Formats> held;
@@ -191,7 +173,7 @@ __device__ __forceinline__ void load(float (&x)[kPack], const Array& from, int64
   held.decode(from.format, x);
 }
 
-template <uint32_t Formats>
+template <FormatSet Formats>
 __device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], int64_t at, int n,
                                       bool whole, uint64_t random = 0) {
   Held<Formats> held;
@@ -200,7 +182,7 @@ __device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], 
 }
 
 // As weights and history are stored: float16 saturates.
-template <uint32_t Formats>
+template <FormatSet Formats>
 __device__ __forceinline__ void store_history(const Array& to, const float (&x)[kPack], int64_t at,
                                               int n, bool whole, uint64_t random = 0) {
   const bool clamp = saturates(to.format);

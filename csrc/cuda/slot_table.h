@@ -10,7 +10,7 @@ namespace amp_mp::cuda {
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
 constexpr int kFormatBits = 4;  // of an array in the tag
-static_assert(kFormats <= 1 << kFormatBits && (kState0 + kMaxStates) * kFormatBits <= 32);
+static_assert(kFormatCount <= 1 << kFormatBits && (kState0 + kMaxStates) * kFormatBits <= 32);
 
 struct RandomOrigin {  // of a tensor's elements, for its random bits
   int64_t first;

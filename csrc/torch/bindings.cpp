@@ -6,6 +6,7 @@
 #include "torch/main_grad.h"
 #include "torch/ops.h"
 #include "torch/step/step.h"
+#include "torch/tables.h"
 
 namespace amp_mp {
 namespace {
@@ -34,6 +35,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", build_info);
   m.def("format_names",
         [] { return std::vector<std::string>(std::begin(kFormatNames), std::end(kFormatNames)); });
+  bind_tables(m);
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));

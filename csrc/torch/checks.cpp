@@ -37,6 +37,31 @@ void check_plain(const at::Tensor& t, const Label& label) {
                    ") is neither on a CPU nor on a CUDA device");
 }
 
+namespace {
+
+template <class Rest>
+constexpr at::ScalarType kRestDtype = c10::CppTypeToScalarType<Rest>::value;
+template <>
+constexpr at::ScalarType kRestDtype<NoRest> = at::ScalarType::Undefined;
+template <>
+constexpr at::ScalarType kRestDtype<bfloat16> = at::kBFloat16;
+
+}  // namespace
+
+at::ScalarType dtype_of(Format format) {
+#define AMP_MP_DTYPE(name, element, dtype, rest, properties) at::k##dtype,
+  constexpr at::ScalarType dtypes[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_DTYPE)};
+#undef AMP_MP_DTYPE
+  return dtypes[size_t(format)];
+}
+
+at::ScalarType rest_dtype_of(Format format) {
+#define AMP_MP_DTYPE(name, element, dtype, rest, properties) kRestDtype<rest>,
+  constexpr at::ScalarType dtypes[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_DTYPE)};
+#undef AMP_MP_DTYPE
+  return dtypes[size_t(format)];
+}
+
 Format check_format(const at::Tensor& t, const Label& label) {
   switch (t.scalar_type()) {
     case at::kFloat: return Format::float32;

@@ -29,6 +29,11 @@ bool is_subclass(const at::Tensor& t);
 // a subclass (DTensor, FakeTensor, functorch), not sparse, not a lazily negated view.
 void check_plain(const at::Tensor& t, const Label& label);
 
+// dtypes of the tensors that store a format: of the data, and of the second array (Undefined if the
+// format has none).
+at::ScalarType dtype_of(Format format);
+at::ScalarType rest_dtype_of(Format format);
+
 // The tensor's format: float32, float16 or bfloat16, anything else is refused.
 Format check_format(const at::Tensor& t, const Label& label);
 

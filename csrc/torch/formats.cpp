@@ -12,23 +12,23 @@ namespace {
 // Checks that the tensors are contiguous and as wide as the format.
 Array stored_array(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format) {
   check_writable(data, {"data"});
-  TORCH_CHECK_VALUE(data.is_contiguous() && data.element_size() == width_of(format),
-                    "amp_mp: ", "data (", describe(data), ") must be contiguous, ",
-                    width_of(format), " bytes an element");
-  const bool groups = format == Format::m8, two = groups || is_split(format);
-  TORCH_CHECK_VALUE(rest.has_value() == two, "amp_mp: format ", kFormatNames[int(format)],
+  const FormatInfo& info = kFormats[int(format)];
+  TORCH_CHECK_VALUE(data.is_contiguous() && data.element_size() == info.width, "amp_mp: ", "data (",
+                    describe(data), ") must be contiguous, ", info.width, " bytes an element");
+  const bool groups = info.is(kGrouped), two = info.rest_width > 0;
+  TORCH_CHECK_VALUE(rest.has_value() == two, "amp_mp: format ", info.name,
                     two ? " has two arrays" : " has one array", ", ", two ? "one" : "two",
                     " given");
   if (!two) return {data.mutable_data_ptr(), format};
   check_writable(*rest, {"rest"});
   check_device(*rest, data.device(), {"rest"});
   const int64_t count = groups ? data.numel() / kGroup : data.numel();
-  const bool narrow = format == Format::bfloat16_split24 || format == Format::float16_split24;
-  TORCH_CHECK_VALUE(!groups || data.numel() % kGroup == 0, "amp_mp: m8 stores groups of ", kGroup,
-                    "; data (", describe(data), ") has another number of elements");
+  TORCH_CHECK_VALUE(!groups || data.numel() % kGroup == 0, "amp_mp: ", info.name,
+                    " stores groups of ", kGroup, "; data (", describe(data),
+                    ") has another number of elements");
   TORCH_CHECK_VALUE(
-      rest->is_contiguous() && rest->numel() == count && rest->element_size() == (narrow ? 1 : 2),
-      "amp_mp: rest (", describe(*rest), ") must have ", count, " elements of ", narrow ? 1 : 2,
+      rest->is_contiguous() && rest->numel() == count && rest->element_size() == info.rest_width,
+      "amp_mp: rest (", describe(*rest), ") must have ", count, " elements of ", info.rest_width,
       " bytes for data of ", data.numel());
   return {data.mutable_data_ptr(), format, rest->mutable_data_ptr()};
 }

@@ -1,7 +1,7 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -41,7 +41,29 @@ class Hyper:
         """TypeError for another name."""
 
 def format_names() -> list[str]:
-    """How numbers may be stored: csrc/core/formats.h."""
+    """How numbers may be stored: csrc/core/format_list.h."""
+
+class FormatEntry(TypedDict):
+    """One line of csrc/core/format_list.h."""
+
+    name: str
+    dtype: torch.dtype  # of the data
+    width: int  # bytes of an element of it
+    rest_dtype: torch.dtype | None  # of the second array, None if the format has one array
+    rest_width: int  # bytes of an element of it, else 0
+    group: int  # how many elements of data share an element of the second array
+    stochastic: bool  # whether storing draws random bits
+    split: bool  # whether data is a low-precision weight and rest its remainder
+    kinds: tuple[str, ...]  # arrays it may serve: "grad", "master", "moment", "square"
+
+def formats() -> list[FormatEntry]:
+    """All formats, in the order of the native enumeration."""
+
+def scale_kinds() -> dict[str, tuple[str, ...]]:
+    """The loss-scale policies of csrc/core/scale.h by name: the fields of their state.
+
+    A state is a float64 tensor: the policy's position in this dict, then the fields.
+    """
 
 class Slots:
     """The tensors an optimizer updates on one device, checked once."""

@@ -22,7 +22,7 @@ STATES = {
     rule: int(states)
     for header in (ROOT / "csrc/core/rules").glob("*.h")
     for rule, states in re.findall(
-        r"^struct (\w+).*?kStates = (\d)", header.read_text(), re.DOTALL | re.MULTILINE
+        r"^struct (\w+) \{\n +static constexpr int kStates = (\d)", header.read_text(), re.MULTILINE
     )
 }
 # 16-byte pieces of eight elements of an array that may be float32, and of a split master's rest.

@@ -15,6 +15,7 @@ import torch
 
 import amp_mp as amp
 from amp_mp import _C
+from amp_mp.apex.loss_scale import apex_policy
 from amp_mp.scaling import (
     AdaptiveGradScale,
     Backoff,
@@ -26,7 +27,6 @@ from amp_mp.scaling import (
     from_state_dict,
     make_policy,
 )
-from amp_mp.apex.loss_scale import apex_policy
 from amp_mp.scaling.policies import NO_CEILING
 
 

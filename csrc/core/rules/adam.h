@@ -4,30 +4,50 @@
 
 namespace amp_mp {
 
-// Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1.
+// The two moments of Adam, AdamW and LAMB: exponential averages of the gradient and its square.
+struct AdamMoments {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2;
+
+  static AMP_MP_BOTH AdamMoments at(const Hyper& h) {
+    return {.beta1 = float(h.beta1),
+            .one_minus_beta1 = float(1 - h.beta1),
+            .beta2 = float(h.beta2),
+            .one_minus_beta2 = float(1 - h.beta2)};
+  }
+
+  AMP_MP_BOTH void update(float g, float& m, float& v) const {
+    // update the first moment (momentum)
+    m = beta1 * m + one_minus_beta1 * g;
+    // update the second moment (RMSprop)
+    v = beta2 * v + one_minus_beta2 * (g * g);
+  }
+};
+
+// Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1, with torch's L2
+// penalty. States: m = exp_avg, v = exp_avg_sq.
 struct Adam {
-  static constexpr int kStates = 2, kSquares = 1;  // exp_avg, exp_avg_sq
-  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, step_size,
-      inv_bias2_root;
+  static constexpr int kStates = 2, kSquares = 1;
+  AdamMoments average;
+  float eps, weight_decay;
+  float step_size;       // lr / (1 - beta1^t): the first moment's bias correction is in it
+  float inv_bias2_root;  // 1 / sqrt(1 - beta2^t)
 
   static AMP_MP_BOTH Adam at(const Hyper& h, const Clock& c) {
-    return {float(h.beta1),
-            float(1 - h.beta1),
-            float(h.beta2),
-            float(1 - h.beta2),
-            float(h.eps),
-            float(h.weight_decay),
-            float(h.lr / (1 - c.beta1_power)),
-            float(1 / sqrt(1 - c.beta2_power))};
+    return {.average = AdamMoments::at(h),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay),
+            .step_size = float(h.lr / (1 - c.beta1_power)),
+            .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power))};
   }
 
   AMP_MP_BOTH void moments(float g, float w, float& m, float& v) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
-    m = beta1 * m + one_minus_beta1 * g;
-    v = beta2 * v + one_minus_beta2 * (g * g);
+    average.update(g, m, v);
   }
 
   AMP_MP_BOTH void update(float& w, float m, float v) const {
+    // correct the bias of both moments and take the step
     w = w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
   }
 
@@ -37,29 +57,28 @@ struct Adam {
   }
 };
 
-// Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; the decay is
-// multiplied by lr, as in torch.
+// Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; as in torch,
+// the decay is multiplied by lr. States: m = exp_avg, v = exp_avg_sq.
 struct AdamW {
-  static constexpr int kStates = 2, kSquares = 1;  // exp_avg, exp_avg_sq
-  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, step_size, inv_bias2_root;
+  static constexpr int kStates = 2, kSquares = 1;
+  AdamMoments average;
+  float eps;
+  float decay;           // 1 - lr * weight_decay
+  float step_size;       // lr / (1 - beta1^t)
+  float inv_bias2_root;  // 1 / sqrt(1 - beta2^t)
 
   static AMP_MP_BOTH AdamW at(const Hyper& h, const Clock& c) {
-    return {float(h.beta1),
-            float(1 - h.beta1),
-            float(h.beta2),
-            float(1 - h.beta2),
-            float(h.eps),
-            float(1 - h.lr * h.weight_decay),
-            float(h.lr / (1 - c.beta1_power)),
-            float(1 / sqrt(1 - c.beta2_power))};
+    return {.average = AdamMoments::at(h),
+            .eps = float(h.eps),
+            .decay = float(1 - h.lr * h.weight_decay),
+            .step_size = float(h.lr / (1 - c.beta1_power)),
+            .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power))};
   }
 
-  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const {
-    m = beta1 * m + one_minus_beta1 * g;
-    v = beta2 * v + one_minus_beta2 * (g * g);
-  }
+  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
 
   AMP_MP_BOTH void update(float& w, float m, float v) const {
+    // decay the weight, correct the bias of both moments and take the step
     w = decay * w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
   }
 
@@ -69,18 +88,20 @@ struct AdamW {
   }
 };
 
-// Reddi, Kale & Kumar, "On the convergence of Adam and beyond" (2018), as torch has it: the largest
-// second moment so far takes the place of the second moment.
+// Reddi, Kale & Kumar, "On the convergence of Adam and beyond" (2018), in torch's form: the update
+// divides by the root of the largest second moment so far. States: m = exp_avg, v = exp_avg_sq,
+// largest = max_exp_avg_sq.
 template <class Base>
 struct Amsgrad {
-  static constexpr int kStates = 3, kSquares = 1;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+  static constexpr int kStates = 3, kSquares = 1;
   Base base;
 
-  static AMP_MP_BOTH Amsgrad at(const Hyper& h, const Clock& c) { return {Base::at(h, c)}; }
+  static AMP_MP_BOTH Amsgrad at(const Hyper& h, const Clock& c) { return {.base = Base::at(h, c)}; }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v, float& largest) const {
     base.moments(g, w, m, v);
-    largest = v > largest || v != v ? v : largest;  // a NaN is the largest
+    // keep the maximum; a NaN counts as the largest
+    largest = v > largest || v != v ? v : largest;
     base.update(w, m, largest);
   }
 };

@@ -1,94 +1,134 @@
 #pragma once
-// Rates divided by roots of sums of squares, and by signs.
+// Rules that divide the step by the root of a sum or mean of squares, and Lion, which takes signs.
 #include "core/rules/base.h"
 
 namespace amp_mp {
 
-// Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), in torch's form.
+// Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), in torch's form. State: sum.
 struct Adagrad {
-  static constexpr int kStates = 1, kSquares = 0;  // sum
+  static constexpr int kStates = 1, kSquares = 0;
   float lr, eps, weight_decay;
 
   static AMP_MP_BOTH Adagrad at(const Hyper& h, const Clock& c) {
-    return {float(h.lr / (1 + (c.step - 1) * h.lr_decay)), float(h.eps), float(h.weight_decay)};
+    return {.lr = float(h.lr / (1 + (c.step - 1) * h.lr_decay)),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& sum) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // add up the squares of all gradients so far
     sum = sum + g * g;
+    // take the step
     w = w - lr * (g / (sqrtf(sum) + eps));
   }
 };
 
-// Tieleman & Hinton, lecture 6.5 of "Neural networks for machine learning" (2012), in torch's form;
-// its alpha is beta2. With momentum, the normalised gradients are averaged.
+// Tieleman & Hinton, lecture 6.5 of "Neural networks for machine learning" (2012), in torch's form
+// with momentum: the buffer sums up normalised gradients. torch's alpha is beta2 here. States:
+// buffer = momentum_buffer, square_avg.
 struct RMSprop {
-  static constexpr int kStates = 2, kSquares = 1;  // momentum_buffer, square_avg
+  static constexpr int kStates = 2, kSquares = 1;
   float lr, alpha, one_minus_alpha, eps, weight_decay, momentum;
 
   static AMP_MP_BOTH RMSprop at(const Hyper& h, const Clock&) {
-    return {float(h.lr),  float(h.beta2),        float(1 - h.beta2),
-            float(h.eps), float(h.weight_decay), float(h.momentum)};
+    return {.lr = float(h.lr),
+            .alpha = float(h.beta2),
+            .one_minus_alpha = float(1 - h.beta2),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay),
+            .momentum = float(h.momentum)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer, float& square_avg) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    // add the normalised gradient to the momentum buffer
     buffer = momentum * buffer + g / (sqrtf(square_avg) + eps);
+    // take the step
     w = w - lr * buffer;
   }
 };
 
+// RMSprop without momentum keeps no buffer. State: square_avg.
 struct PlainRMSprop {
-  static constexpr int kStates = 1, kSquares = 0;  // square_avg
+  static constexpr int kStates = 1, kSquares = 0;
   float lr, alpha, one_minus_alpha, eps, weight_decay;
 
   static AMP_MP_BOTH PlainRMSprop at(const Hyper& h, const Clock&) {
-    return {float(h.lr), float(h.beta2), float(1 - h.beta2), float(h.eps), float(h.weight_decay)};
+    return {.lr = float(h.lr),
+            .alpha = float(h.beta2),
+            .one_minus_alpha = float(1 - h.beta2),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& square_avg) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    // take the step
     w = w - lr * (g / (sqrtf(square_avg) + eps));
   }
 };
 
-// Graves, "Generating sequences with recurrent neural networks" (2013): the variance in place of
-// the square. torch keeps a momentum buffer only with momentum; here it is one rule.
+// Graves, "Generating sequences with recurrent neural networks" (2013): RMSprop with the variance
+// instead of the mean square. Here it always keeps a momentum buffer, in torch only with momentum.
+// States: buffer = momentum_buffer, square_avg, grad_avg.
 struct CenteredRMSprop {
-  static constexpr int kStates = 3, kSquares = 1;  // momentum_buffer, square_avg, grad_avg
+  static constexpr int kStates = 3, kSquares = 1;
   float lr, alpha, one_minus_alpha, eps, weight_decay, momentum;
 
   static AMP_MP_BOTH CenteredRMSprop at(const Hyper& h, const Clock&) {
-    return {float(h.lr),  float(h.beta2),        float(1 - h.beta2),
-            float(h.eps), float(h.weight_decay), float(h.momentum)};
+    return {.lr = float(h.lr),
+            .alpha = float(h.beta2),
+            .one_minus_alpha = float(1 - h.beta2),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay),
+            .momentum = float(h.momentum)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer, float& square_avg,
                               float& grad_avg) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // average the square and the gradient
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
     grad_avg = alpha * grad_avg + one_minus_alpha * g;
+    // divide by the standard deviation and add to the momentum buffer
     buffer = momentum * buffer + g / (sqrtf(square_avg - grad_avg * grad_avg) + eps);
+    // take the step
     w = w - lr * buffer;
   }
 };
 
-// Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2.
+// Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2. State:
+// m = exp_avg.
 struct Lion {
-  static constexpr int kStates = 1, kSquares = -1;  // exp_avg
-  float lr, beta1, one_minus_beta1, beta2, one_minus_beta2, decay;
+  static constexpr int kStates = 1, kSquares = -1;
+  float lr, beta1, one_minus_beta1, beta2, one_minus_beta2;
+  float decay;  // 1 - lr * weight_decay
 
   static AMP_MP_BOTH Lion at(const Hyper& h, const Clock&) {
-    return {float(h.lr),    float(h.beta1),     float(1 - h.beta1),
-            float(h.beta2), float(1 - h.beta2), float(1 - h.lr * h.weight_decay)};
+    return {.lr = float(h.lr),
+            .beta1 = float(h.beta1),
+            .one_minus_beta1 = float(1 - h.beta1),
+            .beta2 = float(h.beta2),
+            .one_minus_beta2 = float(1 - h.beta2),
+            .decay = float(1 - h.lr * h.weight_decay)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
+    // interpolate between momentum and gradient, and keep the sign; 0 and NaN stay as they are
     const float c = beta1 * m + one_minus_beta1 * g;
-    const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c;  // 0 and NaN stay
+    const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c;
+    // update the momentum
     m = beta2 * m + one_minus_beta2 * g;
+    // decay the weight and take the step
     w = decay * w - lr * sign;
   }
 };

@@ -1,5 +1,5 @@
 #pragma once
-// What every rule is made from.
+// What every rule is made from: the param_group's numbers, the parameter's clock, its norms.
 #include <cmath>
 #include <cstdint>
 
@@ -7,28 +7,29 @@
 
 namespace amp_mp {
 
-// The numbers of one param_group. A rule reads those it knows.
+// The numbers of one param_group. Each rule reads the ones it uses.
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, trust;
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt;
-  // Where the rate is on the device, if it is: so a captured step follows a schedule.
+  // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
   bool lr_is_double = false;
 };
 
-// The rate as it is now, in place of h.lr.
+// Replaces h.lr with the current value on the device, if there is one.
 AMP_MP_BOTH void read_rate(Hyper& h) {
   if (!h.lr_at) return;
   h.lr = h.lr_is_double ? *static_cast<const double*>(h.lr_at)
                         : double(*static_cast<const float*>(h.lr_at));
 }
 
-// How far one parameter has come. Lives in the optimizer's state, advances on applied steps only.
-// The powers are running products: no pow(), and the same bits on every device.
+// The step count of one parameter, kept in the optimizer's state as a float64 tensor. It advances
+// on applied steps only. The powers of the betas are running products: no pow(), and the same bits
+// on every device.
 struct Clock {
   double step, beta1_power, beta2_power;
-  double layer;  // what a rule remembers of a whole tensor
+  double layer;  // NovoGrad's second moment, one number for the whole tensor
 
   AMP_MP_BOTH void tick(const Hyper& h) {
     step += 1;
@@ -37,8 +38,8 @@ struct Clock {
   }
 };
 
-// Of one tensor, for the rules that look at them: of the gradient as the rule sees it, of the
-// weights before the step, of the update before its rate.
+// L2 norms of one tensor: of the unscaled and clipped gradient, of the weights before the step, of
+// LAMB's update before it is multiplied with the learning rate.
 struct Norms {
   double grad, weight, update;
 };

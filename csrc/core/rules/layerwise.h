@@ -1,62 +1,71 @@
 #pragma once
-// Rules that look at a whole tensor's norms.
-#include "core/rules/base.h"
+// LAMB and NovoGrad, whose steps depend on the norms of whole tensors. (LARS is in sgd.h.)
+#include "core/rules/adam.h"
 
 namespace amp_mp {
 
 // You et al., "Large batch optimization for deep learning: training BERT in 76 minutes" (2020),
-// algorithm 2, phi being the identity. Two passes: `moments` over everything, whose `direction` is
-// measured, then the update by it.
+// algorithm 2 with the identity for phi. It takes two passes: `moments` over all elements, which
+// also measures the norm of `direction`; then the call operator, with that norm in step_size.
+// States: m = exp_avg, v = exp_avg_sq.
 struct LAMB {
-  static constexpr int kStates = 2, kSquares = 1;  // exp_avg, exp_avg_sq
+  static constexpr int kStates = 2, kSquares = 1;
   static constexpr bool kNorms = true, kUpdateNorm = true;
-  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, inv_bias1,
-      inv_bias2_root, step_size;
+  AdamMoments average;
+  float eps, weight_decay;
+  float inv_bias1, inv_bias2_root;  // 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
+  float step_size;                  // lr |w| / |direction|
 
   static AMP_MP_BOTH LAMB at(const Hyper& h, const Clock& c, const Norms& n) {
     const bool adapts = n.weight > 0 && n.update > 0 && (h.always_adapt || h.weight_decay != 0);
-    return {float(h.beta1),
-            float(1 - h.beta1),
-            float(h.beta2),
-            float(1 - h.beta2),
-            float(h.eps),
-            float(h.weight_decay),
-            float(1 / (1 - c.beta1_power)),
-            float(1 / sqrt(1 - c.beta2_power)),
-            float(h.lr * (adapts ? n.weight / n.update : 1.0))};
+    return {.average = AdamMoments::at(h),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay),
+            .inv_bias1 = float(1 / (1 - c.beta1_power)),
+            .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power)),
+            .step_size = float(h.lr * (adapts ? n.weight / n.update : 1.0))};
   }
 
-  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const {
-    m = beta1 * m + one_minus_beta1 * g;
-    v = beta2 * v + one_minus_beta2 * (g * g);
-  }
+  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
 
   AMP_MP_BOTH float direction(float w, float m, float v) const {
+    // Adam's update with both biases corrected, plus the decoupled weight decay
     return m * inv_bias1 / (sqrtf(v) * inv_bias2_root + eps) + weight_decay * w;
   }
 
   AMP_MP_BOTH void operator()(float, float& w, float m, float v) const {
+    // take the step
     w = w - step_size * direction(w, m, v);
   }
 };
 
 // Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments" (2019), algorithm
-// 1: one second moment a tensor, its gradient's squared norm averaged. It lives in the clock.
-// Averaging the gradient too (dampening = beta1) is NVIDIA's variant.
+// 1. Its second moment is one number for each tensor, the average of the gradient's squared norm,
+// kept in Clock::layer. `dampening` = beta1 averages the gradient too, as NVIDIA's code does.
+// State: m = exp_avg.
 struct NovoGrad {
-  static constexpr int kStates = 1, kSquares = -1;  // exp_avg
+  static constexpr int kStates = 1, kSquares = -1;
   static constexpr bool kNorms = true;
-  float lr, beta1, gain, inv_root, weight_decay;
+  float lr, beta1;
+  float gain;      // 1 - dampening
+  float inv_root;  // 1 / (sqrt(second moment) + eps)
+  float weight_decay;
 
   static AMP_MP_BOTH NovoGrad at(const Hyper& h, Clock& c, const Norms& n) {
+    // update the tensor's second moment; the first step starts it
     const double square = n.grad * n.grad;
     c.layer = c.step == 1 ? square : h.beta2 * c.layer + (1 - h.beta2) * square;
-    return {float(h.lr), float(h.beta1), float(1 - h.dampening), float(1 / (sqrt(c.layer) + h.eps)),
-            float(h.weight_decay)};
+    return {.lr = float(h.lr),
+            .beta1 = float(h.beta1),
+            .gain = float(1 - h.dampening),
+            .inv_root = float(1 / (sqrt(c.layer) + h.eps)),
+            .weight_decay = float(h.weight_decay)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
+    // normalise the gradient, add the weight decay, update the first moment
     m = beta1 * m + gain * (g * inv_root + weight_decay * w);
+    // take the step
     w = w - lr * m;
   }
 };

@@ -1,42 +1,58 @@
 #pragma once
-// Gradient descent, with momentum in two forms, and with a rate for each layer.
+// Gradient descent, with two forms of momentum, and LARS, which gives each tensor its own rate.
 #include "core/rules/base.h"
 
 namespace amp_mp {
 
 // Sutskever et al., "On the importance of initialization and momentum" (2013), in torch's form: the
-// learning rate stays outside the buffer. The first step fills the buffer with the gradient alone.
+// buffer does not contain the learning rate. The first step fills it with the gradient, undamped.
+// State: buffer = momentum_buffer.
 struct SGD {
-  static constexpr int kStates = 1, kSquares = -1;  // momentum_buffer
-  float lr, weight_decay, momentum, gain;
+  static constexpr int kStates = 1, kSquares = -1;
+  float lr, weight_decay, momentum;
+  float gain;  // 1 - dampening; 1 in the first step
   bool nesterov;
 
   static AMP_MP_BOTH SGD at(const Hyper& h, const Clock& c) {
     const double gain = c.step == 1 ? 1.0 : 1 - h.dampening;
-    return {float(h.lr), float(h.weight_decay), float(h.momentum), float(gain), h.nesterov};
+    return {.lr = float(h.lr),
+            .weight_decay = float(h.weight_decay),
+            .momentum = float(h.momentum),
+            .gain = float(gain),
+            .nesterov = h.nesterov};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // update the momentum buffer
     buffer = momentum * buffer + gain * g;
+    // take the step
     w = w - lr * (nesterov ? g + momentum * buffer : buffer);
   }
 };
 
-// The classic form, Caffe's: the learning rate is inside the buffer, which so remembers the rate of
-// each of its gradients. In low precision lr g may vanish where g does not.
+// Caffe's form of momentum: the buffer contains the learning rate, so it remembers the rate at
+// which each gradient arrived. In low precision lr * g may underflow where g does not. State:
+// buffer = momentum_buffer.
 struct ScaledSGD {
-  static constexpr int kStates = 1, kSquares = -1;  // momentum_buffer
+  static constexpr int kStates = 1, kSquares = -1;
   float lr, weight_decay, momentum;
   bool nesterov;
 
   static AMP_MP_BOTH ScaledSGD at(const Hyper& h, const Clock&) {
-    return {float(h.lr), float(h.weight_decay), float(h.momentum), h.nesterov};
+    return {.lr = float(h.lr),
+            .weight_decay = float(h.weight_decay),
+            .momentum = float(h.momentum),
+            .nesterov = h.nesterov};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // update the momentum buffer
     buffer = momentum * buffer + lr * g;
+    // take the step
     w = w - (nesterov ? lr * g + momentum * buffer : buffer);
   }
 };
@@ -47,23 +63,27 @@ struct PlainSGD {
   float lr, weight_decay;
 
   static AMP_MP_BOTH PlainSGD at(const Hyper& h, const Clock&) {
-    return {float(h.lr), float(h.weight_decay)};
+    return {.lr = float(h.lr), .weight_decay = float(h.weight_decay)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w) const {
+    // add the gradient of the L2 penalty
     g = g + weight_decay * w;
+    // take the step
     w = w - lr * g;
   }
 };
 
 // You, Gitman & Ginsburg, "Large batch training of convolutional networks" (2017), in the form of
-// Apex's LARC around torch's SGD: the decayed gradient of a tensor is multiplied by
-// trust |w| / (|g| + weight_decay |w| + eps), with `clip` at most so that lr is not exceeded. Where
-// a norm is zero the gradient stays as it is, decay included, as there.
+// Apex's LARC around torch's SGD: a tensor's decayed gradient is multiplied by
+// r = trust |w| / (|g| + weight_decay |w| + eps), or with `clip` by min(r / lr, 1). If a
+// norm is zero the gradient is used as it is, without decay, as in LARC. State:
+// buffer = momentum_buffer.
 struct LARS {
-  static constexpr int kStates = 1, kSquares = -1;  // momentum_buffer
+  static constexpr int kStates = 1, kSquares = -1;
   static constexpr bool kNorms = true;
-  float lr, weight_decay, ratio, momentum, gain;
+  float lr, weight_decay, ratio, momentum;
+  float gain;  // 1 - dampening; 1 in the first step
   bool nesterov;
 
   static AMP_MP_BOTH LARS at(const Hyper& h, const Clock& c, const Norms& n) {
@@ -71,14 +91,20 @@ struct LARS {
     double ratio = adapts ? h.trust * n.weight / (n.grad + h.weight_decay * n.weight + h.eps) : 1.0;
     if (adapts && h.clip) ratio = ratio / h.lr < 1 ? ratio / h.lr : 1.0;
     const double gain = c.step == 1 ? 1.0 : 1 - h.dampening;
-    return {float(h.lr),  float(adapts ? h.weight_decay : 0.0),
-            float(ratio), float(h.momentum),
-            float(gain),  h.nesterov};
+    return {.lr = float(h.lr),
+            .weight_decay = float(adapts ? h.weight_decay : 0.0),
+            .ratio = float(ratio),
+            .momentum = float(h.momentum),
+            .gain = float(gain),
+            .nesterov = h.nesterov};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
+    // add the gradient of the L2 penalty, adapt to the tensor's norms
     g = (g + weight_decay * w) * ratio;
+    // update the momentum buffer
     buffer = momentum * buffer + gain * g;
+    // take the step
     w = w - lr * (nesterov ? g + momentum * buffer : buffer);
   }
 };

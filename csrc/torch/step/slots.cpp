@@ -13,22 +13,12 @@ void check_length(size_t found, size_t wanted, const char* argument) {
                     " elements, but there are ", wanted, " parameters");
 }
 
-at::ScalarType dtype_of(Format format) {
-  switch (format) {
-    case Format::float32: return at::kFloat;
-    case Format::bfloat16:
-    case Format::bfloat16_stochastic: return at::kBFloat16;
-    case Format::ue8m8: return at::kShort;
-    case Format::m8: return at::kChar;
-    default: return at::kHalf;
-  }
-}
-
 // The format of a master that is a parameter and its remainders.
 Format split_of(at::ScalarType param, at::ScalarType rest) {
-  if (param == at::kBFloat16)
-    return rest == at::kShort ? Format::bfloat16_split32 : Format::bfloat16_split24;
-  return rest == at::kShort ? Format::float16_split32 : Format::float16_split24;
+  for (int f = 0; f < kFormatCount; ++f)
+    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == param && rest_dtype_of(Format(f)) == rest)
+      return Format(f);
+  TORCH_CHECK(false, "amp_mp: no format splits ", param, " and ", rest);
 }
 
 }  // namespace

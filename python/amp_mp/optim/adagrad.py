@@ -1,7 +1,5 @@
 """Adagrad."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -44,7 +42,6 @@ class Adagrad(FusedOptimizer):
         sum: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, (), eps, weight_decay)
         for name, value in (
             ("lr_decay", lr_decay),

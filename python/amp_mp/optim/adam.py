@@ -1,7 +1,5 @@
 """Adam: the decay joins the gradient."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -38,7 +36,6 @@ class Adam(AdamW):
         exp_avg_sq: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         super().__init__(
             params,
             lr,

@@ -1,7 +1,5 @@
 """AdamW: Adam with decoupled weight decay."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -48,7 +46,6 @@ class AdamW(FusedOptimizer):
         exp_avg_sq: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr,

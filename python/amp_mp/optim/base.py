@@ -4,8 +4,6 @@ A subclass declares its rules (rule.py) and its arguments. What a step does is i
 in state/, work during the backward pass in backward/, and the update itself in csrc/core/rules.
 """
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """LARS and LARC: SGD with a rate for each layer."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -61,7 +59,6 @@ class LARS(FusedOptimizer):
         momentum_buffer: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, (), eps, weight_decay)
         for name, value in (("momentum", momentum), ("trust_coefficient", trust_coefficient)):
             if not value >= 0:

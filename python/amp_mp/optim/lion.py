@@ -1,7 +1,5 @@
 """Lion."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -44,7 +42,6 @@ class Lion(FusedOptimizer):
         exp_avg: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, betas, 0.0, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, {"exp_avg": exp_avg}, options)

@@ -1,7 +1,5 @@
 """NovoGrad."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -51,7 +49,6 @@ class NovoGrad(FusedOptimizer):
         exp_avg: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, betas, eps, weight_decay)
         defaults = {
             "lr": lr,

@@ -1,7 +1,5 @@
 """The arguments that every fused optimizer takes, their documentation, and checks of ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypedDict
 

@@ -1,7 +1,5 @@
 """RMSprop."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -52,7 +50,6 @@ class RMSprop(FusedOptimizer):
         momentum_buffer: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         check_ranges(lr, (), eps, weight_decay)
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha must be in [0, 1), found {alpha!r}")

@@ -4,8 +4,6 @@ An optimizer class lists its rules; the step, the state, the checkpoints and gra
 the rule in force and never ask for the class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """SGD with momentum."""
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -63,7 +61,6 @@ class SGD(FusedOptimizer):
         momentum_form: str = "unscaled",
         **options: Unpack[Options],
     ) -> None:
-        """See the class."""
         if momentum_form not in ("unscaled", "scaled"):
             raise ValueError(
                 f'momentum_form must be "unscaled" or "scaled", found {momentum_form!r}'

@@ -134,7 +134,8 @@ struct Pairs {
   Pairs(const std::vector<size_t>& sizes, size_t count, unsigned seed) {
     std::mt19937 random(seed);
     for (size_t p = 0; p < count; ++p) {
-      const Format target = Format(p % kFormats), source = Format(p / kFormats % kFormats);
+      const Format target = Format(p % kFormatCount),
+                   source = Format(p / kFormatCount % kFormatCount);
       size_t n = sizes[p % sizes.size()];
       if (target == F::m8 || source == F::m8) n = to_groups(n);
       const auto shift = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
@@ -293,8 +294,8 @@ int main(int argc, char** argv) {
     step_both(rule, repeated(kTiny, 37, 5, 37 * r), true, r % 2 == 1);
     step_both(rule, {kRagged, 2, 35 * r});
   }
-  copy_both(kEdges, kFormats * kFormats);
-  copy_both(kRagged, quick ? kRagged.size() : 5 * kFormats);
+  copy_both(kEdges, kFormatCount * kFormatCount);
+  copy_both(kRagged, quick ? kRagged.size() : 5 * kFormatCount);
   lengths_of_copies(quick);
   lengths_of_readings(quick);
   combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});

@@ -43,12 +43,8 @@ class Memory {
   std::unique_ptr<char, Free> data_;
 };
 
-size_t bytes_of(Format f) { return f == F::float32 ? 4 : f == F::m8 ? 1 : 2; }
-
-size_t rest_bytes_of(Format f) {
-  const bool narrow = f == F::bfloat16_split24 || f == F::float16_split24;
-  return narrow ? 1 : is_split(f) || f == F::m8 ? 2 : 0;
-}
+size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
+size_t rest_bytes_of(Format f) { return size_t(kFormats[int(f)].rest_width); }
 
 // n numbers in a format; or no array at all.
 struct StoredArray {

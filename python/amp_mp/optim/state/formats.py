@@ -1,7 +1,5 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,0 +1,147 @@
+#pragma once
+// The list of formats: how an array of numbers may be stored, and which arrays may be stored so.
+// Everything that depends on the set of formats is derived from it. A new format is a line in the
+// list, its `decode` and `encode` in core/formats.h and two lines in cuda/convert.h.
+#include <cstdint>
+
+#include "core/macros.h"
+
+namespace amp_mp {
+
+// Elements of arrays. float16_root is the square root of a number that is not negative: Adam's
+// second moment is often below float16's range, its root is not. ue8m8 is a bfloat16 without sign,
+// with one more bit of mantissa. M8 is a code whose scale is shared by a group (core/m8.h).
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16_root {
+  float16 root;
+};
+struct ue8m8 {
+  uint16_t bits;
+};
+struct M8 {
+  int8_t code;
+};
+struct NoRest {};
+
+// Properties of a format.
+enum FormatProperty : uint32_t {
+  // Arrays that may be stored in it. Master includes a weight that is its own master.
+  kForGrad = 1,
+  kForMaster = 2,
+  kForMoment = 4,  // first moments and momentum buffers
+  kForSquare = 8,  // means and sums of squares
+  kRandom = 16,    // storing draws random bits
+  kSplit = 32,     // data is a low-precision weight, rest its remainder (core/splits.h)
+  kGrouped = 64,   // rest is one scale for each group of kGroup elements (core/m8.h)
+  kForState = kForMoment | kForSquare,
+  kForAll = kForGrad | kForMaster | kForState,
+};
+
+// Name in Python; element of the data array; torch's dtype for it; element of the second array
+// (plan.h, Array::rest), which is an integer, a bfloat16 or NoRest; properties.
+// clang-format off
+#define AMP_MP_FOR_EACH_FORMAT(X)                                                            \
+  X(float32,             float,        Float,    NoRest,   kForAll)                          \
+  X(float16,             float16,      Half,     NoRest,   kForAll)                          \
+  X(bfloat16,            bfloat16,     BFloat16, NoRest,   kForAll)                          \
+  X(float16_root,        float16_root, Half,     NoRest,   kForSquare)                       \
+  X(float16_stochastic,  float16,      Half,     NoRest,   kForMaster | kRandom)             \
+  X(bfloat16_stochastic, bfloat16,     BFloat16, NoRest,   kForMaster | kForState | kRandom) \
+  X(ue8m8,               ue8m8,        Short,    NoRest,   kForSquare | kRandom)             \
+  X(m8,                  M8,           Char,     bfloat16, kForMoment | kGrouped | kRandom)  \
+  X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,  kForMaster | kSplit)              \
+  X(bfloat16_split24,    bfloat16,     BFloat16, int8_t,   kForMaster | kSplit)              \
+  X(float16_split32,     float16,      Half,     int16_t,  kForMaster | kSplit)              \
+  X(float16_split24,     float16,      Half,     int8_t,   kForMaster | kSplit)
+// clang-format on
+
+#define AMP_MP_FORMAT(name, ...) name,
+enum class Format : uint8_t { AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT) };
+#undef AMP_MP_FORMAT
+
+template <class T>
+constexpr int kWidth = int(sizeof(T));  // bytes of an element
+template <>
+inline constexpr int kWidth<NoRest> = 0;
+
+struct FormatInfo {
+  const char* name;
+  int width, rest_width;  // bytes of an element of data and of rest, 0 without rest
+  uint32_t properties;
+
+  constexpr bool is(uint32_t property) const { return (properties & property) != 0; }
+};
+
+#define AMP_MP_FORMAT(name, element, dtype, rest, properties) \
+  {#name, kWidth<element>, kWidth<rest>, properties},
+constexpr FormatInfo kFormats[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)};
+#undef AMP_MP_FORMAT
+#define AMP_MP_FORMAT(name, ...) #name,
+constexpr const char* kFormatNames[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)};
+#undef AMP_MP_FORMAT
+constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
+
+// The element types of a format known when compiling.
+template <Format F>
+struct Elements;
+#define AMP_MP_FORMAT(name, element, dtype, rest, properties) \
+  template <>                                                 \
+  struct Elements<Format::name> {                             \
+    using Data = element;                                     \
+    using Rest = rest;                                        \
+  };
+AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)
+#undef AMP_MP_FORMAT
+
+// Sets of formats are bit masks, because kernels cannot index kFormats.
+using FormatSet = uint32_t;
+static_assert(kFormatCount <= 32);
+
+template <class F>
+constexpr FormatSet formats_where(const F& holds) {
+  FormatSet set = 0;
+  for (int f = 0; f < kFormatCount; ++f)
+    if (holds(kFormats[f])) set |= 1u << f;
+  return set;
+}
+
+constexpr FormatSet just(Format f) { return 1u << int(f); }
+
+// Formats that have at least one of the properties.
+constexpr FormatSet formats_with(uint32_t properties) {
+  return formats_where([=](const FormatInfo& f) { return f.is(properties); });
+}
+
+AMP_MP_BOTH constexpr bool is_in(FormatSet set, Format f) { return (set >> int(f) & 1u) != 0; }
+
+constexpr FormatSet kAnyFormat = formats_where([](const FormatInfo&) { return true; });
+constexpr FormatSet kGradFormats = formats_with(kForGrad);
+constexpr FormatSet kMasterFormats = formats_with(kForMaster);
+constexpr FormatSet kSquareFormats = formats_with(kForSquare);
+constexpr FormatSet kStateFormats = formats_with(kForState);
+constexpr FormatSet kRandomFormats = formats_with(kRandom), kSplitFormats = formats_with(kSplit);
+constexpr FormatSet kGroupedFormats = formats_with(kGrouped);
+constexpr FormatSet kWidth1 = formats_where([](const FormatInfo& f) { return f.width == 1; });
+constexpr FormatSet kWidth4 = formats_where([](const FormatInfo& f) { return f.width == 4; });
+constexpr FormatSet kRest1 =
+    formats_where([](const FormatInfo& f) { return f.is(kSplit) && f.rest_width == 1; });
+
+// Whether storing draws random bits.
+AMP_MP_BOTH bool is_stochastic(Format f) { return is_in(kRandomFormats, f); }
+
+AMP_MP_BOTH bool is_split(Format f) { return is_in(kSplitFormats, f); }
+
+// Whether stores of weights and moments must be saturated first; formats that always saturate do it
+// in `encode`.
+AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
+
+// Bytes of an element of data, and of its remainder in a split format.
+AMP_MP_BOTH int width_of(Format f) { return is_in(kWidth4, f) ? 4 : is_in(kWidth1, f) ? 1 : 2; }
+AMP_MP_BOTH int remainder_width_of(Format f) { return !is_split(f) ? 0 : is_in(kRest1, f) ? 1 : 2; }
+
+}  // namespace amp_mp

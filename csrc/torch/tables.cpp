@@ -1,0 +1,63 @@
+#include "torch/tables.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "torch/checks.h"
+
+namespace py = pybind11;
+
+namespace amp_mp {
+namespace {
+
+// One format as a dict; _C.pyi describes the keys.
+py::dict format_entry(Format format) {
+  const FormatInfo& info = kFormats[int(format)];
+  py::list kinds;
+  for (const auto& [property, kind] :
+       {std::pair(kForGrad, "grad"), std::pair(kForMaster, "master"),
+        std::pair(kForMoment, "moment"), std::pair(kForSquare, "square")})
+    if (info.is(property)) kinds.append(kind);
+  py::dict entry;
+  entry["name"] = info.name;
+  entry["width"] = info.width;
+  entry["dtype"] = py::cast(dtype_of(format));
+  entry["rest_width"] = info.rest_width;
+  entry["rest_dtype"] = info.rest_width > 0 ? py::cast(rest_dtype_of(format)) : py::none();
+  entry["group"] = info.is(kGrouped) ? kGroup : 1;
+  entry["stochastic"] = info.is(kRandom);
+  entry["split"] = info.is(kSplit);
+  entry["kinds"] = py::tuple(kinds);
+  return entry;
+}
+
+// "scale, target" as a tuple of two names.
+py::tuple names_of(const std::string& fields) {
+  py::list names;
+  for (size_t begin = 0; begin < fields.size();) {
+    const size_t end = std::min(fields.find(", ", begin), fields.size());
+    names.append(fields.substr(begin, end - begin));
+    begin = end + 2;
+  }
+  return py::tuple(names);
+}
+
+}  // namespace
+
+void bind_tables(py::module_& m) {
+  m.def("formats", [] {
+    py::list entries;
+    for (int f = 0; f < kFormatCount; ++f) entries.append(format_entry(Format(f)));
+    return entries;
+  });
+  m.def("scale_kinds", [] {
+    py::dict kinds;
+#define AMP_MP_SCALE(Struct, name) kinds[#name] = names_of(Struct::kFields);
+    AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE)
+#undef AMP_MP_SCALE
+    return kinds;
+  });
+}
+
+}  // namespace amp_mp
