@@ -25,7 +25,7 @@ VARIANTS = {
         *("-Og", "-fsanitize=address,undefined", "-fsanitize=float-cast-overflow"),
         *("-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),
     ],
-    "tsan": ["-O1", "-fsanitize=thread"],
+    "tsan": ["-Og", "-fsanitize=thread"],
 }
 
 
