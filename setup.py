@@ -171,7 +171,7 @@ class BuildNative(build_ext):
         command += [part for path in includes for part in ("-isystem", path)]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += ["-DAMP_MP_WITH_CUDA"] if with_cuda else []
-        sources = sorted(CSRC.glob("torch/*.cpp"))
+        sources = sorted(CSRC.glob("torch/**/*.cpp"))
         return [Unit(s, f"torch_{s.stem}", tuple(command)) for s in sources]
 
 

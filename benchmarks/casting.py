@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.casting.policies import install
+from amp_mp.casting.op_table import install
 
 LOW = torch.bfloat16
 CALLS, ROUNDS = 400, 30

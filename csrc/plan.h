@@ -1,5 +1,5 @@
 #pragma once
-// Plain data that crosses between torch and the kernels. No torch, no CUDA.
+// Plain structs that csrc/torch fills and the CPU and CUDA code reads. No torch, no CUDA.
 #include <cstdint>
 
 #include "core/decide.h"
@@ -13,108 +13,109 @@
 
 namespace amp_mp {
 
-// A run of elements in memory: dense, any alignment its type allows, possibly empty.
-struct Span {
+// A pointer to numbers stored in one format: dense, aligned to the element type, possibly empty.
+struct Array {
   void* data;
   Format format;
-  void* rest = nullptr;  // the second array of a format of two: remainders, or scales of groups
+  void* rest = nullptr;  // second array of a format of two: remainders, or scales of groups
 };
 
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {
   int64_t size;
-  Span grad;               // still scaled
-  Span weight;             // low-precision copy to write, data null where the master is the weight
-  Span master;             // what the rule updates
-  Span state[kMaxStates];  // as many as the rule has
+  Array grad;               // still multiplied by the loss scale
+  Array weight;             // low-precision copy to write; data is null if the master is the weight
+  Array master;             // what the rule updates
+  Array state[kMaxStates];  // as many as the rule has
   Clock* clock;
-  int32_t group;    // which Hyper
-  uint32_t number;  // of the tensor, for its random bits
-  int64_t first;    // where element 0 lies in the tensor of which this is a shard
-  int64_t row;      // of the lists of statistics
+  int32_t group;          // index of its Hyper
+  uint32_t tensor_index;  // for random bits: which tensor this is
+  int64_t first;          // for random bits: index of element 0 in the unsharded tensor
+  int64_t row;            // its row in NormInputs::grads and ::weights
 };
 
 // One pair in a copy pass: to = from * multiplier.
 struct Transfer {
   int64_t size;
-  Span to, from;
-  bool saturate;  // clamp to +-65504 where `to` is float16
-  Stream stream;  // for a stochastic `to`
+  Array to, from;
+  bool saturate;        // clamp to +-65504 where `to` is float16
+  RandomStream random;  // for a stochastic `to`
 };
 
 // One tensor in a measure pass.
 struct Reading {
   int64_t size;
-  Span data;
+  Array data;
 };
 
-// For rules that need norms: the statistics of the gradients and of the masters, a row each
-// (Slot::row). For those that need their update's, scratch: the spans of all slots, and count + 1
-// statistics and numbers, and on a device a ticket (cuda/passes.h, Parts).
-struct Measured {
+// The norms a rule may need. grads, weights: Statistics of every gradient and master, one row for
+// each Slot::row. The other members are scratch for rules that need the norm of their update:
+// Statistics of every span, then count + 1 Statistics (the last is the total); on CUDA also what
+// cuda/passes.h's SpanSums needs.
+struct NormInputs {
   const Statistics *grads = nullptr, *weights = nullptr;
   Statistics *update_spans = nullptr, *updates = nullptr;
   int64_t* first_span = nullptr;
   unsigned* ticket = nullptr;
 };
 
-// What a device's last decisions were, in host memory that the device writes. The device counts
-// them itself, so that it also works when a CUDA graph is replayed and the host knows of nothing.
-constexpr int kReports = 8;
-struct Report {
-  uint64_t seal;  // which decision, counted from 1; 0 while the report is being written
+// What a CUDA device writes to host memory after each decision. The device counts its decisions
+// itself, because replays of a CUDA graph run without the host.
+constexpr int kStepReports = 8;
+struct StepReport {
+  uint64_t seal;  // number of the decision, from 1; 0 while the device is writing the report
   Verdict verdict;
-  double next_scale;  // where the decision moved the loss scale, else 0
+  double next_scale;  // new loss scale, 0 if the decision did not update it
 };
-struct Ring {
-  Report* reports = nullptr;  // kReports; null for none
-  uint64_t* count = nullptr;  // of decisions
+struct StepReportBuffer {
+  StepReport* reports = nullptr;  // kStepReports of them, in host memory; null for none
+  uint64_t* count = nullptr;      // decisions so far, in device memory
 };
 
-// How the loss scale moves on after a step, from one set of numbers to another or in place: a
-// policy's state or, where that is null, torch's two numbers.
-struct NextScale {
+// How to update a loss scale: a policy's state (core/scale.h) or, if `policy` is null, the two
+// numbers of torch.amp.GradScaler. Inputs and outputs may be the same memory.
+struct ScaleUpdate {
   const double* policy = nullptr;
   double* policy_out = nullptr;
   int32_t policy_size = 0;
   const float* scale = nullptr;
-  float* scale_out = nullptr;  // with a policy null or its scale
+  float* scale_out = nullptr;  // with a policy: null, or float copy of its scale
   const int32_t* tracker = nullptr;
   int32_t* tracker_out = nullptr;
   double growth_factor = 0, backoff_factor = 0;
   int64_t growth_interval = 0;
 };
 
-// Returns the new scale; 0 where it does not move. max_abs: largest finite unscaled |g|.
-AMP_MP_BOTH double move_on(const NextScale& n, bool found_inf, double max_abs) {
-  if (n.policy) {
-    for (int i = 0; i < n.policy_size; ++i) n.policy_out[i] = n.policy[i];
-    update_scale(n.policy_out, found_inf, max_abs);
-    const float scale = float(n.policy_out[1]);  // what losses are multiplied with
-    if (n.scale_out) *n.scale_out = scale;
+// Returns the new scale, 0 if there is none to update. max_abs: largest finite unscaled |g|.
+AMP_MP_BOTH double update_loss_scale(const ScaleUpdate& u, bool found_inf, double max_abs) {
+  if (u.policy) {
+    for (int i = 0; i < u.policy_size; ++i) u.policy_out[i] = u.policy[i];
+    update_scale_state(u.policy_out, found_inf, max_abs);
+    const float scale = float(u.policy_out[1]);  // losses are multiplied with a float
+    if (u.scale_out) *u.scale_out = scale;
     return scale;
   }
-  if (!n.scale) return 0;
-  const TorchScale next = TorchScale{*n.scale, *n.tracker}.after(
-      found_inf, n.growth_factor, n.backoff_factor, n.growth_interval);
-  *n.scale_out = next.scale;
-  *n.tracker_out = next.growth_tracker;
+  if (!u.scale) return 0;
+  const TorchScale next = TorchScale{*u.scale, *u.tracker}.after(
+      found_inf, u.growth_factor, u.backoff_factor, u.growth_interval);
+  *u.scale_out = next.scale;
+  *u.tracker_out = next.growth_tracker;
   return next.scale;
 }
 
-// What goes into a verdict, but for the statistics. Pointers may be null.
-struct Decision {
+// What `decide` needs besides Statistics. Pointers may be null.
+struct DecideInputs {
   const float *scale = nullptr, *found_inf = nullptr;
   double max_norm = 0;
-  NextScale next;
-  Ring ring;
+  ScaleUpdate scale_update;
+  StepReportBuffer report_buffer;
 };
 
-// What a slot's numbers come to in this step.
+// A rule with the constants of one slot in one step, made on the device.
 template <class Rule>
-struct Ready {
+struct SlotRule {
   Rule rule;
-  float multiplier;  // of the gradient, its sign for maximize
+  float multiplier;  // of the gradient; negative for maximize
   uint64_t seed;
   double step;
 };

@@ -28,7 +28,7 @@ from train_gpt import KEEP_FLOAT32, MAX_GRAD_NORM, Settings, Trainer
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.optim.report import report_memory
+from amp_mp.optim.state.memory_report import report_memory
 
 REFERENCE = "reference"
 COLORS = {REFERENCE: "black", "exact": "tab:blue", "lean": "tab:orange", "tiny": "tab:red"}

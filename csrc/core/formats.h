@@ -11,7 +11,7 @@ namespace amp_mp {
 
 // What an array of numbers is stored as. float16_root holds the square root of a number that is not
 // negative: what is below float16's range when squared, Adam's second moment, is within it when
-// not. The formats from split32 on, and m8, are two arrays (plan.h, Span): core/splits.h,
+// not. The formats from split32 on, and m8, are two arrays (plan.h, Array): core/splits.h,
 // core/m8.h.
 enum class Format : uint8_t {
   float32,

@@ -16,18 +16,19 @@ constexpr int kDraw = 16;  // bytes, and elements, of a draw
 
 // Everything but the element. Weights have a stream of their own: bits that rounded a moment would
 // be correlated with the update it makes.
-struct Stream {
+struct RandomStream {
   uint32_t seed[2], step, tensor, of_weights;
 };
 
-AMP_MP_BOTH Stream stream_of(uint64_t seed, double step, uint32_t tensor, bool of_weights) {
+AMP_MP_BOTH RandomStream random_stream(uint64_t seed, double step, uint32_t tensor,
+                                       bool of_weights) {
   return {
       {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(step), tensor, of_weights ? 1u << 31 : 0};
 }
 
 // Byte e % 16 of draw e / 16, counted from the lowest byte of word 0, is element e's.
-AMP_MP_BOTH void draw(const Stream& s, uint64_t number, uint32_t (&word)[4]) {
-  uint32_t c0 = uint32_t(number), c1 = uint32_t(number >> 32) | s.of_weights, c2 = s.tensor,
+AMP_MP_BOTH void draw(const RandomStream& s, uint64_t index, uint32_t (&word)[4]) {
+  uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32) | s.of_weights, c2 = s.tensor,
            c3 = s.step, a = s.seed[0], b = s.seed[1];
   for (int r = 0; r < kPhiloxRounds; ++r) {
     const uint64_t p = uint64_t(kPhiloxA) * c0, q = uint64_t(kPhiloxB) * c2;

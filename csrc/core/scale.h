@@ -16,7 +16,7 @@ AMP_MP_BOTH double clip(double x, double low, double high) {
 
 // A scale that never moves.
 struct FixedScale {
-  double policy, scale;
+  double kind, scale;
 
   AMP_MP_BOTH void update(bool, double) {}
 };
@@ -24,7 +24,7 @@ struct FixedScale {
 // OpenSeq2Seq's Backoff, which is also Apex's dynamic scaler: divide by step_factor on overflow,
 // multiply after every step_window steps since the last one.
 struct BackoffScale {
-  double policy, scale, scale_min, scale_max, step_factor, step_window, iteration, last_overflow;
+  double kind, scale, scale_min, scale_max, step_factor, step_window, iteration, last_overflow;
 
   AMP_MP_BOTH void update(bool found_inf, double) {
     if (found_inf) {
@@ -41,7 +41,7 @@ struct BackoffScale {
 // update_scale_hysteresis is patient again after any clean step, Megatron-LM's DynamicGradScaler
 // only after the scale has grown.
 struct HysteresisScale {
-  double policy, scale, scale_min, scale_max, growth_factor, backoff_factor, growth_interval,
+  double kind, scale, scale_min, scale_max, growth_factor, backoff_factor, growth_interval,
       hysteresis, refill_on_growth, growth_tracker, hysteresis_tracker;
 
   AMP_MP_BOTH void update(bool found_inf, double) {
@@ -66,7 +66,7 @@ struct HysteresisScale {
 // overflow counts as log_max (the source's 2^log_max would pin the scale for 12,574 steps), and a
 // step whose gradients are all zero not at all (its -inf would stay for ever).
 struct LogMaxScale {
-  double policy, scale, scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev;
+  double kind, scale, scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev;
   // Exponential averages of x and, more slowly, x and x^2, and the weight that each still lacks.
   double mean, slow_mean, slow_square, missing, slow_missing;
 
@@ -87,7 +87,7 @@ struct LogMaxScale {
 
 // NVCaffe's global_grad_scale_adaptive: the largest scaled gradient is to be four times `target`.
 struct AdaptiveScale {
-  double policy, scale, scale_min, scale_max, target;
+  double kind, scale, scale_min, scale_max, target;
 
   AMP_MP_BOTH void update(bool, double max_abs) {
     scale = clip(max_abs > 0 ? target * 4 / max_abs : target, scale_min, scale_max);
@@ -95,32 +95,32 @@ struct AdaptiveScale {
 };
 
 // Struct, enumerator, in the order of the numbers that Python's `_kind` has.
-#define AMP_MP_FOR_EACH_POLICY(X) \
-  X(FixedScale, fixed)            \
-  X(BackoffScale, backoff)        \
-  X(HysteresisScale, hysteresis)  \
-  X(LogMaxScale, log_max)         \
+#define AMP_MP_FOR_EACH_SCALE(X) \
+  X(FixedScale, fixed)           \
+  X(BackoffScale, backoff)       \
+  X(HysteresisScale, hysteresis) \
+  X(LogMaxScale, log_max)        \
   X(AdaptiveScale, adaptive)
 
 #define AMP_MP_ENUMERATOR(Struct, name) name,
-enum class Policy : int { AMP_MP_FOR_EACH_POLICY(AMP_MP_ENUMERATOR) };
+enum class ScaleKind : int { AMP_MP_FOR_EACH_SCALE(AMP_MP_ENUMERATOR) };
 #undef AMP_MP_ENUMERATOR
 
 // How many numbers the policy's state has; 0 for an unknown one.
-inline int policy_size(double kind) {
+inline int scale_state_size(double kind) {
 #define AMP_MP_SIZE(Struct, name) \
-  case Policy::name: return sizeof(Struct) / sizeof(double);
-  switch (Policy(int(kind))) { AMP_MP_FOR_EACH_POLICY(AMP_MP_SIZE) }
+  case ScaleKind::name: return sizeof(Struct) / sizeof(double);
+  switch (ScaleKind(int(kind))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_SIZE) }
 #undef AMP_MP_SIZE
   return 0;
 }
 
 // After a step: found_inf, whether a gradient was inf or NaN; max_abs, the largest finite unscaled
 // |g|.
-AMP_MP_BOTH void update_scale(double* state, bool found_inf, double max_abs) {
+AMP_MP_BOTH void update_scale_state(double* state, bool found_inf, double max_abs) {
 #define AMP_MP_UPDATE(Struct, name) \
-  case Policy::name: return reinterpret_cast<Struct*>(state)->update(found_inf, max_abs);
-  switch (Policy(int(state[0]))) { AMP_MP_FOR_EACH_POLICY(AMP_MP_UPDATE) }
+  case ScaleKind::name: return reinterpret_cast<Struct*>(state)->update(found_inf, max_abs);
+  switch (ScaleKind(int(state[0]))) { AMP_MP_FOR_EACH_SCALE(AMP_MP_UPDATE) }
 #undef AMP_MP_UPDATE
 }
 

@@ -92,7 +92,7 @@ AMP_MP_BOTH void update(const Rule rule, float multiplier, const G g, const W w,
 }
 
 // The elements as float32: where they lie if they are, or else decoded into the tile.
-AMP_MP_BOTH float* open_tile(Span from, int64_t at, float* tile, int n) {
+AMP_MP_BOTH float* open_tile(Array from, int64_t at, float* tile, int n) {
   if (from.format == Format::float32) return static_cast<float*>(from.data) + at;
   decode_tile(from, at, tile, n);
   return tile;
@@ -100,7 +100,7 @@ AMP_MP_BOTH float* open_tile(Span from, int64_t at, float* tile, int n) {
 
 // An array for the update loop: in place, or its tile.
 template <class Access>
-AMP_MP_BOTH Access reach(Span array, int64_t at, float* tile, int n) {
+AMP_MP_BOTH Access reach(Array array, int64_t at, float* tile, int n) {
   if constexpr (__is_same(Access, Nothing)) {
     return {};
   } else if constexpr (__is_same(Access, Floats)) {
@@ -119,7 +119,7 @@ AMP_MP_BOTH Access reach(Span array, int64_t at, float* tile, int n) {
 
 // The opposite, where something went through a tile.
 template <class Access>
-AMP_MP_BOTH void leave(const Access& access, Span array, int64_t at, float* tile, float* spare,
+AMP_MP_BOTH void leave(const Access& access, Array array, int64_t at, float* tile, float* spare,
                        const uint8_t* random, int n) {
   if constexpr (__is_same(Access, Floats)) {
     if (access.at == tile) store_tile(tile, array, at, spare, random, n);
@@ -139,8 +139,8 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   alignas(64) float tile[kTile], master[kTile], state[kMaxStates][kTile];
   const double step = slot.clock->step;
   const bool draw_weights = is_stochastic(slot.master.format);
-  Bytes bytes(stream_of(seed, step, slot.number, false), slot.first);
-  Bytes weight_bytes(stream_of(seed, step, slot.number, true), slot.first);
+  Bytes bytes(random_stream(seed, step, slot.tensor_index, false), slot.first);
+  Bytes weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.first);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     const G g = reach<G>(slot.grad, i, tile, n);
@@ -200,12 +200,12 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
 // The first pass of a rule that needs its update's norm: the moments are advanced, and the update's
 // statistics are those of a span. `rule` does not know the norm yet.
 template <class Rule>
-Statistics prepare(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+Statistics moments(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
                    uint64_t seed) {
   Statistics total = {};
   if constexpr (needs_update_norm<Rule>) {
     alignas(64) float direction[kBlock], tile[kTile], master[kTile], state[2][kTile];
-    Bytes bytes(stream_of(seed, slot.clock->step, slot.number, false), slot.first);
+    Bytes bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.first);
     const bool random = draws<Rule>(slot);
     for (int64_t block = begin; block < end; block += kBlock) {
       const int64_t stop = end < block + kBlock ? end : block + kBlock;

@@ -157,7 +157,7 @@ AMP_MP_BOTH T* at_element(void* data, int64_t at) {
   return static_cast<T*>(data) + at;
 }
 
-AMP_MP_OWN void decode_tile(Span from, int64_t at, float* __restrict to, int n) {
+AMP_MP_OWN void decode_tile(Array from, int64_t at, float* __restrict to, int n) {
   void *data = from.data, *rest = from.rest;
   switch (from.format) {
     case Format::float32: return decode_tile(at_element<float>(data, at), to, n);
@@ -188,7 +188,7 @@ AMP_MP_OWN void decode_tile(Span from, int64_t at, float* __restrict to, int n) 
 }
 
 // `random` holds a byte an element for the formats that draw, and may be null for the others.
-AMP_MP_OWN void encode_tile(const float* __restrict from, Span to, int64_t at,
+AMP_MP_OWN void encode_tile(const float* __restrict from, Array to, int64_t at,
                             const uint8_t* __restrict random, int n) {
   void *data = to.data, *rest = to.rest;
   switch (to.format) {
@@ -227,7 +227,7 @@ AMP_MP_OWN void encode_tile(const float* __restrict from, Span to, int64_t at,
 }
 
 // As weights and history are stored: float16 saturates. `from` may be `spare`.
-AMP_MP_OWN void store_tile(const float* from, Span to, int64_t at, float* spare,
+AMP_MP_OWN void store_tile(const float* from, Array to, int64_t at, float* spare,
                            const uint8_t* random, int n) {
   if (saturates(to.format)) {
     for (int i = 0; i < n; ++i) spare[i] = saturate(from[i]);

@@ -9,7 +9,7 @@ struct Loops {
   void (*apply)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
                 uint64_t seed);
   // For rules that need their update's norm; of one kSpan at most.
-  Statistics (*prepare)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+  Statistics (*moments)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                         float multiplier, uint64_t seed);
 };
 

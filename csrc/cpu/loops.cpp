@@ -43,7 +43,7 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
   alignas(64) float x[kTile];
   const bool clamp = t.saturate && t.to.format == Format::float16;
   const bool random = is_stochastic(t.to.format);
-  Bytes bytes(t.stream, 0);
+  Bytes bytes(t.random, 0);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     decode_tile(t.from, i, x, n);
@@ -58,7 +58,7 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 
 #define AMP_MP_NAME2(isa) #isa
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
-#define AMP_MP_APPLY(Rule, op) {apply<Rule>, prepare<Rule>},
+#define AMP_MP_APPLY(Rule, op) {apply<Rule>, moments<Rule>},
 
 extern const Kernels table;
 const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, AMP_MP_FOR_EACH_RULE(AMP_MP_APPLY)};

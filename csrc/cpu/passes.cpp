@@ -50,14 +50,14 @@ void prefetch(const Slot& slot) {
     for (int64_t i = 0; data && i < elements * width; i += 64)
       __builtin_prefetch(static_cast<const char*>(data) + i, 1);
   };
-  const auto span = [&](const Span& s) {
-    lines(s.data, width_of(s.format));
-    if (is_split(s.format)) lines(s.rest, rest_width_of(s.format));
+  const auto array = [&](const Array& a) {
+    lines(a.data, width_of(a.format));
+    if (is_split(a.format)) lines(a.rest, rest_width_of(a.format));
   };
-  span(slot.grad);
-  span(slot.weight);
-  span(slot.master);
-  for (const Span& state : slot.state) span(state);
+  array(slot.grad);
+  array(slot.weight);
+  array(slot.master);
+  for (const Array& state : slot.state) array(state);
 }
 
 // f(i, begin, end) gives the statistics of a span; `tensors` gets each item's and the total.
@@ -116,10 +116,10 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
 namespace {
 
 // Of the gradient as the rule sees it, and of the weights.
-Norms norms_of(const Measured& measured, int64_t row, double multiplier) {
+Norms norms_of(const NormInputs& inputs, int64_t row, double multiplier) {
   Norms norms = {};
-  if (measured.grads) norms.grad = sqrt(measured.grads[row].sum_squares) * multiplier;
-  if (measured.weights) norms.weight = sqrt(measured.weights[row].sum_squares);
+  if (inputs.grads) norms.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
+  if (inputs.weights) norms.weight = sqrt(inputs.weights[row].sum_squares);
   return norms;
 }
 
@@ -127,7 +127,7 @@ Norms norms_of(const Measured& measured, int64_t row, double multiplier) {
 
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
-           const Measured& measured, int threads) {
+           const NormInputs& inputs, int threads) {
   const auto factor = [&](const Slot& slot) {
     return float(hypers[slot.group].maximize ? -multiplier : multiplier);
   };
@@ -135,19 +135,18 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
   for (int64_t i = 0; i < count; ++i) {
     const Hyper& hyper = hypers[slots[i].group];
     slots[i].clock->tick(hyper);
-    rules[i] =
-        make_rule<Rule>(hyper, *slots[i].clock, norms_of(measured, slots[i].row, multiplier));
+    rules[i] = make_rule<Rule>(hyper, *slots[i].clock, norms_of(inputs, slots[i].row, multiplier));
   }
   const Loops<Rule> loops = Loop<Rule>::get();
   if constexpr (needs_update_norm<Rule>) {
-    sum_spans(slots, count, measured.update_spans, measured.updates, threads,
+    sum_spans(slots, count, inputs.update_spans, inputs.updates, threads,
               [&](int64_t i, int64_t begin, int64_t end) {
                 const Slot& s = slots[i];
-                return loops.prepare(s, begin, end, rules[i], factor(s), seed(s));
+                return loops.moments(s, begin, end, rules[i], factor(s), seed(s));
               });
     for (int64_t i = 0; i < count; ++i) {
-      Norms norms = norms_of(measured, slots[i].row, multiplier);
-      norms.update = sqrt(measured.updates[i].sum_squares);
+      Norms norms = norms_of(inputs, slots[i].row, multiplier);
+      norms.update = sqrt(inputs.updates[i].sum_squares);
       rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
     }
   }
@@ -157,8 +156,8 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
   });
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                            \
-  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, const Measured&, \
+#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
+  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, const NormInputs&, \
                             int);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 

@@ -17,6 +17,6 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
 // `rules` has room for count rules.
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
-           const Measured& measured, int threads);
+           const NormInputs& norms, int threads);
 
 }  // namespace amp_mp::cpu

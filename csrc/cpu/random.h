@@ -49,8 +49,8 @@ AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 constexpr int kDrawnElements = 4 * 8 * kDraw;
 static_assert(kDrawnElements % kTile == 0);
 
-// Bytes of the draws `number` and on, for kDrawnElements elements.
-AMP_MP_OWN void draw_many(const Stream& s, uint64_t number, uint8_t* bytes) {
+// Bytes of the draws `index` and on, for kDrawnElements elements.
+AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes) {
   constexpr int kBatch = 4;
   Wide lane;
   for (int j = 0; j < kDrawLanes; ++j) lane[j] = uint64_t(j);
@@ -58,7 +58,7 @@ AMP_MP_OWN void draw_many(const Stream& s, uint64_t number, uint8_t* bytes) {
   for (int i = 0; i < kDrawnElements / kDraw; i += kDrawLanes * kBatch) {
     Wide c0[kBatch], c1[kBatch], c2[kBatch], c3[kBatch];
     for (int k = 0; k < kBatch; ++k) {
-      const Wide n = lane + (number + uint64_t(i + k * kDrawLanes));
+      const Wide n = lane + (index + uint64_t(i + k * kDrawLanes));
       c0[k] = n & low;
       c1[k] = (n >> 32) | uint64_t(s.of_weights);
       c2[k] = zero + s.tensor;
@@ -94,7 +94,7 @@ AMP_MP_OWN void draw_many(const Stream& s, uint64_t number, uint8_t* bytes) {
 // elements keep the bytes they have in the whole tensor.
 class Bytes {
  public:
-  AMP_MP_BOTH Bytes(const Stream& stream, int64_t first) : stream_(stream), first_(first) {}
+  AMP_MP_BOTH Bytes(const RandomStream& stream, int64_t first) : stream_(stream), first_(first) {}
 
   // Of elements `at` to at + kTile; `at` is a multiple of kTile and grows.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
@@ -106,7 +106,7 @@ class Bytes {
   }
 
  private:
-  AMP_MP_OWN static void fill(const Stream& stream, uint64_t element, uint8_t* bytes) {
+  AMP_MP_OWN static void fill(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
     draw_many(stream, element / kDraw, bytes);
     if (element % kDraw == 0) return;
     uint32_t word[4];  // the window's end reaches into one draw more
@@ -114,7 +114,7 @@ class Bytes {
     memcpy(bytes + kDrawnElements, word, sizeof word);
   }
 
-  Stream stream_;
+  RandomStream stream_;
   int64_t first_, begin_ = int64_t(1) << 62;
   alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
 };

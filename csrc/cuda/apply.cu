@@ -1,7 +1,7 @@
 // One read-modify-write of everything a step touches. A kernel per rule; formats are a tag of the
 // slot, the same for a whole block of threads.
 #include "cuda/passes.h"
-#include "cuda/slots.h"
+#include "cuda/slot_table.h"
 
 namespace amp_mp::cuda {
 namespace {
@@ -17,12 +17,12 @@ constexpr int kBlocks<RMSprop> = 3;
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     apply_kernel(const SlotTable<Rule> __grid_constant__ table, const Verdict* __restrict__ verdict,
-                 const Ready<Rule>* __restrict__ ready) {
+                 const SlotRule<Rule>* __restrict__ slot_rules) {
   if (verdict->found_inf != 0) return;
   const Chunk chunk = find_chunk(table);
-  const View<Rule> slot(table, ready, chunk.slot);
-  const Rule rule = slot.ready.rule;
-  const float multiplier = slot.ready.multiplier;
+  const View<Rule> slot(table, slot_rules, chunk.slot);
+  const Rule rule = slot.slot_rule.rule;
+  const float multiplier = slot.slot_rule.multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
   constexpr uint32_t kThird = kOnly<Format::float32>;
@@ -72,38 +72,38 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
 }  // namespace
 
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
-                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
-                  const Measured& measured, void* stream) {
-  if (const char* error = begin<Rule>(slots, count, hypers, decision, verdict, grads, weights,
-                                      ready, measured, false, stream))
+const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
+                  Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
+                  SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
+  if (const char* error = decide_step<Rule>(slots, count, hypers, inputs, verdict, grads, weights,
+                                            slot_rules, norms, false, stream))
     return error;
   if constexpr (needs_update_norm<Rule>) {
-    if (const char* error = prepare<Rule>(slots, count, verdict, ready, measured, stream))
+    if (const char* error = moments<Rule>(slots, count, verdict, slot_rules, norms, stream))
       return error;
-    const Parts updates = {measured.update_spans, measured.first_span, measured.ticket,
-                           measured.updates, count};
-    if (const char* error = begin<Rule>(slots, count, hypers, nullptr, verdict, updates, Parts{},
-                                        ready, measured, true, stream))
+    const SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
+                              count};
+    if (const char* error = decide_step<Rule>(slots, count, hypers, nullptr, verdict, updates,
+                                              SpanSums{}, slot_rules, norms, true, stream))
       return error;
   }
   auto& table = table_of_thread<SlotTable<Rule>>();
   const int chunk = chunk_elements(count_elements(slots, count), kBlocks<Rule>);
   for (int64_t i = 0; i < count;) {
-    take<Rule>(table, slots, i, count, chunk, 0);
+    fill<Rule>(table, slots, i, count, chunk, 0);
     if (table.blocks() == 0) continue;
     if (const char* error = message(launch(
             apply_kernel<Rule>, table.blocks(), kThreads, static_cast<cudaStream_t>(stream), table,
-            static_cast<const Verdict*>(verdict), static_cast<const Ready<Rule>*>(ready))))
+            static_cast<const Verdict*>(verdict), static_cast<const SlotRule<Rule>*>(slot_rules))))
       return error;
   }
   return nullptr;
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
-  template const char* apply<Rule>(const Slot*, int64_t, const Hyper*, const Decision*, Verdict*, \
-                                   const Parts&, const Parts&, Ready<Rule>*, const Measured&,     \
-                                   void*);
+#define AMP_MP_INSTANTIATE(Rule, op)                                                            \
+  template const char* apply<Rule>(const Slot*, int64_t, const Hyper*, const DecideInputs*,     \
+                                   Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
+                                   const NormInputs&, void*);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cuda

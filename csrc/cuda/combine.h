@@ -1,7 +1,7 @@
 #pragma once
 // From the spans that a measuring kernel has left to sums of tensors and of all, in the order of
 // core/reduce.h, with a lane a thread.
-#include "cuda/packs.h"
+#include "cuda/pack8.h"
 #include "cuda/passes.h"
 
 namespace amp_mp::cuda {
@@ -51,7 +51,7 @@ __device__ __forceinline__ Statistics combine_block(const Statistics* parts, int
 
 // This block's share of the tensors. A tensor of one span is one thread's work, a larger one the
 // whole block's.
-__device__ __forceinline__ void combine_tensors(const Parts& list, CombineShared& shared) {
+__device__ __forceinline__ void combine_tensors(const SpanSums& list, CombineShared& shared) {
   const int64_t stride = gridDim.x;
   for (int64_t base = blockIdx.x; base < list.count; base += stride * kCombineThreads) {
     const int64_t t = base + threadIdx.x * stride;
@@ -88,13 +88,13 @@ __device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& s
 
 // The lists' totals, in the last element of each; true in the block that may read everything. Every
 // thread of every block comes here.
-__device__ __forceinline__ bool combine_lists(const Parts& one, const Parts& other,
+__device__ __forceinline__ bool combine_lists(const SpanSums& one, const SpanSums& other,
                                               CombineShared& shared) {
   if (one.spans) combine_tensors(one, shared);
   if (other.spans) combine_tensors(other, shared);
   // A block alone has one tensor, whose sum its first thread has written and will read.
   if (gridDim.x > 1 && !is_last_block(one.spans ? one.ticket : other.ticket, shared)) return false;
-  for (const Parts* list : {&one, &other}) {
+  for (const SpanSums* list : {&one, &other}) {
     if (!list->spans) continue;
     const Statistics total = combine_block(list->tensors, list->count, shared);
     if (threadIdx.x == 0) list->tensors[list->count] = total;
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool combine_lists(const Parts& one, const Parts& oth
 }
 
 // A block a tensor, as long as they all run at a time.
-inline int64_t combine_blocks(const Parts& one, const Parts& other) {
+inline int64_t combine_blocks(const SpanSums& one, const SpanSums& other) {
   const int64_t a = one.spans ? one.count : 0, b = other.spans ? other.count : 0;
   const int64_t count = a > b ? a : b;
   return count < 1 ? 1 : count < kCombineBlocks ? count : kCombineBlocks;

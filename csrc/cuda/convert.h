@@ -1,7 +1,7 @@
 #pragma once
 // Eight elements of any format to float32 and back. Reading and decoding are apart: a kernel asks
 // for all its arrays before it looks at the first, or the memory would have one request at a time.
-#include "cuda/packs.h"
+#include "cuda/pack8.h"
 
 namespace amp_mp::cuda {
 
@@ -25,10 +25,10 @@ template <uint32_t Formats>
 struct Held {
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
   static constexpr bool kGroups = (Formats & kOnly<Format::m8>) != 0;
-  Pack data, rest;
+  Pack8 data, rest;
   float scale;
 
-  __device__ __forceinline__ void read(const Span& from, int64_t at, int n, bool whole) {
+  __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read(from.data, at, width_of(from.format), n, whole);
     if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
     if constexpr (kGroups)
@@ -119,7 +119,7 @@ struct Held {
       if (f == Format::m8) group(x, n, random);
   }
 
-  __device__ __forceinline__ void write(const Span& to, int64_t at, int n, bool whole) const {
+  __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
     if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
     if constexpr (kGroups)
@@ -184,7 +184,7 @@ struct Held {
 };
 
 template <uint32_t Formats>
-__device__ __forceinline__ void load(float (&x)[kPack], const Span& from, int64_t at, int n,
+__device__ __forceinline__ void load(float (&x)[kPack], const Array& from, int64_t at, int n,
                                      bool whole) {
   Held<Formats> held;
   held.read(from, at, n, whole);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void load(float (&x)[kPack], const Span& from, int64_
 }
 
 template <uint32_t Formats>
-__device__ __forceinline__ void store(const Span& to, const float (&x)[kPack], int64_t at, int n,
+__device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], int64_t at, int n,
                                       bool whole, uint64_t random = 0) {
   Held<Formats> held;
   held.encode(to.format, x, n, random);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void store(const Span& to, const float (&x)[kPack], i
 
 // As weights and history are stored: float16 saturates.
 template <uint32_t Formats>
-__device__ __forceinline__ void store_history(const Span& to, const float (&x)[kPack], int64_t at,
+__device__ __forceinline__ void store_history(const Array& to, const float (&x)[kPack], int64_t at,
                                               int n, bool whole, uint64_t random = 0) {
   const bool clamp = saturates(to.format);
   float y[kPack];

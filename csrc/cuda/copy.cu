@@ -2,12 +2,12 @@
 // to weights.
 #include "cuda/convert.h"
 #include "cuda/passes.h"
-#include "cuda/table.h"
+#include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using CopyTable = Table<4, 0, Stream>;
+using CopyTable = TensorTable<4, RandomStream>;
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 4;  // an SM
@@ -19,8 +19,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table);
   const uint32_t tag = table.tag[chunk.slot];
-  const Span to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
-  const Span from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF), table.data[3][chunk.slot]};
+  const Array to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
+  const Array from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF),
+                      table.data[3][chunk.slot]};
   const bool clamp = (tag >> 16 & 1) != 0, draws = is_stochastic(to.format);
   bool wide = true;
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     load<kAnyFormat>(x, from, at, n, whole);
     for (int k = 0; k < kPack; ++k) x[k] = clamp ? saturate(x[k] * multiplier) : x[k] * multiplier;
     store<kAnyFormat>(to, x, at, n, whole,
-                      draws ? random_bytes(table.place[chunk.slot], uint64_t(at)) : 0);
+                      draws ? random_bytes(table.extra[chunk.slot], uint64_t(at)) : 0);
   }
 }
 
@@ -46,14 +47,14 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
   const auto queue = static_cast<cudaStream_t>(stream);
   const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
   for (int64_t i = 0; i < count;) {
-    table.begin(i, 0, chunk);
+    table.reset(i, 0, chunk);
     for (; i < count && !table.full(); ++i) {
       const Transfer& t = transfers[i];
       table.data[0][table.count] = t.to.data;
       table.data[1][table.count] = t.from.data;
       table.data[2][table.count] = t.to.rest;
       table.data[3][table.count] = t.from.rest;
-      table.place[table.count] = t.stream;
+      table.extra[table.count] = t.random;
       const bool clamp = t.saturate && t.to.format == Format::float16;
       table.tag[table.count] =
           uint32_t(t.to.format) | uint32_t(t.from.format) << 8 | uint32_t(clamp) << 16;

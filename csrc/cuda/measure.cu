@@ -1,15 +1,15 @@
 // One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span
-// (cuda/team.h).
+// (cuda/span_threads.h).
 #include "cuda/combine.h"
 #include "cuda/convert.h"
 #include "cuda/passes.h"
-#include "cuda/table.h"
-#include "cuda/team.h"
+#include "cuda/span_threads.h"
+#include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using MeasureTable = Table<2>;
+using MeasureTable = TensorTable<2>;
 
 // Elements of one array, and of a master in two. kBatch: rows in flight, what hides the memory's
 // latency; where reading is long, more than one row would go by way of local memory.
@@ -27,13 +27,13 @@ struct Plain {
 struct Joined {
   using Raw = float;
   static constexpr int kBatch = 1;
-  Span span;
+  Array array;
   int64_t begin;
   __device__ __forceinline__ bool wide() const {
-    return is_wide(span.data) && is_wide(span.rest) && begin % 16 == 0;
+    return is_wide(array.data) && is_wide(array.rest) && begin % 16 == 0;
   }
   __device__ __forceinline__ void load(float (&out)[kPack], int at, int n, bool whole) const {
-    cuda::load<kMasterFormats>(out, span, begin + at, n < 0 ? 0 : n, whole);
+    cuda::load<kMasterFormats>(out, array, begin + at, n < 0 ? 0 : n, whole);
   }
 };
 
@@ -41,7 +41,7 @@ template <class Source>
 __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   using T = typename Source::Raw;
   constexpr int kBatch = Source::kBatch;
-  const int lane0 = int(threadIdx.x) % kTeam * kPack;
+  const int lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   const bool wide = x.wide();
   float sum[kPack] = {};
   uint32_t most = 0;  // bits of the largest |x|, infinity and NaN being the largest
@@ -67,17 +67,17 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   }
   double lane[kPack];
   for (int k = 0; k < kPack; ++k) lane[k] = sum[k];
-  for (int d = kTeam / 2; d > 0; d /= 2) {
-    const uint32_t other = __shfl_xor_sync(kWarp, most, d, kTeam);
+  for (int d = kBlockThreads / 2; d > 0; d /= 2) {
+    const uint32_t other = __shfl_xor_sync(kWarp, most, d, kBlockThreads);
     most = other > most ? other : most;
   }
-  // Every thread of the team needs the sum to judge it.
-  const double total = add_team(lane);
+  // Every thread of a block of 4,096 needs the sum to judge it.
+  const double total = add_block_lanes(lane);
   Statistics s = {total, from_bits(most), 0};
   const bool care = needs_care(total, s.max_abs, most >= kInfinity);
   if (!__any_sync(kWarp, care)) return s;
 
-  // Rare. The whole warp stays together for the shuffles; teams without need keep what they have.
+  // Rare. The whole warp stays together for the shuffles; blocks without need keep what they have.
   double again[kPack] = {};
   float largest = 0;
   uint32_t bad = 0;
@@ -95,16 +95,16 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
         }
       }
     }
-  for (int d = kTeam / 2; d > 0; d /= 2) {
-    const float other = __shfl_xor_sync(kWarp, largest, d, kTeam);
+  for (int d = kBlockThreads / 2; d > 0; d /= 2) {
+    const float other = __shfl_xor_sync(kWarp, largest, d, kBlockThreads);
     largest = other > largest ? other : largest;
-    bad += __shfl_xor_sync(kWarp, bad, d, kTeam);
+    bad += __shfl_xor_sync(kWarp, bad, d, kBlockThreads);
   }
-  const double careful = add_team(again);
+  const double careful = add_block_lanes(again);
   return care ? Statistics{careful, largest, double(bad)} : s;
 }
 
-__device__ __forceinline__ Statistics measure_block(Span g, int64_t at, int n) {
+__device__ __forceinline__ Statistics measure_block(Array g, int64_t at, int n) {
   switch (g.format) {
     case Format::float32:
       return measure_block(Plain<float>{static_cast<const float*>(g.data) + at}, n);
@@ -120,32 +120,32 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
     measure_kernel(const MeasureTable __grid_constant__ table, Statistics* __restrict__ spans,
                    int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
-  begin_list(table, first_span, ticket);
+  init_span_sums(table, first_span, ticket);
   if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // nothing but empty tensors
 
   const Chunk chunk = find_chunk(table);
-  const Span g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
-                  table.data[1][chunk.slot]};
-  const int block = int(threadIdx.x) / kTeam, left = chunk.size - block * kBlock;
+  const Array g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
+                   table.data[1][chunk.slot]};
+  const int block = int(threadIdx.x) / kBlockThreads, left = chunk.size - block * kBlock;
   const int n = left < 0 ? 0 : left < kBlock ? left : kBlock;
   const Statistics s = measure_block(g, n > 0 ? chunk.begin + block * kBlock : 0, n);
   add_blocks(blocks, s, chunk.size, spans + table.chunk_offset + blockIdx.x);
 }
 
 // For who wants the sums and has nothing to decide.
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(Parts parts) {
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(SpanSums sums) {
   __shared__ CombineShared shared;
-  combine_lists(parts, Parts{}, shared);
+  combine_lists(sums, SpanSums{}, shared);
 }
 
 }  // namespace
 
-const char* measure(const Reading* readings, const Parts& parts, void* stream) {
+const char* measure(const Reading* readings, const SpanSums& sums, void* stream) {
   auto& table = table_of_thread<MeasureTable>();
   int64_t chunks = 0;
-  for (int64_t i = 0; i < parts.count;) {
-    table.begin(i, chunks, int(kSpan));
-    for (; i < parts.count && !table.full(); ++i) {
+  for (int64_t i = 0; i < sums.count;) {
+    table.reset(i, chunks, int(kSpan));
+    for (; i < sums.count && !table.full(); ++i) {
       table.data[0][table.count] = readings[i].data.data;
       table.data[1][table.count] = readings[i].data.rest;
       table.tag[table.count] = uint32_t(readings[i].data.format);
@@ -155,15 +155,15 @@ const char* measure(const Reading* readings, const Parts& parts, void* stream) {
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
     if (const char* error =
             message(launch(measure_kernel, blocks, kSpanThreads, static_cast<cudaStream_t>(stream),
-                           table, parts.spans, parts.first_span, parts.ticket)))
+                           table, sums.spans, sums.first_span, sums.ticket)))
       return error;
   }
   return nullptr;
 }
 
-const char* combine(const Parts& parts, void* stream) {
-  return message(launch(combine_kernel, combine_blocks(parts, Parts{}), kCombineThreads,
-                        static_cast<cudaStream_t>(stream), parts));
+const char* combine(const SpanSums& sums, void* stream) {
+  return message(launch(combine_kernel, combine_blocks(sums, SpanSums{}), kCombineThreads,
+                        static_cast<cudaStream_t>(stream), sums));
 }
 
 }  // namespace amp_mp::cuda

@@ -1,56 +1,59 @@
 #pragma once
-// The passes on a GPU. Plain data in; every pointer but `slots` and its like is device memory,
-// `stream` is a cudaStream_t. Work is queued, nothing waits. Each returns null or what CUDA said.
+// The passes on a GPU, for csrc/torch to call. `slots`, `readings`, `transfers`, `hypers` and the
+// structs are host memory; every pointer inside them is device memory. `stream` is a cudaStream_t.
+// Each function queues work and returns at once: null, or CUDA's error message.
 #include "plan.h"
 
 namespace amp_mp::cuda {
 
-// What measuring a list leaves: spans that somebody has to add.
-struct Parts {
-  Statistics* spans = nullptr;    // of all tensors; null where nothing is left to add
-  int64_t* first_span = nullptr;  // count + 1
-  unsigned* ticket = nullptr;     // 0 after measuring
-  Statistics* tensors = nullptr;  // count + 1, to be filled: the last is the total; null: no list
-  int64_t count = 0;              // of tensors
+// Sums that measuring has left per span; they are still to be added up to sums per tensor.
+struct SpanSums {
+  Statistics* spans = nullptr;    // of all tensors; null if there is nothing left to add
+  int64_t* first_span = nullptr;  // count + 1: index of each tensor's first span
+  unsigned* ticket = nullptr;     // counts finished thread blocks; 0 after measuring
+  Statistics* tensors = nullptr;  // output, count + 1, the last is the total; null for no list
+  int64_t count = 0;              // number of tensors
 };
 
-const char* measure(const Reading* readings, const Parts& parts, void* stream);
-const char* combine(const Parts& parts, void* stream);
+const char* measure(const Reading* readings, const SpanSums& sums, void* stream);
+const char* combine(const SpanSums& sums, void* stream);
 
 // total may be null.
-const char* decide(const Statistics* total, const Decision& decision, Verdict* verdict,
+const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict* verdict,
                    void* stream);
 
-// With a verdict its multiplier counts and an overflow copies nothing; without one, `multiplier`.
+// With a verdict its multiplier is used and an overflow copies nothing; without one, `multiplier`.
 const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdict,
                  double multiplier, void* stream);
 
-// A step: adds what `grads` and `weights` have left, decides (without a decision, `verdict` is
-// given), ticks each slot's clock and updates it, unless the verdict says overflow. The decision is
-// about the total of `grads`. `ready` has room for `count`. measured: as on the CPU.
+// A step: adds up `grads` and `weights`, decides from the total of `grads` (or, if `inputs` is
+// null, uses `verdict` as it is), then ticks each slot's clock and updates it, unless the verdict
+// says overflow. `slot_rules` is device memory for `count`. norms: as on the CPU.
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
-                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
-                  const Measured& measured, void* stream);
+const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
+                  Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
+                  SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
 
-// Parts of apply. begin: everything that comes before the tensors are touched; `again` where only
-// the norms of the updates are new.
+// The kernels that apply launches first. decide_step: all that has to be known before tensors are
+// touched; `updates_measured`: called again after `moments`, because only the updates' norms are
+// new. moments: the first pass of rules that need their update's norm.
 template <class Rule>
-const char* begin(const Slot* slots, int64_t count, const Hyper* hypers, const Decision* decision,
-                  Verdict* verdict, const Parts& grads, const Parts& weights, Ready<Rule>* ready,
-                  const Measured& measured, bool again, void* stream);
+const char* decide_step(const Slot* slots, int64_t count, const Hyper* hypers,
+                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                        const SpanSums& weights, SlotRule<Rule>* slot_rules,
+                        const NormInputs& norms, bool updates_measured, void* stream);
 template <class Rule>
-const char* prepare(const Slot* slots, int64_t count, const Verdict* verdict,
-                    const Ready<Rule>* ready, const Measured& measured, void* stream);
+const char* moments(const Slot* slots, int64_t count, const Verdict* verdict,
+                    const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
 
-// max_abs may be null for policies that do not look at it.
-const char* move_scale(const NextScale& next, const double* found_inf, const double* max_abs,
-                       const Ring& ring, void* stream);
+// Updates a loss scale outside a step. max_abs may be null for policies that do not use it.
+const char* update_scale(const ScaleUpdate& update, const double* found_inf, const double* max_abs,
+                         const StepReportBuffer& report_buffer, void* stream);
 
-// What is asked of the CUDA runtime besides launches.
+// The CUDA runtime's functions that are needed besides launches.
 bool is_capturing(void* stream);
 const char* synchronize(void* stream);
-// Host memory that devices can write, for good; null if refused. Not while a stream captures.
+// Pinned host memory that devices can write, never freed; null if CUDA refuses. Not during capture.
 void* allocate_for_both(size_t bytes);
 
 }  // namespace amp_mp::cuda

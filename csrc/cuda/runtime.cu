@@ -3,7 +3,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/passes.h"
-#include "cuda/table.h"
+#include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 

@@ -34,7 +34,7 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const py::sequence& states, const py::sequence& scales,
                  const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
                  const py::sequence& clocks, std::vector<int64_t> groups,
-                 std::vector<int64_t> numbers, std::vector<int64_t> firsts,
+                 std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
                  std::vector<std::string> names) {
   Slots::Lists lists;
   lists.params = unpack(params, "params");
@@ -49,15 +49,15 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   lists.stochastic = std::move(stochastic);
   lists.clocks = unpack(clocks, "clocks");
   lists.groups = std::move(groups);
-  lists.numbers = std::move(numbers);
+  lists.tensor_indices = std::move(tensor_indices);
   lists.firsts = std::move(firsts);
   lists.names = std::move(names);
   return Slots(std::move(lists));
 }
 
 // By name, so that a rule's new number is a line in core/rules/base.h and one here.
-Numbers make_numbers(const py::kwargs& numbers) {
-  Numbers result = {};
+HyperTensors make_hyper(const py::kwargs& hyper) {
+  HyperTensors result = {};
   Hyper& h = result.hyper;
   const std::pair<const char*, double*> doubles[] = {
       {"lr", &h.lr},
@@ -74,7 +74,7 @@ Numbers make_numbers(const py::kwargs& numbers) {
                                                  {"maximize", &h.maximize},
                                                  {"clip", &h.clip},
                                                  {"always_adapt", &h.always_adapt}};
-  for (const auto& [key, value] : numbers) {
+  for (const auto& [key, value] : hyper) {
     const auto name = py::cast<std::string>(key);
     if (name == "lr" && THPVariable_Check(value.ptr())) {
       result.lr = THPVariable_Unpack(value.ptr());

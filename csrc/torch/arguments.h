@@ -2,7 +2,7 @@
 // Python's lists and dicts as the operations take them.
 #include <torch/csrc/utils/pybind.h>
 
-#include "torch/ops.h"
+#include "torch/step/step.h"
 
 namespace py = pybind11;
 
@@ -20,11 +20,11 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const py::sequence& states, const py::sequence& scales,
                  const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
                  const py::sequence& clocks, std::vector<int64_t> groups,
-                 std::vector<int64_t> numbers, std::vector<int64_t> firsts,
+                 std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
                  std::vector<std::string> names);
 
 // Hyper's numbers by name, lr maybe a tensor; TypeError for a name it does not have.
-Numbers make_numbers(const py::kwargs& numbers);
+HyperTensors make_hyper(const py::kwargs& hyper);
 
 // Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
 // knows that nobody has put another tensor into its state.

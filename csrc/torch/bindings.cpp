@@ -1,10 +1,11 @@
 // What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
 #include "cpu/kernels.h"
 #include "torch/arguments.h"
-#include "torch/autocast.h"
-#include "torch/cast_cache.h"
+#include "torch/casting/autocast.h"
+#include "torch/casting/cast_cache.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
+#include "torch/step/step.h"
 
 namespace amp_mp {
 namespace {
@@ -37,41 +38,42 @@ PYBIND11_MODULE(_C, m) {
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
 
-  py::class_<Numbers>(m, "Hyper").def(py::init(&make_numbers));
+  py::class_<HyperTensors>(m, "Hyper").def(py::init(&make_hyper));
   using Maybe = std::optional<at::Tensor>;
-  py::class_<ScaleMove, std::shared_ptr<ScaleMove>>(m, "ScaleMove")
+  py::class_<ScaleUpdateTensors, std::shared_ptr<ScaleUpdateTensors>>(m, "ScaleUpdate")
       .def(py::init([](Maybe policy, Maybe policy_out, Maybe scale, Maybe scale_out, Maybe tracker,
                        Maybe tracker_out, double growth_factor, double backoff_factor,
                        int64_t growth_interval) {
-             return std::make_shared<ScaleMove>(policy, policy_out, scale, scale_out, tracker,
-                                                tracker_out, growth_factor, backoff_factor,
-                                                growth_interval);
+             return std::make_shared<ScaleUpdateTensors>(policy, policy_out, scale, scale_out,
+                                                         tracker, tracker_out, growth_factor,
+                                                         backoff_factor, growth_interval);
            }),
            py::kw_only(), py::arg("policy") = py::none(), py::arg("policy_out") = py::none(),
            py::arg("scale") = py::none(), py::arg("scale_out") = py::none(),
            py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
            py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
            py::arg("growth_interval") = 2000);
-  py::class_<Terms>(m, "Terms")
+  py::class_<DecideTensors>(m, "DecideInputs")
       .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
-                       std::shared_ptr<ScaleMove> next, std::shared_ptr<Reports> reports) {
-             return Terms{std::move(scale), std::move(found_inf), max_norm, std::move(next),
-                          std::move(reports)};
+                       std::shared_ptr<ScaleUpdateTensors> scale_update,
+                       std::shared_ptr<StepReports> reports) {
+             return DecideTensors{std::move(scale), std::move(found_inf), max_norm,
+                                  std::move(scale_update), std::move(reports)};
            }),
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
-           py::arg("max_norm") = 0.0, py::arg("next") = py::none(),
+           py::arg("max_norm") = 0.0, py::arg("scale_update") = py::none(),
            py::arg("reports") = py::none());
   py::class_<Measurement>(m, "Measurement")
       .def(py::init<at::Tensor>(), py::arg("rows"))
       .def_property_readonly("rows", &Measurement::rows);
-  py::class_<Reports, std::shared_ptr<Reports>>(m, "Reports")
-      .def(py::init([](const at::Device& device) { return std::make_shared<Reports>(device); }),
+  py::class_<StepReports, std::shared_ptr<StepReports>>(m, "StepReports")
+      .def(py::init([](const at::Device& device) { return std::make_shared<StepReports>(device); }),
            py::arg("device"))
-      .def_property_readonly("device", &Reports::device)
+      .def_property_readonly("device", &StepReports::device)
       .def(
           "newest",
-          [](const Reports& reports, bool wait) -> py::object {
-            std::optional<Report> found;
+          [](const StepReports& reports, bool wait) -> py::object {
+            std::optional<StepReport> found;
             {
               const py::gil_scoped_release release;
               found = reports.newest(wait);
@@ -86,7 +88,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Slots>(m, "Slots")
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
            py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
-           py::arg("clocks"), py::arg("groups"), py::arg("numbers"), py::arg("firsts"),
+           py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
            py::arg("names"))
       .def("__len__", &Slots::size)
       .def(
@@ -102,7 +104,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("tensors"));
   m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
-  m.def("decide_", &decide_, py::arg("verdict"), py::arg("terms"),
+  m.def("decide_", &decide_, py::arg("verdict"), py::arg("inputs"),
         py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "copy_",
@@ -117,17 +119,18 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "encode_",
       [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-         const std::string& format, uint64_t seed, int64_t step,
-         int64_t number) { encode_(x, data, rest, format_named(format), seed, step, number); },
+         const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index) {
+        encode_(x, data, rest, format_named(format), seed, step, tensor_index);
+      },
       py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
-      py::arg("seed") = 0, py::arg("step") = 0, py::arg("number") = 0);
+      py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0);
   m.def(
       "decode",
       [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
         return decode(data, rest, format_named(format));
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
-  m.def("move_scale_", &move_scale_, py::arg("move"), py::arg("found_inf"),
+  m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 
@@ -166,9 +169,12 @@ PYBIND11_MODULE(_C, m) {
     return rows;
   });
 
-#define AMP_MP_BIND(Rule, op)                                                        \
-  m.def(#op, &apply_<Rule>, py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
-        py::arg("measured") = py::none(), py::arg("terms") = py::none(),             \
-        py::call_guard<py::gil_scoped_release>());
+  py::dict operators;
+#define AMP_MP_BIND(Rule, op)                                                                      \
+  operators[#op] = py::cpp_function(                                                               \
+      &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"),       \
+      py::arg("measured") = py::none(), py::arg("inputs") = py::none(), py::arg("measure") = false, \
+      py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
+  m.attr("operators") = operators;
 }

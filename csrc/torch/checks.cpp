@@ -48,7 +48,7 @@ Format check_format(const at::Tensor& t, const Label& label) {
                    ") must be float32, float16 or bfloat16; use torch.optim for other dtypes");
 }
 
-Span span_of(const at::Tensor& t, const Label& label) {
+Array array_of(const at::Tensor& t, const Label& label) {
   return {const_cast<void*>(t.const_data_ptr()), check_format(t, label)};
 }
 

@@ -33,7 +33,7 @@ void check_plain(const at::Tensor& t, const Label& label);
 Format check_format(const at::Tensor& t, const Label& label);
 
 // The tensor's memory, to read from. (Only for reading: it leaves a lazy copy shared.)
-Span span_of(const at::Tensor& t, const Label& label);
+Array array_of(const at::Tensor& t, const Label& label);
 
 // What a pass writes to: plain, each element once in memory, and with a version counter to bump.
 void check_writable(const at::Tensor& t, const Label& label);

@@ -9,8 +9,8 @@
 namespace amp_mp {
 namespace {
 
-// The arrays as a span: contiguous, of the widths the format has.
-Span stored_span(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format) {
+// Checks that the tensors are contiguous and as wide as the format.
+Array stored_array(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format) {
   check_writable(data, {"data"});
   TORCH_CHECK_VALUE(data.is_contiguous() && data.element_size() == width_of(format),
                     "amp_mp: ", "data (", describe(data), ") must be contiguous, ",
@@ -42,23 +42,23 @@ void transfer(const Transfer& t, const at::Device& device) {
 }  // namespace
 
 void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-             Format format, uint64_t seed, int64_t step, int64_t number) {
+             Format format, uint64_t seed, int64_t step, int64_t tensor_index) {
   check_plain(x, {"x"});
   check_dtype(x, at::kFloat, {"x"});
   check_device(data, x.device(), {"data"});
   TORCH_CHECK_VALUE(x.is_contiguous() && x.numel() == data.numel(), "amp_mp: x (", describe(x),
                     ") must be contiguous and have as many elements as data");
-  const Span to = stored_span(data, rest, format);
-  const Stream stream = stream_of(seed, double(step), uint32_t(number), false);
-  transfer({x.numel(), to, span_of(x, {"x"}), saturates(format), stream}, x.device());
+  const Array to = stored_array(data, rest, format);
+  const RandomStream random = random_stream(seed, double(step), uint32_t(tensor_index), false);
+  transfer({x.numel(), to, array_of(x, {"x"}), saturates(format), random}, x.device());
   bump_version(data);
   if (rest.has_value()) bump_version(*rest);
 }
 
 at::Tensor decode(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format) {
-  const Span from = stored_span(data, rest, format);
+  const Array from = stored_array(data, rest, format);
   at::Tensor x = at::empty_like(data, data.options().dtype(at::kFloat));
-  const Span to = {x.mutable_data_ptr(), Format::float32};
+  const Array to = {x.mutable_data_ptr(), Format::float32};
   transfer({x.numel(), to, from, false, {}}, data.device());
   return x;
 }

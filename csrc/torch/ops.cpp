@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "cpu/passes.h"
-#include "torch/scalars.h"
+#include "torch/step/scalars.h"
 
 namespace amp_mp {
 
@@ -44,7 +44,7 @@ Measurement measure(const Tensors& tensors, at::Device device,
       kept.push_back(t->contiguous());
       t = &kept.back();
     }
-    readings[i] = {t->numel(), span_of(*t, label)};
+    readings[i] = {t->numel(), array_of(*t, label)};
   }
   return Measurement(readings, device);
 }
@@ -67,9 +67,9 @@ at::Tensor combine(const at::Tensor& rows) {
   at::Tensor result = at::empty({count + 1, 3}, rows.options());
   auto* out = data_of<Statistics>(result);
   // On CUDA every row counts as a tensor of one span.
-  const auto numbers = rows.options().dtype(at::kLong);
-  const at::Tensor first = device.is_cuda() ? at::arange(count + 1, numbers) : at::Tensor();
-  const at::Tensor ticket = device.is_cuda() ? at::zeros({1}, numbers) : at::Tensor();
+  const auto longs = rows.options().dtype(at::kLong);
+  const at::Tensor first = device.is_cuda() ? at::arange(count + 1, longs) : at::Tensor();
+  const at::Tensor ticket = device.is_cuda() ? at::zeros({1}, longs) : at::Tensor();
   on(
       device,
       [&] {
@@ -111,7 +111,7 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
                       " are the same memory with different dtypes");
     transfers.push_back({to[i].numel(),
                          {to[i].mutable_data_ptr(), check_format(to[i], to_label)},
-                         span_of(*source, from_label),
+                         array_of(*source, from_label),
                          saturate,
                          {}});
   }

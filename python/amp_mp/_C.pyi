@@ -1,7 +1,7 @@
-"""The native library's signatures. What each does, and its errors: csrc/torch/ops.h."""
+"""The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Slots:
         stochastic: Sequence[bool],
         clocks: Sequence[Tensor],
         groups: Sequence[int],
-        numbers: Sequence[int],
+        tensor_indices: Sequence[int],
         firsts: Sequence[int],
         names: Sequence[str],
     ) -> None: ...
@@ -66,17 +66,17 @@ class Slots:
         """Of the parameters' gradients, absent ones counting as empty."""
 
 class Measurement:
-    """What one read of tensors has found; on CUDA sums of spans, which the step's kernel adds."""
+    """Statistics of one read of tensors; on CUDA sums of spans, which the step's kernel adds."""
 
     def __init__(self, rows: Tensor) -> None:
-        """What has been found elsewhere, as `rows`."""
+        """Statistics that are known already, in the form of `rows`."""
 
     @property
     def rows(self) -> Tensor:
-        """As `measure` gives them; adds them now where nothing has."""
+        """In the form of `measure`; adds the spans now if no kernel has."""
 
-class Reports:
-    """A CUDA device's last decisions in host memory: csrc/torch/reports.h."""
+class StepReports:
+    """A CUDA device's last decisions in host memory: csrc/torch/step/step_reports.h."""
 
     def __init__(self, device: torch.device) -> None:
         """RuntimeError while a CUDA graph is being captured."""
@@ -84,10 +84,10 @@ class Reports:
     @property
     def device(self) -> torch.device: ...
     def newest(self, wait: bool) -> tuple[int, float, float, float, float, float, float] | None:
-        """Number from 1, the verdict, the loss scale it moved to or 0; None if there is none."""
+        """Number from 1, the verdict, the new loss scale or 0; None if there is no report."""
 
-class ScaleMove:
-    """From where to where a loss scale moves on: csrc/torch/ops.h.
+class ScaleUpdate:
+    """How a loss scale is updated, in place or into other tensors: csrc/torch/step/step.h.
 
     policy: float64 state of a policy, with scale_out float32 [1] to follow it; or, without, torch's
     float32 scale and int32 growth tracker.
@@ -107,16 +107,16 @@ class ScaleMove:
         growth_interval: int = 2000,
     ) -> None: ...
 
-class Terms:
-    """On which terms a step is decided; scale and found_inf float32 [1]."""
+class DecideInputs:
+    """What a verdict depends on besides the statistics; scale and found_inf float32 [1]."""
 
     def __init__(
         self,
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         max_norm: float = 0.0,
-        next: ScaleMove | None = None,
-        reports: Reports | None = None,
+        scale_update: ScaleUpdate | None = None,
+        reports: StepReports | None = None,
     ) -> None: ...
 
 def measure(tensors: Tensors) -> Tensor:
@@ -125,7 +125,7 @@ def measure(tensors: Tensors) -> Tensor:
 def combine(rows: Tensor) -> Tensor:
     """`measure`'s result, float64 [n + 1, 3], for tensors whose rows [n, 3] are known."""
 
-def decide_(verdict: Tensor, terms: Terms, statistics: Tensor | None = None) -> None:
+def decide_(verdict: Tensor, inputs: DecideInputs, statistics: Tensor | None = None) -> None:
     """Fills verdict, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
 
 def copy_(
@@ -138,11 +138,11 @@ def copy_(
 ) -> None:
     """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
 
-def move_scale_(
-    move: ScaleMove,
+def update_scale_(
+    update: ScaleUpdate,
     found_inf: Tensor,
     max_abs: Tensor | None = None,
-    reports: Reports | None = None,
+    reports: StepReports | None = None,
 ) -> None:
     """Moves a loss scale after a step; found_inf and max_abs float64 [1]."""
 
@@ -160,7 +160,7 @@ def encode_(
     *,
     seed: int = 0,
     step: int = 0,
-    number: int = 0,
+    tensor_index: int = 0,
 ) -> None:
     """Stores x, float32, in a format's one or two arrays; all contiguous."""
 
@@ -185,116 +185,28 @@ def accumulate_weight_grad_(
 def accumulates(leaf: Tensor) -> bool | None:
     """In a backward: whether the gradient is added to .grad, or returned; None: not asked for."""
 
-# With terms the verdict is made from measured, else it is given. measured also for the rules that
-# look at norms: lars_, lamb_, novograd_.
-def adamw_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def amsgrad_adamw_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def adam_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def amsgrad_adam_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def sgd_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def scaled_sgd_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def plain_sgd_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def lars_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def adagrad_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def rmsprop_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def plain_rmsprop_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def centered_rmsprop_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def lion_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def lamb_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
-def novograd_(
-    slots: Slots,
-    hypers: Sequence[Hyper],
-    verdict: Tensor,
-    measured: Measurement | None = None,
-    terms: Terms | None = None,
-) -> None: ...
+class Operator(Protocol):
+    """A rule's whole step on the slots of one device: csrc/torch/step/step.h, apply_."""
+
+    def __call__(
+        self,
+        slots: Slots,
+        hypers: Sequence[Hyper],
+        verdict: Tensor,
+        measured: Measurement | None = None,
+        inputs: DecideInputs | None = None,
+        measure: bool = False,
+    ) -> None:
+        """With inputs the verdict is decided here, else it is given.
+
+        measured or measure=True: where the decision or the rule needs the gradients' statistics.
+        """
+
+# By the names of csrc/core/rules.h: "adamw_", "sgd_", ...
+operators: dict[str, Operator]
 
 class casting:  # noqa: N801 (a submodule)
-    """The op-policy table: csrc/torch/autocast.h and cast_cache.h."""
+    """The op-policy table: csrc/torch/casting/autocast.h and cast_cache.h."""
 
     @staticmethod
     def policy_names() -> list[str]: ...

@@ -36,6 +36,17 @@ _check_torch()
 
 from amp_mp import diagnose, formats, nn, optim, scaling  # noqa: E402
 from amp_mp._C import build_info  # noqa: E402
+from amp_mp.apex import (  # noqa: E402
+    BN_convert_float,
+    FP16_Optimizer,
+    init,
+    master_params,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    tofp16,
+)
 from amp_mp.casting import (  # noqa: E402
     autocast,
     backward,
@@ -44,7 +55,6 @@ from amp_mp.casting import (  # noqa: E402
     explain,
     float_function,
     half_function,
-    init,
     policies,
     promote_function,
     register_float_function,
@@ -53,30 +63,29 @@ from amp_mp.casting import (  # noqa: E402
     set_policy,
     uninstall,
 )
-from amp_mp.master import (  # noqa: E402
-    BN_convert_float,
-    FP16_Optimizer,
+from amp_mp.compat import (  # noqa: E402
     MixedPrecisionOptimizerWrapper,
     TypedTensor,
-    convert_network,
-    float32_state_dict,
-    keep_fp32,
     l1,
     l2_half,
     l2_sum,
-    load_float32_state_dict,
-    master_params,
-    master_params_to_model_params,
     mixed_precision,
-    model_grads_to_master_grads,
     mp_regularizer_wrapper,
-    network_to_half,
-    prep_param_lists,
+    shift_for_scale,
+)
+from amp_mp.grad_scaler import GradScaler  # noqa: E402
+from amp_mp.model import (  # noqa: E402
+    convert_network,
+    float32_state_dict,
+    keep_fp32,
+    load_float32_state_dict,
     prepare,
-    tofp16,
 )
 from amp_mp.nn import attach_main_grads  # noqa: E402
-from amp_mp.scaling import GradScaler  # noqa: E402
+
+# Their names before they moved to rooms of their own, which `scaling` must not import.
+scaling.GradScaler = GradScaler  # type: ignore[attr-defined]
+scaling.shift_for_scale = shift_for_scale  # type: ignore[attr-defined]
 
 __all__ = [
     "BN_convert_float",

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_mp.optim.originals import LOW_PRECISION
-from amp_mp.optim.storage import (
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.state.formats import (
     GROUP,
     MOMENTS,
     REST_FORMATS,
@@ -66,7 +66,7 @@ def encode(
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
     _check(format)
-    random = {"seed": seed, "step": step, "number": number}
+    random = {"seed": seed, "step": step, "tensor_index": number}
     if format in SPLITS:
         if weight_dtype not in LOW_PRECISION:
             raise ValueError(

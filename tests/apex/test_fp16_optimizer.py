@@ -19,6 +19,7 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
+from amp_mp import _C
 from amp_mp.scaling import Backoff, Policy, Static
 
 LOW = [torch.float16, torch.bfloat16]
@@ -886,23 +887,24 @@ def test_the_folded_path_reads_gradients_once_clipping_included(
     optimizer.loss_scale = 8.0
     train_step(model, optimizer, torch.randn(5, 4, device=device))
     reads = []
-    slots = optimizer.optimizer._buckets[0].slots
+    measure, operators = _C.Slots.measure, dict(_C.operators)
 
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(slots, name)
+    def measured(slots: _C.Slots) -> _C.Measurement:
+        reads.append("before the step")
+        return measure(slots)
 
-        def measure(self) -> Tensor:
-            reads.append(1)
-            return slots.measure()
+    def step(*args: Any) -> None:
+        if args[5]:
+            reads.append("in the step")
+        operators["plain_sgd_"](*args)
 
-    monkeypatch.setattr(optimizer.optimizer._buckets[0], "slots", Counting())
+    monkeypatch.setattr(_C.Slots, "measure", measured)
+    monkeypatch.setitem(_C.operators, "plain_sgd_", step)
     optimizer.zero_grad()
     optimizer.backward(model(torch.randn(5, 4, device=device)).float().sum())
     optimizer.clip_master_grads(0.5)
-    optimizer._hand_over()
-    optimizer.optimizer._measure()
-    assert reads == [1]
+    optimizer.step()
+    assert reads == ["before the step"]
 
 
 def test_snapshots_go_from_one_path_to_the_other(device: str) -> None:

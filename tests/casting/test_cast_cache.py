@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.casting.policies import install
+from amp_mp.casting.op_table import install
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision

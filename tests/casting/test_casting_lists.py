@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_mp as amp
-from amp_mp.casting.tables import APEX
+from amp_mp.casting.op_lists import APEX
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated

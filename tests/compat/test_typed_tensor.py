@@ -12,7 +12,7 @@ import torch
 from helpers import random, raw_bytes
 from torch import Tensor
 
-from amp_mp.master.typed_tensor import TypedTensor
+from amp_mp.compat.typed_tensor import TypedTensor
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALL = [F64, F32, F16, BF16]

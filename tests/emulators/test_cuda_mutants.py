@@ -28,7 +28,7 @@ MUTANTS = {
     "no barrier before a group's scale is written": Mutant(
         "convert.h", "__syncwarp(kWarp);", "", "*.cu", "tsan", RACE),
     "no barrier before blocks are added": Mutant(
-        "team.h", "__syncthreads();", "", "measure.cu", "plain", "FAILED measure"),
+        "span_threads.h", "__syncthreads();", "", "measure.cu", "plain", "FAILED measure"),
     "no barrier before lanes are added": Mutant(
         "combine.h", "shared.lane[threadIdx.x] = sum;\n  __syncthreads();",
         "shared.lane[threadIdx.x] = sum;", "measure.cu", "plain", "FAILED sums of spans"),
@@ -36,17 +36,17 @@ MUTANTS = {
         "combine.h", f"__threadfence();  // the whole block's writes{TICKET}__threadfence();",
         f"// the whole block's writes{TICKET}", "*.cu", "tsan", RACE),
     "the first block adds what others have not": Mutant(
-        "combine.h", "== gridDim.x - 1", "== 0u", "begin.cu", "plain", "FAILED"),
+        "combine.h", "== gridDim.x - 1", "== 0u", "decide.cu", "plain", "FAILED"),
     "the last span is left out": Mutant(
         "combine.h", "for (; i < count; i +=", "for (; i + 1 < count; i +=", "measure.cu", "plain",
         "FAILED sums of spans"),
     "a report is sealed before it is written": Mutant(
-        "ring.h", "(&report.seal) = number;", "(&report.seal) = 0;", "begin.cu", "plain",
+        "step_report.h", "(&report.seal) = seal;", "(&report.seal) = 0;", "decide.cu", "plain",
         "FAILED a report"),
     "a captured rate is the one of the capture": Mutant(
-        "begin.cu", "read_rate(hyper);", "", "begin.cu", "plain", "FAILED a replayed step"),
+        "decide.cu", "read_rate(hyper);", "", "decide.cu", "plain", "FAILED a replayed step"),
     "the clocks of a skipped step tick": Mutant(
-        "begin.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "begin.cu", "plain",
+        "decide.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "decide.cu", "plain",
         "FAILED a skipped step"),
     "a tail is one too long": Mutant(
         "copy.cu", "kPack ? left :", "kPack ? left + 1 :", "copy.cu", "asan", BEYOND),
@@ -55,14 +55,15 @@ MUTANTS = {
     "a tail that is summed again is wide": Mutant(
         "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
     "the tensor before a chunk's": Mutant(
-        "table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "plain", "FAILED copy to"),
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "plain",
+        "FAILED copy to"),
     "random bytes of the block before": Mutant(
-        "packs.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "plain", "FAILED apply"),
+        "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "plain", "FAILED apply"),
     "eight bytes are wide": Mutant(
-        "packs.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
+        "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
     "one array is always wide": Mutant(
-        "slots.h", "a < kScales<Rule>; ++a)  //", "a < kState0 + 1; ++a)  //", "prepare.cu", "asan",
-        MISALIGNED),
+        "slot_table.h", "a < kScales<Rule>; ++a)  //", "a < kState0 + 1; ++a)  //", "moments.cu",
+        "asan", MISALIGNED),
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
@@ -73,8 +74,8 @@ MUTANTS = {
     "a skipped step writes": Mutant(
         "apply.cu", "!= 0) return;\n  const Chunk", "> 1) return;\n  const Chunk", "apply.cu",
         "plain", "FAILED a skipped step"),
-    "a skipped step prepares": Mutant(
-        "prepare.cu", "found_inf != 0", "found_inf > 1", "prepare.cu", "plain",
+    "a skipped step advances the moments": Mutant(
+        "moments.cu", "found_inf != 0", "found_inf > 1", "moments.cu", "plain",
         "FAILED a skipped step"),
     "a skipped copy writes": Mutant(
         "copy.cu", "found_inf != 0", "found_inf > 1", "copy.cu", "plain", "FAILED a skipped copy"),
@@ -119,7 +120,7 @@ def test_mistake_is_noticed(programs: dict[str, Future[Path]], name: str) -> Non
 
 
 def test_a_text_that_has_gone_is_an_error() -> None:
-    mutant = Mutant("team.h", "__syncthreads();", "", "measure.cu", "plain", "")
+    mutant = Mutant("span_threads.h", "__syncthreads();", "", "measure.cu", "plain", "")
     assert mutant.of("a; __syncthreads(); b;") == "a;  b;"
     for source, count in (("a; b;", 0), ("__syncthreads(); __syncthreads();", 2)):
         with pytest.raises(ValueError, match=rf"'__syncthreads\(\);' {count} times, expected once"):

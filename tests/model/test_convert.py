@@ -12,13 +12,8 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
-from amp_mp.master.convert import (
-    BN_convert_float,
-    convert_network,
-    keep_fp32,
-    network_to_half,
-    tofp16,
-)
+from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
+from amp_mp.model.convert import convert_network, keep_fp32
 
 LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32

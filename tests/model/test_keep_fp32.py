@@ -12,7 +12,7 @@ from helpers import raw_bytes
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.master.convert import convert_network, keep_fp32
+from amp_mp.model.convert import convert_network, keep_fp32
 
 LOW = [torch.float16, torch.bfloat16]
 CONVERTERS = {"convert_network": convert_network, "prepare": amp.prepare}

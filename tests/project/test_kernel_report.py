@@ -17,7 +17,7 @@ import kernel_report  # noqa: E402
 from kernel_code import Kernel, add_ptx, add_sass, parse_ptxas, short_name  # noqa: E402
 
 ARCH = "90"
-HOT = ("apply_kernel", "copy_kernel", "measure_kernel", "prepare_kernel")
+HOT = ("apply_kernel", "copy_kernel", "measure_kernel", "moments_kernel")
 STATES = {
     rule: int(states)
     for header in (ROOT / "csrc/core/rules").glob("*.h")
@@ -29,10 +29,10 @@ STATES = {
 ARRAY, REST = 2, 1
 
 
-def wide_accesses(name: str, prepared: set[str]) -> tuple[int, int]:
+def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
     """The 16-byte loads and stores that a kernel's arrays take, at the least.
 
-    `prepared` are the rules whose states were advanced by prepare_kernel: apply_kernel then needs
+    `two_pass` are the rules whose states were advanced by moments_kernel: apply_kernel then needs
     no gradient and stores no state.
     """
     kind, _, rule = name.removesuffix(">").partition("<")
@@ -44,14 +44,14 @@ def wide_accesses(name: str, prepared: set[str]) -> tuple[int, int]:
         return 0, 0
     states = STATES[rule.split("<")[0]] * ARRAY
     gradient, master, weight = ARRAY, ARRAY + REST, ARRAY
-    if kind == "prepare_kernel":
+    if kind == "moments_kernel":
         return gradient + master + states, states
-    if rule in prepared:
+    if rule in two_pass:
         return master + states, master + weight
     return gradient + master + states, master + weight + states
 
 
-def faults(kernel: Kernel, prepared: set[str]) -> list[str]:
+def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
     """What is wrong with a kernel, a line each."""
     found = []
     spilt = max(kernel.spill_stores, kernel.spill_loads)
@@ -69,7 +69,7 @@ def faults(kernel: Kernel, prepared: set[str]) -> list[str]:
         for what in ("generic", "calls"):
             if kernel.ptx[what] > 0:
                 found.append(f"{kernel.ptx[what]} {what}")
-    for what, needed in zip(("loads", "stores"), wide_accesses(kernel.name, prepared), strict=True):
+    for what, needed in zip(("loads", "stores"), wide_accesses(kernel.name, two_pass), strict=True):
         if kernel.ptx[f"wide {what}"] < needed:
             found.append(f"{kernel.ptx[f'wide {what}']} wide {what}, {needed} are needed")
     return found
@@ -85,8 +85,8 @@ def test_no_kernel_spills_or_is_narrow() -> None:
     assert sum(name.startswith("apply_kernel<") for name in names) == rules
     for hot in HOT:
         assert any(name.startswith(hot) for name in names), f"no {hot} among {names}"
-    prepared = {n[len("prepare_kernel<") : -1] for n in names if n.startswith("prepare_kernel<")}
-    wrong = {k.name: found for k in kernels if (found := faults(k, prepared))}
+    two_pass = {n[len("moments_kernel<") : -1] for n in names if n.startswith("moments_kernel<")}
+    wrong = {k.name: found for k in kernels if (found := faults(k, two_pass))}
     assert not wrong, "\n".join(f"{name}: {', '.join(found)}" for name, found in wrong.items())
 
 

@@ -26,7 +26,7 @@ from amp_mp.scaling import (
     from_state_dict,
     make_policy,
 )
-from amp_mp.scaling.make import apex_policy
+from amp_mp.apex.loss_scale import apex_policy
 from amp_mp.scaling.policies import NO_CEILING
 
 
@@ -429,7 +429,7 @@ def test_log_max_overflows_once_in_a_thousand_steps(spread: float) -> None:
     trained = LogMax(scale_min=2.0**-40, scale_max=2.0**40)  # of what a training run sees
     counts = [0, 0]
     states = [told._state, trained._state]
-    moves = [_C.ScaleMove(policy=state) for state in states]
+    moves = [_C.ScaleUpdate(policy=state) for state in states]
     yes, no = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 0.0))
     largest = torch.empty((), dtype=torch.float64)
     for exponent in exponents.tolist():
@@ -437,7 +437,7 @@ def test_log_max_overflows_once_in_a_thousand_steps(spread: float) -> None:
         for i, (state, move) in enumerate(zip(states, moves, strict=True)):
             overflow = exponent + math.log2(float(state[1])) >= 16.0
             counts[i] += overflow
-            _C.move_scale_(move, yes if overflow and i == 1 else no, largest)
+            _C.update_scale_(move, yes if overflow and i == 1 else no, largest)
     rates = [count / steps for count in counts]
     # The Gaussian tail at 3.09 is 0.0010008; moving estimates add a little. 2,000,000 steps have a
     # standard deviation of 0.00002.

@@ -1,7 +1,13 @@
-"""Casting: which precision operators run in, inside torch's own autocast."""
+"""Casting: in which precision operators run, inside torch's own autocast.
+
+`op_lists` names the operators, `op_table` puts a policy for each into force (csrc/torch/casting),
+`autocast` opens regions, `functions` wraps Python functions, `step_hooks` keeps casts away from
+optimizer steps and `explain` shows what was cast. This package imports no other part of amp_mp.
+"""
 
 from amp_mp._C import casting as _native
 from amp_mp.casting.autocast import autocast, backward, disable_casts
+from amp_mp.casting.explain import explain
 from amp_mp.casting.functions import (
     float_function,
     half_function,
@@ -10,18 +16,11 @@ from amp_mp.casting.functions import (
     register_half_function,
     register_promote_function,
 )
-from amp_mp.casting.handle import AmpHandle, NoOpHandle, init
-from amp_mp.casting.policies import explain, policies, set_policy, uninstall
-from amp_mp.casting.show import Cast, CastTable, PolicyTable
+from amp_mp.casting.op_table import policies, set_policy, uninstall
 
 clear_cache = _native.clear_cache
 
 __all__ = [
-    "AmpHandle",
-    "Cast",
-    "CastTable",
-    "NoOpHandle",
-    "PolicyTable",
     "autocast",
     "backward",
     "clear_cache",
@@ -29,7 +28,6 @@ __all__ = [
     "explain",
     "float_function",
     "half_function",
-    "init",
     "policies",
     "promote_function",
     "register_float_function",

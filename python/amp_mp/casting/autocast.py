@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_mp.casting.policies import install_default
-from amp_mp.casting.steps import install_step_hooks
+from amp_mp.casting.op_table import install_default
+from amp_mp.casting.step_hooks import install_step_hooks
 
 DEFAULT_DTYPE = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
@@ -48,9 +48,9 @@ def disable_casts(device_type: str | None = None) -> torch.autocast:
 
 
 def backward(loss: Tensor, **kwargs: Any) -> None:
-    """loss.backward() with casts off, for who trains under amp.init without scaling the loss.
+    """loss.backward() with casts off, for training under amp.init without loss scaling.
 
-    Backward has to run as the graph was recorded. With casts on, the products in the backward pass
+    Backward must run as the graph was recorded. With casts on, the products in the backward pass
     of what was computed in float32 would run in low precision: gradients off by 1e-3. scale_loss
     does the same.
 
@@ -77,7 +77,7 @@ def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, to
 
 @functools.cache
 def _warn_slow() -> None:
-    """Once a process."""
+    """Warns once per process."""
     warnings.warn(
         "amp_mp: float16 on a CPU is 3 to 100 times slower than float32; it is of use for testing. "
         "bfloat16 is fast there",

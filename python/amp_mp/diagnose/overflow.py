@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.casting.show import aligned
 from amp_mp.diagnose.report import number
 from amp_mp.diagnose.watch import plain, scale_of
-from amp_mp.master.gradients import by_device
+from amp_mp.scaling.observe import by_device
+from amp_mp.text_table import aligned
 
 
 class NonFinite(NamedTuple):
@@ -102,7 +102,7 @@ def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
             shapes.append(tuple(param.shape))
             grads.append(values)
     bad = []
-    for indices in by_device(grads):
+    for indices in by_device(grads).values():
         rows = _C.measure([grads[i] for i in indices])
         if rows[-1, 2] > 0:
             bad += [i for i, row in zip(indices, rows[:-1, 2].tolist(), strict=True) if row > 0]

@@ -20,7 +20,7 @@ from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
 from amp_mp.diagnose.report import GradientReport
 from amp_mp.diagnose.updates import UpdateRatios
 from amp_mp.diagnose.watch import Watch, scale_of
-from amp_mp.scaling.policies import Policy, check_scale
+from amp_mp.scaling.policies import ScalePolicy, check_scale
 
 
 class EnoughError(BaseException):
@@ -61,7 +61,7 @@ class Recording:
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "scale", self._asked)
         for name in ("scale", "scale_tensor"):
-            self._wrap_property(Policy, name)
+            self._wrap_property(ScalePolicy, name)
 
     def close(self) -> None:
         """Removes every hook; what was counted stays. Closing twice is fine."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from amp_mp.casting.show import aligned
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
+from amp_mp.text_table import aligned
 
 
 class Row(NamedTuple):

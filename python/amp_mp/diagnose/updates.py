@@ -14,12 +14,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_mp.casting.show import aligned
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.diagnose.histogram import limits
 from amp_mp.diagnose.report import share, short
-from amp_mp.master.fp16_optimizer import FP16_Optimizer
-from amp_mp.optim.originals import LOW_PRECISION
-from amp_mp.optim.state import master_of
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.state.masters import master_of
+from amp_mp.text_table import aligned
 
 
 class Updates(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp_mp.casting.show import aligned
+from amp_mp.text_table import aligned
 
 
 class Product(NamedTuple):

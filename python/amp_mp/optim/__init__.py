@@ -8,9 +8,9 @@ from amp_mp.optim.lamb import LAMB
 from amp_mp.optim.lars import LARS
 from amp_mp.optim.lion import Lion
 from amp_mp.optim.novograd import NovoGrad
-from amp_mp.optim.report import MemoryReport
 from amp_mp.optim.rmsprop import RMSprop
 from amp_mp.optim.sgd import SGD
+from amp_mp.optim.state.memory_report import MemoryReport
 
 __all__ = [
     "LAMB",

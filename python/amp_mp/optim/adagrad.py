@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, numbers
+
+ADAGRAD = Rule(
+    "adagrad_",
+    numbers("lr", "lr_decay", "eps", "weight_decay"),
+    (State("sum", "square", initial="initial_accumulator_value"),),
+)
 
 
 class Adagrad(FusedOptimizer):
@@ -23,6 +29,8 @@ class Adagrad(FusedOptimizer):
 
     Raises ValueError for an argument out of range.
     """
+
+    rules = (ADAGRAD,)
 
     def __init__(
         self,
@@ -51,21 +59,4 @@ class Adagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        super().__init__(params, defaults, {"sum": sum}, **options)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("sum",)
-
-    def _fill(self, name: str, group: dict[str, Any]) -> float:
-        return float(group["initial_accumulator_value"])
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "lr_decay": group["lr_decay"],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.adagrad_
+        super().__init__(params, defaults, {"sum": sum}, options)

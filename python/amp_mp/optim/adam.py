@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.adamw import AdamW
-from amp_mp.optim.base import Options
+from amp_mp.optim.adamw import AMSGRAD_STATES, MOMENTS, NUMBERS, AdamW
+from amp_mp.optim.options import Options
+from amp_mp.optim.rule import Rule
 
 
 class Adam(AdamW):
@@ -23,6 +22,8 @@ class Adam(AdamW):
     Everything else as AdamW, which is also what decoupled_weight_decay=True gives in torch;
     weight_decay is 0 by default.
     """
+
+    rules = (Rule("adam_", NUMBERS, MOMENTS), Rule("amsgrad_adam_", NUMBERS, AMSGRAD_STATES))
 
     def __init__(
         self,
@@ -49,6 +50,3 @@ class Adam(AdamW):
             exp_avg_sq=exp_avg_sq,
             **options,
         )
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.amsgrad_adam_ if self._amsgrad() else _C.adam_

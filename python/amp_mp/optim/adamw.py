@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, numbers, same_in_all_groups
+
+MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
+AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact"))
+NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
 
 
 class AdamW(FusedOptimizer):
@@ -28,6 +32,8 @@ class AdamW(FusedOptimizer):
 
     Raises ValueError for an argument out of range.
     """
+
+    rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
 
     def __init__(
         self,
@@ -51,27 +57,9 @@ class AdamW(FusedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
         }
-        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": None}
-        super().__init__(params, defaults, formats, **options)
+        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        super().__init__(params, defaults, formats, options)
 
-    def _amsgrad(self) -> bool:
-        kinds = {bool(group["amsgrad"]) for group in self.param_groups}
-        if len(kinds) > 1:
-            raise ValueError("amsgrad must be the same in all param_groups, found both")
-        return kinds == {True}
-
-    def _states(self) -> tuple[str, ...]:
-        more = ("max_exp_avg_sq",) if self._amsgrad() else ()
-        return ("exp_avg", "exp_avg_sq", *more)
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.amsgrad_adamw_ if self._amsgrad() else _C.adamw_
+    def rule(self) -> Rule:
+        """With or without amsgrad, which must be the same in all groups (ValueError)."""
+        return self.rules[same_in_all_groups(self.param_groups, "amsgrad")]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, numbers
+
+LAMB_RULE = Rule(
+    "lamb_",
+    numbers("lr", "betas", "eps", "weight_decay", "always_adapt"),
+    (State("exp_avg", "moment"), State("exp_avg_sq", "square")),
+    needs_norms=True,
+)
 
 
 class LAMB(FusedOptimizer):
@@ -26,7 +33,7 @@ class LAMB(FusedOptimizer):
     State as AdamW's. Raises ValueError for an argument out of range.
     """
 
-    _needs_norms = True
+    rules = (LAMB_RULE,)
 
     def __init__(
         self,
@@ -51,20 +58,4 @@ class LAMB(FusedOptimizer):
             "always_adapt": always_adapt,
         }
         formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        super().__init__(params, defaults, formats, **options)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "always_adapt": group["always_adapt"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.lamb_
+        super().__init__(params, defaults, formats, options)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, numbers
+
+LARS_RULE = Rule(
+    "lars_",
+    numbers(
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov", "clip", "eps"),
+        trust_coefficient="trust",
+    ),
+    (State("momentum_buffer", "moment"),),
+    needs_norms=True,
+)
 
 
 class LARS(FusedOptimizer):
@@ -34,7 +44,7 @@ class LARS(FusedOptimizer):
     Raises ValueError for an argument out of range.
     """
 
-    _needs_norms = True
+    rules = (LARS_RULE,)
 
     def __init__(
         self,
@@ -71,18 +81,4 @@ class LARS(FusedOptimizer):
             "clip": clip,
             "eps": eps,
         }
-        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, **options)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("momentum_buffer",)
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("momentum", "dampening", "weight_decay", "nesterov", "clip", "eps")
-        return {
-            "lr": group["lr"],
-            "trust": group["trust_coefficient"],
-            **{name: group[name] for name in names},
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.lars_
+        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, options)

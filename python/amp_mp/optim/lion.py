@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, numbers
+
+LION = Rule("lion_", numbers("lr", "betas", "weight_decay"), (State("exp_avg", "moment"),))
 
 
 class Lion(FusedOptimizer):
@@ -30,6 +32,8 @@ class Lion(FusedOptimizer):
     Raises ValueError for an argument out of range.
     """
 
+    rules = (LION,)
+
     def __init__(
         self,
         params: Any,
@@ -43,18 +47,4 @@ class Lion(FusedOptimizer):
         """See the class."""
         check_ranges(lr, betas, 0.0, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, {"exp_avg": exp_avg}, **options)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            "weight_decay": group["weight_decay"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.lion_
+        super().__init__(params, defaults, {"exp_avg": exp_avg}, options)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Group, Rule, State, numbers
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    found = numbers("lr", "betas", "eps", "weight_decay")(group)
+    found["dampening"] = found["beta1"] if group["grad_averaging"] else 0.0
+    return found
+
+
+NOVOGRAD = Rule("novograd_", _numbers, (State("exp_avg", "moment"),), needs_norms=True)
 
 
 class NovoGrad(FusedOptimizer):
@@ -28,7 +37,7 @@ class NovoGrad(FusedOptimizer):
     parameters. Raises ValueError for an argument out of range.
     """
 
-    _needs_norms = True
+    rules = (NOVOGRAD,)
 
     def __init__(
         self,
@@ -51,21 +60,4 @@ class NovoGrad(FusedOptimizer):
             "weight_decay": weight_decay,
             "grad_averaging": grad_averaging,
         }
-        super().__init__(params, defaults, {"exp_avg": exp_avg}, **options)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "dampening": beta1 if group["grad_averaging"] else 0.0,
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        return _C.novograd_
+        super().__init__(params, defaults, {"exp_avg": exp_avg}, options)

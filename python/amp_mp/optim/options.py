@@ -1,4 +1,4 @@
-"""What every fused optimizer takes, and the ranges of what most take."""
+"""The arguments that every fused optimizer takes, their documentation, and checks of ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,40 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from amp_mp.optim.storage import ROUNDINGS
+from amp_mp.optim.state.formats import ROUNDINGS
+
+# What help() of every fused optimizer ends with.
+SHARED_ARGUMENTS = """
+    All fused optimizers also take:
+        maximize: True ascends. Default False.
+        max_grad_norm: clip inside the step by the gradients' global 2-norm over all groups, as
+            torch.nn.utils.clip_grad_norm_ does. Default None: no clipping.
+        check_overflow: True skips a step with an inf or NaN gradient. Clipping, loss scalers, LAMB,
+            LARS and NovoGrad measure the gradients anyway and then skip too. A skipped step leaves
+            every byte as it was. Default False.
+        amp_scaling: True lets the step take over unscaling and skipping from torch.amp.GradScaler,
+            which then accepts float16 gradients. False is for frameworks that need unscaled
+            gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.
+        memory: how masters and states are stored with bfloat16 weights: "exact" (12 bytes per
+            parameter besides the gradient, loses nothing), "lean" (7) or "tiny" (6.1). Default
+            None: float32 masters and states (14).
+        master: how masters alone are stored. "float32", the default: the update works on a float32
+            tensor and the parameter is its copy, rounded to the nearest even value (float16 is
+            clamped to +-65504). "split32", "split24": the parameter and a remainder of 2 or 1 bytes
+            together are the master (nearest, ties away from zero). "none": the parameter itself is
+            updated and rounded; updates below half a unit in its last place are lost unless
+            rounding is "stochastic".
+        exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
+            of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
+            "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
+        rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
+        seed: of stochastic rounding, a whole number in [0, 2^64). Saved in the state dict; must be
+            the same on all replicas. Default 0.
+        foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
+            and a CUDA graph can capture it. lr may be a tensor of one element.
+
+    Raises TypeError for an unknown argument and ValueError for one out of range, by name.
+    """
 
 
 class Options(TypedDict, total=False):

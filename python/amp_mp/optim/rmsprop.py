@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Rule, State, has_momentum, numbers, same_in_all_groups
+
+PLAIN, BUFFER = State("square_avg", "square"), State("momentum_buffer", "moment")
+NUMBERS = numbers("lr", "eps", "weight_decay", "momentum", alpha="beta2")
 
 
 class RMSprop(FusedOptimizer):
@@ -28,6 +31,12 @@ class RMSprop(FusedOptimizer):
 
     Raises ValueError for an argument out of range.
     """
+
+    rules = (
+        Rule("plain_rmsprop_", NUMBERS, (PLAIN,)),
+        Rule("rmsprop_", NUMBERS, (BUFFER, PLAIN)),
+        Rule("centered_rmsprop_", NUMBERS, (BUFFER, PLAIN, State("grad_avg", "exact"))),
+    )
 
     def __init__(
         self,
@@ -62,34 +71,12 @@ class RMSprop(FusedOptimizer):
         formats = {
             "square_avg": "float32" if centered else square_avg,
             "momentum_buffer": momentum_buffer,
-            "grad_avg": None,
         }
-        super().__init__(params, defaults, formats, **options)
+        super().__init__(params, defaults, formats, options)
 
-    def _has_momentum(self) -> bool:
-        return any(group["momentum"] != 0 for group in self.param_groups)
-
-    def _centered(self) -> bool:
-        kinds = {bool(group["centered"]) for group in self.param_groups}
-        if len(kinds) > 1:
-            raise ValueError("centered must be the same in all param_groups, found both")
-        return kinds == {True}
-
-    def _states(self) -> tuple[str, ...]:
-        if self._centered():
-            return ("momentum_buffer", "square_avg", "grad_avg")
-        return ("momentum_buffer", "square_avg") if self._has_momentum() else ("square_avg",)
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "beta2": group["alpha"],
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "momentum": group["momentum"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        if self._centered():
-            return _C.centered_rmsprop_
-        return _C.rmsprop_ if self._has_momentum() else _C.plain_rmsprop_
+    def rule(self) -> Rule:
+        """Centered or not, which must be the same in all groups; with momentum if any group has."""
+        plain, with_momentum, centered = self.rules
+        if same_in_all_groups(self.param_groups, "centered"):
+            return centered
+        return with_momentum if has_momentum(self.param_groups) else plain

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp import _C
-from amp_mp.optim.base import FusedOptimizer, Options, check_ranges
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.rule import Group, Rule, State, has_momentum, numbers
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    found = numbers("lr", "momentum", "dampening", "weight_decay", "nesterov")(group)
+    if not group["momentum"]:
+        found["dampening"] = 0.0  # a group without momentum in an optimizer that has some
+    return found
+
+
+BUFFER = (State("momentum_buffer", "moment"),)
 
 
 class SGD(FusedOptimizer):
@@ -33,6 +43,12 @@ class SGD(FusedOptimizer):
 
     Raises ValueError for an argument out of range.
     """
+
+    rules = (
+        Rule("plain_sgd_", _numbers),
+        Rule("sgd_", _numbers, BUFFER),
+        Rule("scaled_sgd_", _numbers, BUFFER),
+    )
 
     def __init__(
         self,
@@ -72,27 +88,14 @@ class SGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, **options)
+        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, options)
 
-    def _has_momentum(self) -> bool:
-        return any(group["momentum"] != 0 for group in self.param_groups)
-
-    def _states(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self._has_momentum() else ()
-
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": group["lr"],
-            "momentum": group["momentum"],
-            "dampening": group["dampening"] if group["momentum"] else 0.0,
-            "weight_decay": group["weight_decay"],
-            "nesterov": group["nesterov"],
-        }
-
-    def _operator(self) -> Callable[..., None]:
-        if not self._has_momentum():
-            return _C.plain_sgd_
-        return _C.sgd_ if self.momentum_form == "unscaled" else _C.scaled_sgd_
+    def rule(self) -> Rule:
+        """With a momentum buffer if any group has momentum, in the form of momentum_form."""
+        plain, unscaled, scaled = self.rules
+        if not has_momentum(self.param_groups):
+            return plain
+        return unscaled if self.momentum_form == "unscaled" else scaled
 
     def __getstate__(self) -> dict[str, Any]:
         """As the base's, and the form of the momentum."""

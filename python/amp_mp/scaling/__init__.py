@@ -1,23 +1,26 @@
-"""Loss scaling: policies, and a torch.amp.GradScaler that reads gradients once."""
+"""Loss-scale policies: when the loss scale grows and shrinks.
+
+A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
+csrc/core/scale.h, so that a policy runs on the host or on a device. This package imports no other
+part of amp_mp: GradScaler is in grad_scaler/, scale_loss and FP16_Optimizer are in apex/.
+"""
 
 from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMax
-from amp_mp.scaling.grad_scaler import GradScaler
-from amp_mp.scaling.make import from_state_dict, make_policy
-from amp_mp.scaling.policies import Policy, Static
-from amp_mp.scaling.shift import shift_for_scale
+from amp_mp.scaling.lookup import from_state_dict, make_policy
+from amp_mp.scaling.policies import ScalePolicy, Static
 
 LogNormal = LogMax
+Policy = ScalePolicy
 
 __all__ = [
     "AdaptiveGradScale",
     "Backoff",
-    "GradScaler",
     "Hysteresis",
     "LogMax",
     "LogNormal",
     "Policy",
+    "ScalePolicy",
     "Static",
     "from_state_dict",
     "make_policy",
-    "shift_for_scale",
 ]

@@ -1,21 +1,21 @@
-"""Loss scales that move: each a class over a state machine of csrc/core/scale.h."""
+"""Dynamic loss scales, each a class over a state machine of csrc/core/scale.h."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from amp_mp.scaling.policies import NO_CEILING, Policy, check_scale
+from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, check_scale
 
 
-class Backoff(Policy):
+class Backoff(ScalePolicy):
     """Divide the scale by step_factor on overflow, multiply it after step_window steps without one.
 
     OpenSeq2Seq's rule, which is Apex's as well: at iteration i, counted from 0, the scale grows if
     (i - iteration of the last overflow, at first -1) is a multiple of step_window. The scale stays
     in [scale_min, scale_max] and starts at init_scale, by default scale_max.
 
-    Raises ValueError naming the argument that makes no sense.
+    Raises ValueError naming the argument that is out of range.
     """
 
     _kind = 1
@@ -59,11 +59,11 @@ class Backoff(Policy):
         _check_counts(values, "iteration", "last_overflow")
 
 
-class Hysteresis(Policy):
-    """torch.amp's rule with a patience: the `hysteresis`-th overflow first lowers the scale.
+class Hysteresis(ScalePolicy):
+    """torch.amp's rule with patience: only the `hysteresis`-th overflow lowers the scale.
 
-    An overflow takes 1 off the patience, and when none is left multiplies the scale by
-    backoff_factor. growth_interval clean steps in a row multiply it by growth_factor.
+    An overflow reduces the patience by 1; at 0 it multiplies the scale by backoff_factor.
+    growth_interval clean steps in a row multiply it by growth_factor.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval: as torch.amp.GradScaler.
@@ -75,7 +75,7 @@ class Hysteresis(Policy):
             float32.
 
     Raises:
-        ValueError: naming the argument that makes no sense.
+        ValueError: naming the argument that is out of range.
     """
 
     _kind = 2
@@ -135,7 +135,7 @@ class Hysteresis(Policy):
         _check_counts(values, "growth_tracker")
 
 
-class LogMax(Policy):
+class LogMax(ScalePolicy):
     """OpenSeq2Seq's LogMax, also LogNormal: the scale follows the distribution of max |g|.
 
     x = log2 max |g| is taken to be normal. Its mean mu is an average over about 1 / (1 - beta1)
@@ -147,7 +147,7 @@ class LogMax(Policy):
     at scale 1. An overflow enters as x = log_max; a step whose gradients are all zero leaves the
     state alone.
 
-    Raises ValueError naming the argument that makes no sense.
+    Raises ValueError naming the argument that is out of range.
     """
 
     _kind = 3
@@ -206,13 +206,13 @@ class LogMax(Policy):
             _check_finite(values[name], name)
 
 
-class AdaptiveGradScale(Policy):
-    """NVCaffe's global_grad_scale_adaptive: the largest scaled gradient is to be 4 target.
+class AdaptiveGradScale(ScalePolicy):
+    """NVCaffe's global_grad_scale_adaptive: keeps the largest scaled gradient at 4 target.
 
-    scale = 4 target / max |g| of the step before, target where all gradients were zero, within
-    [scale_min, scale_max]; it starts at target.
+    scale = 4 target / max |g| of the step before, or target where all gradients were zero, within
+    [scale_min, scale_max]. It starts at target.
 
-    Raises ValueError naming the argument that makes no sense.
+    Raises ValueError naming the argument that is out of range.
     """
 
     _kind = 4
@@ -235,7 +235,7 @@ class AdaptiveGradScale(Policy):
 def _check_bounds(
     scale_min: float, scale_max: float, init_scale: float | None, default: float
 ) -> float:
-    """The scale to start at, once the three are known to fit together."""
+    """The scale to start at; ValueError unless scale_min <= scale <= scale_max."""
     check_scale(scale_min, "scale_min")
     check_scale(scale_max, "scale_max")
     start = check_scale(default if init_scale is None else init_scale, "init_scale")

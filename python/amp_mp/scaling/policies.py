@@ -1,6 +1,6 @@
-"""Loss-scale policies: which scale the next step uses.
+"""Loss-scale policies: the factor of the next loss.
 
-The state machines are in csrc/core/scale.h, over a float64 tensor, the same on the host and on a
+The state machines are in csrc/core/scale.h. Their state is a float64 tensor, on the host or on a
 device.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from amp_mp import _C
 
-# The largest scale whose reciprocal is still a normal float32: where others have no ceiling.
+# The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
 
 
-class Policy:
+class ScalePolicy:
     """A loss scale and how it moves: `scale`, `update(found_inf, max_abs)`, `state_dict()`.
 
     The state is a float64 tensor (csrc/core/scale.h), on the CPU unless `to` has moved it.
@@ -33,14 +33,23 @@ class Policy:
         numbers = [float(self._kind), *(values[name] for name in self._fields)]
         self._state = torch.tensor(numbers, dtype=torch.float64)
 
-    def to(self, device: torch.device | str) -> Policy:
+    @property
+    def state_tensor(self) -> Tensor:
+        """The whole state, float64: the kind, the scale, then the other numbers of the kind."""
+        return self._state
+
+    @state_tensor.setter
+    def state_tensor(self, state: Tensor) -> None:
+        self._state = state
+
+    def to(self, device: torch.device | str) -> ScalePolicy:
         """Moves the state to a device, where `update` then runs without the host waiting."""
         self._state = self._state.to(device)
         return self
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by. Settable within the policy's bounds."""
+        """The factor of the next loss. Can be set within the policy's bounds (ValueError)."""
         return float(self._state[1])
 
     @scale.setter
@@ -74,11 +83,11 @@ class Policy:
                     "pass it to update"
                 )
             max_abs = 0.0
-        move = _C.ScaleMove(policy=self._state)
+        update = _C.ScaleUpdate(policy=self._state)
         if max_abs is None:
-            return _C.move_scale_(move, found)
+            return _C.update_scale_(update, found)
         largest = torch.as_tensor(max_abs, dtype=torch.float64, device=device).reshape(())
-        return _C.move_scale_(move, found, largest)
+        return _C.update_scale_(update, found, largest)
 
     def _values(self) -> dict[str, float]:
         return dict(zip(self._fields, self._state[1:].tolist(), strict=True))
@@ -91,7 +100,7 @@ class Policy:
         """Continues where the snapshot was taken.
 
         Raises ValueError, before anything is changed, for another policy's snapshot, or a number
-        that is missing or makes no sense.
+        that is missing or out of range.
         """
         name = state_dict.get("policy")
         missing = [field for field in self._fields if field not in state_dict]
@@ -105,7 +114,7 @@ class Policy:
         self._state[1:] = torch.tensor(list(values.values()), dtype=torch.float64)
 
     def _check(self, values: dict[str, Any]) -> None:
-        """Raises ValueError for a snapshot's number that makes no sense."""
+        """Raises ValueError for a number of a snapshot that is out of range."""
         check_scale(values["scale"], "scale")
 
     def __repr__(self) -> str:
@@ -114,7 +123,7 @@ class Policy:
         return f"{type(self).__name__}({values})"
 
 
-class Static(Policy):
+class Static(ScalePolicy):
     """A scale that never moves. 1 is no scaling.
 
     Raises ValueError unless the scale is a finite number above 0.

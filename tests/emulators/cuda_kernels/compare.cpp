@@ -3,7 +3,7 @@
 //
 // Usage: compare full|lists|quick [TEXT]. lists: quick, with AdamW on lists of all lengths. Prints
 // what ran; exits 1 if anything differs, at once when a failure's text has TEXT in it.
-#include "cuda/slots.h"
+#include "cuda/slot_table.h"
 #include "scales.h"
 
 namespace {
@@ -12,9 +12,9 @@ struct Rule {
   const char* name;
   int states, squares;
   bool needs_norms, needs_update_norm;
-  void (*on_cpu)(const std::vector<Slot>&, const std::vector<Hyper>&, double, const Measured&);
-  const char* (*on_cuda)(const std::vector<Slot>&, const std::vector<Hyper>&, const Decision*,
-                         Verdict*, const cuda::Parts&, const cuda::Parts&, const Measured&);
+  void (*on_cpu)(const std::vector<Slot>&, const std::vector<Hyper>&, double, const NormInputs&);
+  const char* (*on_cuda)(const std::vector<Slot>&, const std::vector<Hyper>&, const DecideInputs*,
+                         Verdict*, const cuda::SpanSums&, const cuda::SpanSums&, const NormInputs&);
 };
 
 template <class R>
@@ -25,17 +25,17 @@ constexpr Rule rule_of(const char* name) {
           needs_norms<R>,
           needs_update_norm<R>,
           [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers, double multiplier,
-             const Measured& measured) {
+             const NormInputs& norms) {
             std::vector<R> rules(slots.size());
             cpu::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), multiplier,
-                          rules.data(), measured, 1);
+                          rules.data(), norms, 1);
           },
           [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers,
-             const Decision* decision, Verdict* verdict, const cuda::Parts& grads,
-             const cuda::Parts& weights, const Measured& measured) {
-            std::vector<Ready<R>> ready(slots.size());
-            return cuda::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), decision,
-                                  verdict, grads, weights, ready.data(), measured, nullptr);
+             const DecideInputs* inputs, Verdict* verdict, const cuda::SpanSums& grads,
+             const cuda::SpanSums& weights, const NormInputs& norms) {
+            std::vector<SlotRule<R>> slot_rules(slots.size());
+            return cuda::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), inputs,
+                                  verdict, grads, weights, slot_rules.data(), norms, nullptr);
           }};
 }
 
@@ -43,29 +43,29 @@ constexpr Rule rule_of(const char* name) {
 constexpr Rule kRules[] = {AMP_MP_FOR_EACH_RULE(AMP_MP_RULE)};
 
 // What a rule is told, with its scratch.
-struct Norms {
+struct NormScratch {
   std::vector<Statistics> spans, updates;
   std::vector<int64_t> first;
   unsigned ticket = 7;
-  Measured measured;
+  NormInputs inputs;
 
-  Norms(const Rule& rule, const std::vector<Slot>& slots, const Statistics* grads,
-        const Statistics* masters) {
+  NormScratch(const Rule& rule, const std::vector<Slot>& slots, const Statistics* grads,
+              const Statistics* masters) {
     if (!rule.needs_norms) return;
-    measured.grads = grads;
-    measured.weights = masters;
+    inputs.grads = grads;
+    inputs.weights = masters;
     if (!rule.needs_update_norm) return;
     int64_t room = 1;
     for (const Slot& s : slots) room += ceil_divide(s.size, kSpan);
     spans.resize(room);
     updates.resize(slots.size() + 1);
     first.resize(slots.size() + 1);
-    measured.update_spans = spans.data();
-    measured.updates = updates.data();
-    measured.first_span = first.data();
-    measured.ticket = &ticket;
+    inputs.update_spans = spans.data();
+    inputs.updates = updates.data();
+    inputs.first_span = first.data();
+    inputs.ticket = &ticket;
   }
-  Norms(const Norms&) = delete;
+  NormScratch(const NormScratch&) = delete;
 };
 
 // One step. `given`: the verdict is made before, as for a second device.
@@ -80,22 +80,22 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
   Measuring device_grads(gradients, rule.name), device_weights(masters, rule.name);
 
   Outside outside;
-  const Decision decision = outside.decision();
+  const DecideInputs inputs = outside.decide_inputs();
   const Verdict host = decide(&grads.back(), &outside.scale, nullptr, 1.0);
   Verdict verdict = {};
   if (given) {
-    cuda::combine(device_grads.parts, nullptr);
-    cuda::decide(&device_grads.tensors.back(), decision, &verdict, nullptr);
-    device_grads.parts.spans = nullptr;
+    cuda::combine(device_grads.sums, nullptr);
+    cuda::decide(&device_grads.tensors.back(), inputs, &verdict, nullptr);
+    device_grads.sums.spans = nullptr;
   }
   const std::vector<Slot> slots = wanted.slots(), device_slots = found.slots();
   const std::vector<Hyper> hypers = before.hypers();
-  const Norms norms(rule, slots, grads.data(), weights.data()),
+  const NormScratch norms(rule, slots, grads.data(), weights.data()),
       device_norms(rule, slots, device_grads.tensors.data(), device_weights.tensors.data());
-  if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.measured);
+  if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.inputs);
   const char* error =
-      rule.on_cuda(device_slots, hypers, given ? nullptr : &decision, &verdict, device_grads.parts,
-                   rule.needs_norms ? device_weights.parts : cuda::Parts{}, device_norms.measured);
+      rule.on_cuda(device_slots, hypers, given ? nullptr : &inputs, &verdict, device_grads.sums,
+                   rule.needs_norms ? device_weights.sums : cuda::SpanSums{}, device_norms.inputs);
   expect(!error, "apply is launched", rule.name, 0);
   expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.name, 0);
   expect((verdict.found_inf != 0) == bad, "overflow is found", rule.name, 0);
@@ -109,7 +109,7 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
   for (size_t t = 0; t < slots.size(); ++t) {
     const Tensor& f = found.tensors[t];
     expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.name, t);
-    const Array& master = f.arrays[kMaster];
+    const StoredArray& master = f.arrays[kMaster];
     if (bad || master.n < 64 || master.format != F::float32) continue;
     ++(master.same(before.tensors[t].arrays[kMaster]) ? may_stay : moved);
   }
@@ -129,7 +129,7 @@ constexpr double kFactor = 2e4;  // takes some numbers beyond float16
 
 // Pairs of arrays to copy between; those of one format are one array, multiplied in place.
 struct Pairs {
-  std::vector<Array> to, from;
+  std::vector<StoredArray> to, from;
 
   Pairs(const std::vector<size_t>& sizes, size_t count, unsigned seed) {
     std::mt19937 random(seed);
@@ -152,9 +152,10 @@ struct Pairs {
     std::vector<Transfer> list;
     for (size_t p = 0; p < to.size(); ++p) {
       const bool in_place = to[p].format == from[p].format;
-      const Stream stream = stream_of(p * 0x123456789ABCDEFu, double(p), uint32_t(7 * p), p % 2);
-      list.push_back({int64_t(to[p].n), in_place ? from[p].span() : to[p].span(), from[p].span(),
-                      p % 5 < 2, stream});
+      const RandomStream random =
+          random_stream(p * 0x123456789ABCDEFu, double(p), uint32_t(7 * p), p % 2);
+      list.push_back({int64_t(to[p].n), in_place ? from[p].array() : to[p].array(), from[p].array(),
+                      p % 5 < 2, random});
     }
     return list;
   }
@@ -196,8 +197,8 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy, int
   std::vector<double> device_policy = policy;
   Outside outside;
   outside.scale = float(policy[1]);
-  Decision decision = outside.decision();
-  decision.next = in_place(device_policy, outside.scale);
+  DecideInputs inputs = outside.decide_inputs();
+  inputs.scale_update = in_place(device_policy, outside.scale);
   int skipped = 0;
   for (int step = 0; step < steps; ++step) {
     rate = 1e-3f / float(1 + step);
@@ -206,21 +207,21 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy, int
     const float scale = outside.scale;
     for (Model* model : {&host_model, &device_model})
       for (size_t t = 0; t < model->tensors.size(); ++t) {
-        Array& g = model->tensors[t].arrays[kGrad];
+        StoredArray& g = model->tensors[t].arrays[kGrad];
         std::vector<float> x = numbers(g.n, 13 * t + 5 * size_t(step), 1e-3f * scale);
         if (bad && t == size_t(step) % 13 && !x.empty()) x.back() = HUGE_VALF;
         g.fill(x, false);
       }
     const std::vector<Statistics> grads = measure_on_cpu(readings);
     const Verdict verdict = decide(&grads.back(), &scale, nullptr, 1.0);
-    if (verdict.found_inf == 0) rule.on_cpu(slots, hypers, verdict.multiplier, Measured{});
+    if (verdict.found_inf == 0) rule.on_cpu(slots, hypers, verdict.multiplier, NormInputs{});
     skipped += verdict.found_inf != 0;
-    update_scale(policy.data(), verdict.found_inf != 0, verdict.max_abs);
+    update_scale_state(policy.data(), verdict.found_inf != 0, verdict.max_abs);
 
     Measuring measuring(readings, name);
     Verdict found = {};
-    rule.on_cuda(device_slots, device_hypers, &decision, &found, measuring.parts, cuda::Parts{},
-                 Measured{});
+    rule.on_cuda(device_slots, device_hypers, &inputs, &found, measuring.sums, cuda::SpanSums{},
+                 NormInputs{});
     expect(!std::memcmp(&verdict, &found, sizeof found), "a replayed verdict", name, size_t(step));
     expect(device_policy == policy && outside.scale == float(policy[1]), "a replayed scale", name,
            size_t(step));
@@ -258,14 +259,14 @@ void lengths_of_lists(const Rule& rule, bool quick) {
 }
 
 void lengths_of_copies(bool quick) {
-  constexpr int capacity = cuda::Table<4, 0, Stream>::kCapacity;
+  constexpr int capacity = cuda::TensorTable<4, RandomStream>::kCapacity;
   copy_both(kTiny, 0);
   copy_both(kTiny, capacity + 1);
   for (int count = capacity - 1; !quick && count <= capacity; ++count) copy_both(kTiny, count);
 }
 
 void lengths_of_readings(bool quick) {
-  constexpr int capacity = cuda::Table<2>::kCapacity;
+  constexpr int capacity = cuda::TensorTable<2>::kCapacity;
   for (int count : {0, capacity - 1, capacity, capacity + 1}) {
     if (quick && count != capacity + 1) continue;
     const Model model(repeated(kTiny, count, 100), false, 0, -1);
@@ -301,7 +302,7 @@ int main(int argc, char** argv) {
   for (size_t t = 0; t < many.size(); t += 7) many[t] = int64_t(t % 21);
   combine_both(many);
   logarithms();
-  for (const auto& [name, policy] : kPolicies) {
+  for (const auto& [name, policy] : kScales) {
     scale_both(policy, name);
     if (!quick || name[0] != 'h') replays(kRules[0], name, policy, quick ? 40 : 200);
   }

@@ -28,14 +28,14 @@ struct Measuring {
   std::vector<Statistics> tensors, spans;
   std::vector<int64_t> first;
   unsigned ticket = 7;  // whatever was there
-  cuda::Parts parts;
+  cuda::SpanSums sums;
 
   Measuring(const std::vector<Reading>& readings, const char* name)
       : tensors(readings.size() + 1),
         spans(size_t(cpu::count_spans(readings.data(), int64_t(readings.size()))) + 1),
         first(readings.size() + 1) {
-    parts = {spans.data(), first.data(), &ticket, tensors.data(), int64_t(readings.size())};
-    expect(!cuda::measure(readings.data(), parts, nullptr), "measure is launched", name, 0);
+    sums = {spans.data(), first.data(), &ticket, tensors.data(), int64_t(readings.size())};
+    expect(!cuda::measure(readings.data(), sums, nullptr), "measure is launched", name, 0);
     if (readings.empty()) ticket = first[0] = 0;  // nothing was launched
   }
   Measuring(const Measuring&) = delete;
@@ -55,7 +55,7 @@ std::vector<Statistics> measure_on_cpu(const std::vector<Reading>& readings) {
 
 void measure_both(const std::vector<Reading>& readings, const char* name) {
   Measuring found(readings, name);
-  cuda::combine(found.parts, nullptr);
+  cuda::combine(found.sums, nullptr);
   found.expect_same(measure_on_cpu(readings), name);
 }
 

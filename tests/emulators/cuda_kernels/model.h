@@ -51,31 +51,33 @@ size_t rest_bytes_of(Format f) {
 }
 
 // n numbers in a format; or no array at all.
-struct Array {
+struct StoredArray {
   bool exists = false;
   size_t n = 0;
   Format format = F::float32;
   Memory data{0, 0}, rest{0, 0};
 
-  Array() = default;
-  Array(size_t count, Format f, size_t shift, size_t rest_shift)  // in elements
+  StoredArray() = default;
+  StoredArray(size_t count, Format f, size_t shift, size_t rest_shift)  // in elements
       : exists(true),
         n(count),
         format(f),
         data(n * bytes_of(f), shift * bytes_of(f)),
         rest((f == F::m8 ? n / kGroup : n) * rest_bytes_of(f), rest_shift * rest_bytes_of(f)) {}
 
-  Span span() const {
+  Array array() const {
     if (!exists) return {nullptr, F::float32};
     return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
   }
 
-  bool same(const Array& other) const { return data.same(other.data) && rest.same(other.rest); }
+  bool same(const StoredArray& other) const {
+    return data.same(other.data) && rest.same(other.rest);
+  }
 
   void fill(const std::vector<float>& x, bool clamp) {
     if (!exists) return;
-    const Span from = {const_cast<float*>(x.data()), F::float32};
-    const Transfer t = {int64_t(n), span(), from, clamp, stream_of(5, 1, 7, false)};
+    const Array from = {const_cast<float*>(x.data()), F::float32};
+    const Transfer t = {int64_t(n), array(), from, clamp, random_stream(5, 1, 7, false)};
     cpu::copy(&t, 1, 1.0, 1);
   }
 
@@ -140,7 +142,7 @@ struct Shape {
 enum Role { kGrad, kWeight, kMaster, kState0, kState1, kState2, kRoles };
 
 struct Tensor {
-  std::array<Array, kRoles> arrays;
+  std::array<StoredArray, kRoles> arrays;
   Clock clock;
 
   bool same(const Tensor& other) const {
@@ -160,12 +162,12 @@ Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   if (first == F::m8 && n % kGroup != 0) first = F::bfloat16_stochastic;
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
-  x.arrays[kGrad] = Array(n, kGrads[(t + t / 11) % 3], shift(0), 0);
-  if (kept.has_weight) x.arrays[kWeight] = Array(n, kept.weight, shift(1), 0);
-  x.arrays[kMaster] = Array(n, kept.master, shift(2), shift(3));
-  if (states > 0) x.arrays[kState0] = Array(n, first, shift(4), shift(5));
-  if (states > 1) x.arrays[kState1] = Array(n, kSquares[t % 6], shift(6), 0);
-  if (states > 2) x.arrays[kState2] = Array(n, F::float32, shift(7), 0);
+  x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 11) % 3], shift(0), 0);
+  if (kept.has_weight) x.arrays[kWeight] = StoredArray(n, kept.weight, shift(1), 0);
+  x.arrays[kMaster] = StoredArray(n, kept.master, shift(2), shift(3));
+  if (states > 0) x.arrays[kState0] = StoredArray(n, first, shift(4), shift(5));
+  if (states > 1) x.arrays[kState1] = StoredArray(n, kSquares[t % 6], shift(6), 0);
+  if (states > 2) x.arrays[kState2] = StoredArray(n, F::float32, shift(7), 0);
 
   // Some so small that squares need care, some weights beyond float16, where it saturates.
   const bool still = t % 19 == 5;
@@ -208,13 +210,13 @@ struct Model {
       auto& a = tensors[t].arrays;
       Slot s = {};
       s.size = int64_t(a[kGrad].n);
-      s.grad = a[kGrad].span();
-      s.weight = a[kWeight].span();
-      s.master = a[kMaster].span();
-      for (int k = 0; k < kMaxStates; ++k) s.state[k] = a[kState0 + k].span();
+      s.grad = a[kGrad].array();
+      s.weight = a[kWeight].array();
+      s.master = a[kMaster].array();
+      for (int k = 0; k < kMaxStates; ++k) s.state[k] = a[kState0 + k].array();
       s.clock = &tensors[t].clock;
       s.group = int32_t(t / size_t(per_group));
-      s.number = uint32_t(t * 0x9E3779B9u);
+      s.tensor_index = uint32_t(t * 0x9E3779B9u);
       s.first = t % 5 < 3    ? 0
                 : t % 5 == 3 ? int64_t(1000003 + t)
                              : (int64_t(1) << 37) - 300 - int64_t(t);
@@ -227,8 +229,8 @@ struct Model {
   std::vector<Reading> readings(Role role) const {
     std::vector<Reading> list(tensors.empty() ? 0 : row(tensors.size() - 1) + 1);
     for (size_t t = 0; t < tensors.size(); ++t) {
-      const Array& a = tensors[t].arrays[role];
-      list[row(t)] = {int64_t(a.n), a.span()};
+      const StoredArray& a = tensors[t].arrays[role];
+      list[row(t)] = {int64_t(a.n), a.array()};
     }
     return list;
   }

@@ -10,20 +10,21 @@ struct Outside {
   int32_t tracker = 3;
   float next_scale = 0;
   int32_t next_tracker = 0;
-  Report reports[kReports] = {};
+  StepReport reports[kStepReports] = {};
   uint64_t count = 0;
 
-  Decision decision() {
-    Decision d;
+  DecideInputs decide_inputs() {
+    DecideInputs d;
     d.scale = &scale;
     d.max_norm = 1.0;
-    d.next = {nullptr, nullptr, 0, &scale, &next_scale, &tracker, &next_tracker, 2.0, 0.5, 4};
-    d.ring = {reports, &count};
+    d.scale_update = {nullptr,  nullptr,       0,   &scale, &next_scale,
+                      &tracker, &next_tracker, 2.0, 0.5,    4};
+    d.report_buffer = {reports, &count};
     return d;
   }
 
   void expect_report(const Verdict& verdict, double moved_to, const char* name) const {
-    const Report& newest = reports[count % kReports];
+    const StepReport& newest = reports[count % kStepReports];
     expect(newest.seal == count, "a report is sealed", name, size_t(newest.seal));
     expect(!std::memcmp(&newest.verdict, &verdict, sizeof verdict), "report", name, 0);
     expect(newest.next_scale == moved_to, "next scale", name, 0);
@@ -38,12 +39,12 @@ std::vector<double> numbers_of(const Scale& policy) {
   return state;
 }
 
-NextScale in_place(std::vector<double>& policy, float& scale) {
-  NextScale n;
-  n.policy = n.policy_out = policy.data();
-  n.policy_size = int32_t(policy.size());
-  n.scale_out = &scale;
-  return n;
+ScaleUpdate in_place(std::vector<double>& policy, float& scale) {
+  ScaleUpdate u;
+  u.policy = u.policy_out = policy.data();
+  u.policy_size = int32_t(policy.size());
+  u.scale_out = &scale;
+  return u;
 }
 
 void scale_both(std::vector<double> host, const char* name) {
@@ -56,16 +57,16 @@ void scale_both(std::vector<double> host, const char* name) {
   for (int i = 0; i < 300; ++i) {
     const double found_inf = random() % 9 == 0 ? 2 : 0;  // two devices saw it
     const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
-    update_scale(host.data(), found_inf != 0, max_abs);
-    cuda::move_scale(in_place(device, scale), &found_inf, &max_abs,
-                     {outside.reports, &outside.count}, nullptr);
+    update_scale_state(host.data(), found_inf != 0, max_abs);
+    cuda::update_scale(in_place(device, scale), &found_inf, &max_abs,
+                       {outside.reports, &outside.count}, nullptr);
     expect(host == device && scale == float(host[1]), "scale", name, size_t(i));
     outside.expect_report({double(found_inf != 0), 1, 0, max_abs, scale}, scale, name);
   }
   expect(host[1] != start, "the scale moves", name, 0);
 }
 
-const std::vector<std::pair<const char*, std::vector<double>>> kPolicies = {
+const std::vector<std::pair<const char*, std::vector<double>>> kScales = {
     {"Backoff", numbers_of(BackoffScale{1, 65536, 1, 16777216, 2, 5, 0, -1})},
     {"hysteresis, Apex", numbers_of(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 0, 0, 2})},
     {"hysteresis, Megatron",

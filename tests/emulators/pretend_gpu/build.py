@@ -81,7 +81,7 @@ def _units() -> list[tuple[Path, list[str]]]:
     ]
     kernels = [(s, ["-x", "c++"]) for s in sorted(CSRC.glob("cuda/*.cu"))]
     loops = [(s, ["-DAMP_MP_ISA=baseline"]) for s in sorted(CSRC.glob("cpu/*.cpp"))]
-    with_torch = [*sorted(CSRC.glob("torch/*.cpp")), *sorted(HERE.glob("*.cpp"))]
+    with_torch = [*sorted(CSRC.glob("torch/**/*.cpp")), *sorted(HERE.glob("*.cpp"))]
     shim = [(s, ["-O2"]) for s in sorted(SHIM.glob("*.cpp"))]
     return [*kernels, *((s, for_torch) for s in with_torch), *loops, *shim]
 

@@ -605,8 +605,18 @@ class Reads:
             self.count += len(slots)
             return slots_measure(slots)
 
+        def stepping(operator: _C.Operator) -> _C.Operator:
+            def step(slots: _C.Slots, *args: Any, **kwargs: Any) -> None:
+                if kwargs.get("measure", args[4] if len(args) > 4 else False):
+                    self.count += len(slots)
+                operator(slots, *args, **kwargs)
+
+            return step
+
         monkeypatch.setattr(_C, "measure", counted)
         monkeypatch.setattr(_C.Slots, "measure", slots_counted)
+        for name, operator in _C.operators.items():
+            monkeypatch.setitem(_C.operators, name, stepping(operator))
 
     def take(self) -> int:
         count, self.count = self.count, 0
@@ -741,8 +751,8 @@ def ranks(rank: int, world: int, path: str) -> None:
                 optimizer.attach(net, release=True, scaler=scaler)
         for step in range(3):
             if release and step == 2:  # removed, the hook is what DDP does without
-                plain._attachment.remove()
-                lean._attachment.remove()
+                plain.attachment.remove()
+                lean.attachment.remove()
                 lean.attach(net, release=True, scaler=scaler)
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(9 * step + rank))
             if step == 1:  # gradients of two backwards, averaged with the second

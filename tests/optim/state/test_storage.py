@@ -581,7 +581,7 @@ def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
             stochastic=[False] * count,
             clocks=[new_clock.clone() for _ in params],
             groups=[0] * count,
-            numbers=[5] * count,
+            tensor_indices=[5] * count,
             firsts=firsts,
             names=[f"part {i}" for i in range(count)],
         )
@@ -591,7 +591,7 @@ def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
         for _ in range(3):
             for param, part in zip(params, parts(grad), strict=True):
                 param.grad = part
-            _C.adamw_(slots, [hyper], verdict)
+            _C.operators["adamw_"](slots, [hyper], verdict)
         return [np.concatenate([raw(p) for p in t]) for t in (params, rests, moments, squares)]
 
     whole = step([], [0])
@@ -646,7 +646,7 @@ def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device
     kind, numbers = RULES["adamw"]
     unused, used = (nn.Parameter(torch.ones(100, device=device).bfloat16()) for _ in range(2))
     optimizer = kind([unused, used], **numbers, memory="lean", check_overflow=True, seed=3)
-    want = Expected("adamw", used, 1, optimizer._states(), memory="lean", seed=3)
+    want = Expected("adamw", used, 1, optimizer.rule().names, memory="lean", seed=3)
     for step in range(6):
         used.grad = torch.from_numpy(random(100, step, 1e-2)).bfloat16().to(device)
         if step % 2:
@@ -738,10 +738,10 @@ def test_loading_converts_to_the_formats_asked_for(
     other.load_state_dict(through_a_file(device, optimizer.state_dict()))
     for number, (a, b) in enumerate(zip(net.parameters(), loaded.parameters(), strict=True)):
         wanted = [
-            Expected(rule, p, number, other._states(), memory=m)
+            Expected(rule, p, number, other.rule().names, memory=m)
             for p, m in ((a, source), (b, target))
         ]
-        for name in other._states():
+        for name in other.rule().names:
             values = found_state(optimizer.state[a], name, wanted[0].formats[name])
             format = wanted[1].formats[name]
             if format not in ("float32", wanted[0].formats[name]):
@@ -814,10 +814,10 @@ def test_torch_reads_what_compact_formats_hold(device: str, memory: str) -> None
     theirs = torch.optim.AdamW(wide.parameters())
     theirs.load_state_dict(optimizer.torch_state_dict())
     for number, (a, b) in enumerate(zip(net.parameters(), wide.parameters(), strict=True)):
-        formats_ = Expected("adamw", a, number, optimizer._states(), memory=memory).formats
+        formats_ = Expected("adamw", a, number, optimizer.rule().names, memory=memory).formats
         assert_same(found_master(optimizer.state[a], a, "split24"), array(b).reshape(-1), "master")
         assert theirs.state[b]["step"].item() == 3
-        for name in optimizer._states():
+        for name in optimizer.rule().names:
             found = array(theirs.state[b][name]).reshape(-1)
             assert_same(found, found_state(optimizer.state[a], name, formats_[name]), name)
     some_steps(wide, theirs, range(3, 4))

@@ -41,7 +41,7 @@ def check(
     params = [torch.nn.Parameter(w) for w in weights]
     kind, numbers = RULES[rule]
     optimizer = kind(params, **numbers, **storage)
-    states = optimizer._states()
+    states = optimizer.rule().names
     expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
     for step in range(STEPS):
         for number, (param, want) in enumerate(zip(params, expected, strict=True)):
@@ -96,7 +96,7 @@ def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str | None) 
     kind, numbers = RULES[rule]
     storage = {"memory": memory} if memory else {}
     optimizer = kind([param], **numbers, **storage)
-    want = Expected(rule, param, states=optimizer._states(), **storage)
+    want = Expected(rule, param, states=optimizer.rule().names, **storage)
     for step in range(STEPS):
         param.grad = on(device, random(param.numel(), step, 10.0), param.dtype).view(param.shape)
         want.step(array(param.grad), np.float32(1 / 1024))

@@ -1,0 +1,127 @@
+#pragma once
+// Eight elements a thread, in 16-byte pieces where the addresses allow it, and their random bytes.
+#include "core/formats.h"
+#include "cuda/gpu.h"
+#include "plan.h"
+
+namespace amp_mp::cuda {
+
+constexpr int kPack = 8;
+constexpr unsigned kWarp = 0xFFFFFFFFu;
+
+__device__ __forceinline__ bool is_wide(const void* p) {
+  return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
+}
+
+template <class T>
+__device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wide) {
+  if (wide) {
+    uint4 raw[sizeof out / 16];
+    for (int i = 0; i < int(sizeof out / 16); ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(out, raw, sizeof out);
+  } else {
+    for (int k = 0; k < kPack;
+         ++k)  // a constant trip count: a dynamic one puts `out` in local memory
+      if (k < n) out[k] = p[k];
+  }
+}
+
+// The random bytes of elements e to e + 7, element e's lowest. A shard may begin anywhere.
+__device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uint64_t e) {
+  uint32_t word[4];
+  draw(stream, e / kDraw, word);
+  const uint64_t low = word[0] | uint64_t(word[1]) << 32, high = word[2] | uint64_t(word[3]) << 32;
+  const int offset = int(e % kDraw), shift = 8 * (offset % 8);
+  if (shift == 0) return offset == 0 ? low : high;
+  if (offset < 8) return low >> shift | high << (64 - shift);
+  draw(stream, e / kDraw + 1, word);
+  return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
+}
+
+// Bytes of two words in one instruction, as the selector's digits say: 0 to 3 of a, 4 to 7 of b.
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x7632);
+}
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) {
+  return __byte_perm(a, b, 0x5410);
+}
+__device__ __forceinline__ uint32_t bytes_1(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return lower_halves(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051));
+}
+
+// Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
+struct Pack8 {
+  uint32_t word[kPack];
+
+  __device__ __forceinline__ uint32_t byte(int k) const { return word[k / 4] >> (8 * (k % 4)); }
+  __device__ __forceinline__ uint32_t half(int k) const { return word[k / 2] >> (16 * (k % 2)); }
+  __device__ __forceinline__ void set_byte(int k, uint32_t x) {
+    word[k / 4] |= (x & 0xFFu) << (8 * (k % 4));
+  }
+  // From words whose upper halves, lower halves or bytes 1 are meant.
+  __device__ __forceinline__ void set_upper(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 2) word[k / 2] = upper_halves(x[k], x[k + 1]);
+  }
+  __device__ __forceinline__ void set_lower(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 2) word[k / 2] = lower_halves(x[k], x[k + 1]);
+  }
+  __device__ __forceinline__ void set_bytes_1(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 4) word[k / 4] = bytes_1(x[k], x[k + 1], x[k + 2], x[k + 3]);
+  }
+  __device__ __forceinline__ void set_half(int k, uint32_t x) {
+    word[k / 2] |= (x & 0xFFFFu) << (16 * (k % 2));
+  }
+};
+
+// Width 0 is no array. Element by element where it is the last, partial pack or not aligned.
+__device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, int n, bool whole) {
+  Pack8 p = {};
+  const char* from = static_cast<const char*>(data) + at * width;
+  if (whole) {
+    if (width == 1) {
+      const uint2 piece = *reinterpret_cast<const uint2*>(from);
+      memcpy(p.word, &piece, sizeof piece);
+    }
+    if (width >= 2) {
+      const uint4 piece = *reinterpret_cast<const uint4*>(from);
+      memcpy(p.word, &piece, sizeof piece);
+    }
+    if (width == 4) {
+      const uint4 piece = reinterpret_cast<const uint4*>(from)[1];
+      memcpy(p.word + 4, &piece, sizeof piece);
+    }
+    return p;
+  }
+  for (int k = 0; k < kPack; ++k) {  // a constant trip count, or p lies in local memory
+    if (k >= n) continue;
+    if (width == 4) p.word[k] = reinterpret_cast<const uint32_t*>(from)[k];
+    if (width == 2) p.set_half(k, reinterpret_cast<const uint16_t*>(from)[k]);
+    if (width == 1) p.set_byte(k, reinterpret_cast<const uint8_t*>(from)[k]);
+  }
+  return p;
+}
+
+__device__ __forceinline__ void write(void* data, const Pack8& p, int64_t at, int width, int n,
+                                      bool whole) {
+  char* to = static_cast<char*>(data) + at * width;
+  if (whole) {
+    if (width == 1) {
+      *reinterpret_cast<uint2*>(to) = {p.word[0], p.word[1]};
+      return;
+    }
+    if (width == 0) return;
+    *reinterpret_cast<uint4*>(to) = {p.word[0], p.word[1], p.word[2], p.word[3]};
+    if (width == 4) {
+      reinterpret_cast<uint4*>(to)[1] = {p.word[4], p.word[5], p.word[6], p.word[7]};
+    }
+    return;
+  }
+  for (int k = 0; k < kPack; ++k) {
+    if (k >= n) continue;
+    if (width == 4) reinterpret_cast<uint32_t*>(to)[k] = p.word[k];
+    if (width == 2) reinterpret_cast<uint16_t*>(to)[k] = uint16_t(p.half(k));
+    if (width == 1) reinterpret_cast<uint8_t*>(to)[k] = uint8_t(p.byte(k));
+  }
+}
+
+}  // namespace amp_mp::cuda

@@ -1,0 +1,89 @@
+#pragma once
+// The slots of an apply pass as a kernel argument, and how a kernel reads them.
+#include "cuda/convert.h"
+#include "cuda/tensor_table.h"
+
+namespace amp_mp::cuda {
+
+// Of the arrays of a slot. kSecond: the weight to write beside the master, or a split master's
+// remainders, never both. After the states, the scales of state 0, the only one that may be in m8.
+enum SlotArray { kGrad, kSecond, kMaster, kState0 };
+
+constexpr int kFormatBits = 4;  // of an array in the tag
+static_assert(kFormats <= 1 << kFormatBits && (kState0 + kMaxStates) * kFormatBits <= 32);
+
+struct RandomOrigin {  // of a tensor's elements, for its random bits
+  int64_t first;
+  uint32_t tensor_index;
+};
+
+template <class Rule>
+constexpr int kScales = kState0 + Rule::kStates;
+template <class Rule>
+using SlotTable = TensorTable<kScales<Rule> + 1, RandomOrigin>;
+
+__device__ __forceinline__ Format format_of(uint32_t tag, int array) {
+  return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
+}
+
+// One slot, as its threads see it.
+template <class Rule>
+struct View {
+  Array grad, weight, master, state[kMaxStates] = {};
+  // Looked up where they are needed: held in registers, they would make the kernels spill.
+  const SlotRule<Rule>& slot_rule;
+  const RandomOrigin& origin;
+  bool wide;  // every array starts at a multiple of 16 bytes
+
+  __device__ __forceinline__ View(const SlotTable<Rule>& table, const SlotRule<Rule>* all, int slot)
+      : slot_rule(all[table.first_index + slot]), origin(table.extra[slot]), wide(true) {
+    const uint32_t tag = table.tag[slot];
+    const auto array_at = [&](int array) {
+      return Array{table.data[array][slot], format_of(tag, array), nullptr};
+    };
+    grad = array_at(kGrad);
+    weight = array_at(kSecond);
+    master = array_at(kMaster);
+    for (int k = 0; k < Rule::kStates; ++k) state[k] = array_at(kState0 + k);
+    if (is_split(master.format)) {
+      master.rest = weight.data;
+      weight.data = nullptr;
+    }
+    state[0].rest = table.data[kScales<Rule>][slot];
+    for (int a = 0; a < kScales<Rule>; ++a)  // a missing array is wide
+      wide = wide && is_wide(table.data[a][slot]);
+  }
+
+  __device__ __forceinline__ bool draws() const {
+    return is_stochastic(state[0].format) || is_stochastic(state[1].format);
+  }
+  __device__ __forceinline__ uint64_t random(bool of_weights, int64_t at) const {
+    return random_bytes(
+        random_stream(slot_rule.seed, slot_rule.step, origin.tensor_index, of_weights),
+        uint64_t(origin.first + at));
+  }
+};
+
+// Takes as many slots from `i` on as fit one launch.
+template <class Rule>
+void fill(SlotTable<Rule>& table, const Slot* slots, int64_t& i, int64_t count, int chunk,
+          int64_t chunks) {
+  table.reset(i, chunks, chunk);
+  for (; i < count && !table.full(); ++i) {
+    const Slot& s = slots[i];
+    const int t = table.count;
+    const Array second =
+        is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.weight;
+    const Array arrays[] = {s.grad, second, s.master, s.state[0], s.state[1], s.state[2]};
+    table.tag[t] = 0;
+    for (int a = 0; a < kScales<Rule>; ++a) {
+      table.data[a][t] = arrays[a].data;
+      table.tag[t] |= uint32_t(arrays[a].format) << (a * kFormatBits);
+    }
+    table.data[kScales<Rule>][t] = s.state[0].rest;
+    table.extra[t] = {s.first, s.tensor_index};
+    table.add(s.size);
+  }
+}
+
+}  // namespace amp_mp::cuda

@@ -1,0 +1,35 @@
+#pragma once
+// What the device does once a step, by one thread: decide, update the loss scale, report to the
+// host.
+#include "cuda/gpu.h"
+#include "plan.h"
+
+namespace amp_mp::cuda {
+
+// Writes a report into host memory. The seal is cleared first and set last, each separated by a
+// fence: a host that reads the same seal before and after has read one complete report. A CUDA
+// event would not do, since it cannot be queried inside a graph.
+__device__ __forceinline__ void write_report(const StepReportBuffer& buffer, const Verdict& verdict,
+                                             double next_scale) {
+  if (!buffer.reports) return;
+  const uint64_t seal = *buffer.count + 1;
+  StepReport& report = buffer.reports[seal % kStepReports];
+  *static_cast<volatile uint64_t*>(&report.seal) = 0;
+  __threadfence_system();
+  report.verdict = verdict;
+  report.next_scale = next_scale;
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(&report.seal) = seal;
+  *buffer.count = seal;
+}
+
+// Fills `verdict` and updates the loss scale; returns the new scale for the report.
+__device__ __forceinline__ double decide_and_update_scale(const Statistics* total,
+                                                          const DecideInputs& inputs,
+                                                          Verdict* verdict) {
+  const Verdict v = amp_mp::decide(total, inputs.scale, inputs.found_inf, inputs.max_norm);
+  *verdict = v;
+  return update_loss_scale(inputs.scale_update, v.found_inf != 0, v.max_abs);
+}
+
+}  // namespace amp_mp::cuda

@@ -1,0 +1,114 @@
+#pragma once
+// A list of tensors as a kernel argument. Passed by value: no copy to the device, no lifetime to
+// keep, and a CUDA graph bakes it in.
+#include <new>
+
+#include "cuda/gpu.h"
+#include "plan.h"
+
+namespace amp_mp::cuda {
+
+constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table, room left for other arguments
+
+// `Extra`: what else a kernel has to know of each tensor.
+struct NoExtra {};
+
+// Block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b. An empty
+// tensor shares its first chunk with the next one and is never the last: it costs nothing and needs
+// no test. One chunk a block and no loop over chunks: the hardware's scheduler balances blocks
+// better.
+template <int Pointers, class Extra = NoExtra>
+struct TensorTable {
+  static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Extra)) + 4 + 4;
+  static constexpr int kCapacity = (kArgumentBytes - 56) / kEntry;
+
+  int64_t size[kCapacity];
+  void* data[Pointers][kCapacity];
+  Extra extra[kCapacity];
+  int32_t first_chunk[kCapacity + 1];
+  uint32_t tag[kCapacity];  // formats and flags
+  int32_t count;
+  int32_t chunk;         // elements
+  int64_t first_index;   // of its first tensor among all of the call
+  int64_t chunk_offset;  // of its first chunk among all of the call
+
+  void reset(int64_t index, int64_t chunks, int chunk_elements) {
+    count = 0;
+    chunk = chunk_elements;
+    first_index = index;
+    chunk_offset = chunks;
+    first_chunk[0] = 0;
+  }
+
+  bool full() const { return count == kCapacity; }
+
+  void add(int64_t elements) {
+    size[count] = elements;
+    first_chunk[count + 1] = first_chunk[count] + int32_t(ceil_divide(elements, chunk));
+    ++count;
+  }
+
+  int32_t blocks() const { return first_chunk[count]; }
+};
+
+// The calling thread's table, for one launch: too large for some stacks, and one for all kernels.
+inline void* memory_of_table() {
+  alignas(16) static thread_local unsigned char memory[kArgumentBytes];
+  return memory;
+}
+
+template <class T>
+T& table_of_thread() {
+  static_assert(sizeof(T) <= kArgumentBytes && alignof(T) <= 16);
+  return *new (memory_of_table()) T;
+}
+
+struct Chunk {
+  int slot;
+  int64_t begin;
+  int size;
+};
+
+template <class T>
+__device__ __forceinline__ Chunk find_chunk(const T& table) {
+  int low = 0, high = table.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (table.first_chunk[middle] <= int(blockIdx.x)) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t begin = int64_t(int(blockIdx.x) - table.first_chunk[low]) * table.chunk;
+  const int64_t left = table.size[low] - begin;
+  return {low, begin, int(left < table.chunk ? left : table.chunk)};
+}
+
+// How many elements of a list a block takes, where any number will do: enough blocks for several
+// waves, so that the last one costs little, but of a large list not so many that starting them does
+// (after an overflow they do nothing else).
+inline int chunk_elements(int64_t elements, int blocks_per_multiprocessor) {
+  constexpr int kLeast = 4096, kMost = 1 << 18, kWaves = 8;
+  int device = 0, multiprocessors = 1;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
+          cudaSuccess)
+    return kLeast;
+  const int64_t blocks = int64_t(multiprocessors) * blocks_per_multiprocessor * kWaves;
+  const int64_t chunk = ceil_divide(ceil_divide(elements, blocks), kLeast) * kLeast;
+  return chunk < kLeast ? kLeast : chunk > kMost ? kMost : int(chunk);
+}
+
+template <class Item>
+int64_t count_elements(const Item* items, int64_t count) {
+  int64_t elements = 0;
+  for (int64_t i = 0; i < count; ++i) elements += items[i].size;
+  return elements;
+}
+
+inline const char* message(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace amp_mp::cuda

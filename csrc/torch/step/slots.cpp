@@ -1,0 +1,273 @@
+#include "torch/step/slots.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include "torch/casting/cast_cache.h"
+#include "torch/device.h"
+
+namespace amp_mp {
+namespace {
+
+void check_length(size_t found, size_t wanted, const char* argument) {
+  TORCH_CHECK_VALUE(found == wanted, "amp_mp: ", argument, " has ", found,
+                    " elements, but there are ", wanted, " parameters");
+}
+
+at::ScalarType dtype_of(Format format) {
+  switch (format) {
+    case Format::float32: return at::kFloat;
+    case Format::bfloat16:
+    case Format::bfloat16_stochastic: return at::kBFloat16;
+    case Format::ue8m8: return at::kShort;
+    case Format::m8: return at::kChar;
+    default: return at::kHalf;
+  }
+}
+
+// The format of a master that is a parameter and its remainders.
+Format split_of(at::ScalarType param, at::ScalarType rest) {
+  if (param == at::kBFloat16)
+    return rest == at::kShort ? Format::bfloat16_split32 : Format::bfloat16_split24;
+  return rest == at::kShort ? Format::float16_split32 : Format::float16_split24;
+}
+
+}  // namespace
+
+Slots::Slots(Lists lists)
+    : own_(std::move(lists)),
+      device_(own_.params.empty() ? at::Device(at::kCPU) : own_.params[0].device()) {
+  check_lengths();
+  check();
+  remember();
+}
+
+void Slots::check_lengths() const {
+  const size_t n = own_.params.size();
+  check_length(own_.masters.size(), n, "masters");
+  check_length(own_.scales.size(), n, "scales");
+  check_length(own_.stochastic.size(), n, "stochastic");
+  check_length(own_.clocks.size(), n, "clocks");
+  check_length(own_.groups.size(), n, "groups");
+  check_length(own_.tensor_indices.size(), n, "tensor_indices");
+  check_length(own_.firsts.size(), n, "firsts");
+  check_length(own_.names.size(), n, "names");
+  for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
+  for (const auto& f : own_.formats) check_length(f.size(), n, "a list of formats");
+  TORCH_CHECK_VALUE(own_.formats.size() == own_.states.size(), "amp_mp: ", own_.states.size(),
+                    " states, but ", own_.formats.size(), " lists of formats");
+  TORCH_CHECK_VALUE(own_.states.size() <= size_t(kMaxStates), "amp_mp: ", own_.states.size(),
+                    " states, at most ", kMaxStates, " are supported");
+  for (size_t i = 1; i < n; ++i)
+    TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
+}
+
+// Calls f in a fixed order: parameter, master, states, scales, clock; skips undefined ones.
+template <class F>
+void Slots::for_each_tensor(int64_t i, const F& f) const {
+  f(own_.params[i]);
+  if (own_.masters[i].defined()) f(own_.masters[i]);
+  for (const Tensors& s : own_.states) f(s[i]);
+  if (own_.scales[i].defined()) f(own_.scales[i]);
+  f(own_.clocks[i]);
+}
+
+void Slots::check() const {
+  std::vector<std::pair<at::Tensor, Label>> written;
+  for (int64_t i = 0; i < size(); ++i) {
+    const std::string* name = &own_.names[size_t(i)];
+    const Label param{"the weight", i, name}, master{"the master", i, name},
+        state{"the state", i, name}, scale{"the scales", i, name}, clock{"the step count", i, name};
+    const at::Tensor &p = own_.params[i], &m = own_.masters[i], &s = own_.scales[i],
+                     &c = own_.clocks[i];
+    const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
+                                      const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, dtype, label);
+      check_same_layout(t, p, label, param);
+      written.emplace_back(t, label);
+    };
+    const auto check_numbers = [&](const at::Tensor& t, at::ScalarType dtype, int64_t count,
+                                   const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, dtype, label);
+      TORCH_CHECK_VALUE(t.numel() == count && t.is_contiguous(), "amp_mp: ", label.text(),
+                        " must hold ", count, " contiguous numbers, found ", describe(t));
+      written.emplace_back(t, label);
+    };
+    check_writable(p, param);
+    check_device(p, device_, param);
+    const Format format = check_format(p, param);
+    written.emplace_back(p, param);
+    if (m.defined()) {
+      const at::ScalarType dtype = m.scalar_type();
+      const bool is_rest = (dtype == at::kShort || dtype == at::kChar) && format != Format::float32;
+      check_like_param(m, is_rest ? dtype : at::kFloat, master);
+    }
+    for (size_t k = 0; k < own_.states.size(); ++k)
+      check_like_param(own_.states[k][i], dtype_of(own_.formats[k][i]), state);
+    for (size_t k = 0; k < own_.states.size(); ++k) {
+      if (own_.formats[k][i] != Format::m8) continue;
+      TORCH_CHECK_VALUE(k == 0 && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),
+                        " (", describe(p), ") cannot be m8: only a rule's first state can, with ",
+                        "scales, and with a multiple of ", kGroup, " elements");
+      check_numbers(s, at::kBFloat16, p.numel() / kGroup, scale);
+    }
+    check_numbers(c, at::kDouble, int64_t(sizeof(Clock) / sizeof(double)), clock);
+  }
+  check_no_overlap(written);
+}
+
+uint64_t Slots::shape_of(const at::Tensor& param) {
+  auto mixed = uint64_t(param.scalar_type());
+  for (int64_t d = 0; d < param.dim(); ++d)
+    mixed = (mixed * 31 + uint64_t(param.size(d))) * 31 + uint64_t(param.stride(d));
+  return mixed;
+}
+
+void Slots::remember() {
+  shapes_.clear();
+  memory_.clear();
+  slots_.clear();
+  for (int64_t i = 0; i < size(); ++i) {
+    Slot s = {};
+    const at::Tensor& param = own_.params[i];
+    s.size = param.numel();
+    s.master = master_of(size_t(i));
+    if (own_.masters[i].defined() && !is_split(s.master.format))
+      s.weight = {param.mutable_data_ptr(), check_format(param, {"the weight"})};
+    for (size_t k = 0; k < own_.states.size(); ++k)
+      s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i]};
+    if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
+    s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
+    s.group = int32_t(own_.groups[i]);
+    s.tensor_index = uint32_t(own_.tensor_indices[i]);
+    s.first = own_.firsts[i];
+    s.row = i;
+    slots_.push_back(s);
+    shapes_.push_back(shape_of(param));
+    for_each_tensor(i, [&](const at::Tensor& t) { memory_.push_back(t.const_data_ptr()); });
+  }
+}
+
+Array Slots::master_of(size_t i) const {
+  const at::Tensor &param = own_.params[i], &master = own_.masters[i];
+  if (!master.defined()) {
+    Format format = check_format(param, {"the weight"});
+    if (own_.stochastic[i] && format != Format::float32)
+      format =
+          format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
+    return {param.mutable_data_ptr(), format};
+  }
+  if (master.scalar_type() == at::kFloat) return {master.mutable_data_ptr(), Format::float32};
+  return {param.mutable_data_ptr(), split_of(param.scalar_type(), master.scalar_type()),
+          master.mutable_data_ptr()};
+}
+
+std::vector<Reading> Slots::weights() const {
+  std::vector<Reading> readings(own_.params.size());
+  for (size_t i = 0; i < readings.size(); ++i)
+    if (own_.params[i].grad().defined()) readings[i] = {own_.params[i].numel(), master_of(i)};
+  return readings;
+}
+
+Tensors Slots::grads() const {
+  Tensors grads;
+  grads.reserve(own_.params.size());
+  for (const at::Tensor& param : own_.params) grads.push_back(param.grad());
+  return grads;
+}
+
+// Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
+// misses: prefetching makes a step of many small tensors a third faster.
+void Slots::prefetch(int64_t near, int64_t far) const {
+  constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
+  if (near < size())
+    for_each_tensor(near, [](const at::Tensor& t) {
+      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    });
+  if (far < size())
+    for_each_tensor(far, [](const at::Tensor& t) {
+      const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
+      for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+    });
+}
+
+const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
+  size_t at = 0;
+  bool moved = false;
+  for (int64_t i = 0; i < size(); ++i) {
+    prefetch(i + 2, i + 4);
+    moved = moved || shape_of(own_.params[i]) != shapes_[i];
+    for_each_tensor(i, [&](const at::Tensor& t) {
+      moved = moved || t.const_data_ptr() != memory_[at];
+      ++at;
+    });
+  }
+  if (moved) {  // by p.data = ... or model.to(...), which is allowed if the checks still pass
+    if (!own_.params.empty()) device_ = own_.params[0].device();
+    check();
+    remember();
+  }
+  // A CUDA graph must not write copies that the cache may free, and its replays advance no version
+  // counters.
+  const bool captured = is_capturing(device_);
+  if (captured) casting::never_cache(own_.params);
+  copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
+  if (readings) readings->assign(own_.params.size(), Reading{});
+  kept.reserve(2 * own_.params.size());  // pointers into it stay good
+  bool all_as_remembered = true;
+  for (int64_t i = 0; i < size(); ++i) {
+    const at::Tensor& param = own_.params[i];
+    const at::Tensor* grad = &param.grad();
+    if (!grad->defined()) {
+      TORCH_CHECK_VALUE(!captured || !param.requires_grad(), "amp_mp: ", own_.names[size_t(i)],
+                        " has no gradient, and a step captured now would leave it out for ever; ",
+                        "capture after a backward pass that reaches it, or freeze it");
+      copies_[size_t(i)].reset();
+      slots_[size_t(i)].grad = {};
+      all_as_remembered = false;
+      continue;
+    }
+    const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
+    if (is_subclass(*grad) || grad->layout() != at::kStrided) check_plain(*grad, label());
+    if (grad->device() != device_) check_device(*grad, device_, label());
+    if (grad->sizes() != param.sizes())
+      check_same_layout(*grad, param, label(), {"the weight", i, &own_.names[size_t(i)]});
+    if (readings) {  // in the gradient's own order, which is the order of sums
+      const bool dense = grad->is_non_overlapping_and_dense();
+      if (!dense) kept.push_back(grad->contiguous());
+      (*readings)[size_t(i)] = {grad->numel(), array_of(dense ? *grad : kept.back(), label())};
+    }
+    if (!same_layout(*grad, param) || grad->is_neg()) {
+      kept.push_back(
+          at::empty_strided(param.sizes(), param.strides(), grad->options()).copy_(*grad));
+      grad = &kept.back();
+    }
+    slots_[size_t(i)].grad = array_of(*grad, label());
+    all_as_remembered = all_as_remembered && !writes_copy(size_t(i));
+  }
+  if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter
+  chosen_.clear();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].grad.data && !own_.params[i].grad().defined()) continue;
+    chosen_.push_back(slots_[i]);
+    if (writes_copy(i)) chosen_.back().weight = array_of(copies_[i], {"a cached cast"});
+  }
+  return chosen_;
+}
+
+bool Slots::writes_copy(size_t i) const {
+  return copies_[i].defined() && !own_.masters[i].defined();
+}
+
+void Slots::finish(bool written) {
+  if (written)
+    for (int64_t i = 0; i < size(); ++i)
+      if (own_.params[i].grad().defined()) bump_version(own_.params[i]);
+  casting::copies_written(own_.params, copies_);
+  copies_.clear();  // now only the cache holds them
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,77 @@
+#pragma once
+// The tensors an optimizer updates on one device. They are checked when Slots is made, and again
+// only if their memory has moved; a step reads nothing anew but the gradients.
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "torch/checks.h"
+
+namespace amp_mp {
+
+class Slots {
+ public:
+  // Each list has one element for each parameter.
+  struct Lists {
+    Tensors params;
+    // float32 masters; or int16 or int8 remainders, if parameter and remainder together are the
+    // master (core/splits.h); or undefined, if the rule updates the parameter itself.
+    Tensors masters;
+    std::vector<Tensors> states;               // one list for each state of the rule
+    Tensors scales;                            // of states[0] where it is m8, undefined elsewhere
+    std::vector<std::vector<Format>> formats;  // of the states, as `states`
+    std::vector<bool> stochastic;              // round a parameter without master stochastically
+    Tensors clocks;                            // float64 of 4 elements (core/rules/base.h, Clock)
+    std::vector<int64_t> groups;               // ascending indices into the step's hypers
+    std::vector<int64_t> tensor_indices;       // for random bits: which tensor this is
+    // For random bits: index of a shard's element 0 in the whole tensor.
+    std::vector<int64_t> firsts;
+    std::vector<std::string> names;  // for messages
+  };
+  explicit Slots(Lists lists);
+
+  int64_t size() const { return int64_t(own_.params.size()); }
+  at::Device device() const { return device_; }
+  int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
+  int states() const { return int(own_.states.size()); }
+
+  // The parameters' current gradients, undefined if a parameter has none.
+  Tensors grads() const;
+  // The arrays that the rule updates, for measuring; empty for parameters without a gradient.
+  std::vector<Reading> weights() const;
+  const std::vector<std::string>& names() const { return own_.names; }
+
+  // The slots of the parameters that have a gradient. A gradient whose layout differs from its
+  // parameter's is copied to `kept`, which has to live as long as the slots are used. If autocast
+  // has cached a low-precision copy of a float32 parameter, the copy is the slot's weight: the step
+  // writes both. `readings`, if not null, gets one Reading per parameter for measuring the
+  // gradients, empty where there is none. The result is valid until the next call.
+  const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
+
+  // Call after each plan(). `written`: the step was not skipped, so the version counters of the
+  // parameters advance. Those of the states do not: no autograd graph holds a state, and each
+  // counter would cost a cache miss.
+  void finish(bool written);
+
+ private:
+  void check_lengths() const;
+  void check() const;
+  Array master_of(size_t i) const;
+  void remember();
+  bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
+  void prefetch(int64_t near, int64_t far) const;
+  static uint64_t shape_of(const at::Tensor& param);  // a hash of dtype, sizes and strides
+  template <class F>
+  void for_each_tensor(int64_t i, const F& f) const;
+
+  Lists own_;
+  at::Device device_;
+  // What check() has seen, to notice tensors whose memory has moved since.
+  std::vector<uint64_t> shapes_;     // of every parameter
+  std::vector<const void*> memory_;  // of every tensor
+  std::vector<Slot> slots_;          // of every parameter, with the last step's gradient
+  std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
+  Tensors copies_;                   // cached casts that the current step writes
+};
+
+}  // namespace amp_mp

@@ -1,0 +1,207 @@
+// Checks tensors, turns them into plan.h's structs and runs the step on their device.
+#include <ATen/Parallel.h>
+
+#include "cpu/passes.h"
+#include "torch/step/scalars.h"
+#include "torch/step/step.h"
+
+namespace amp_mp {
+namespace {
+
+template <class T>
+T* one_number(const std::optional<at::Tensor>& t, const at::Device& device, const char* argument) {
+  TORCH_CHECK_VALUE(t.has_value(), "amp_mp: ", argument, " is missing");
+  check_writable(*t, {argument});
+  check_one_number(*t, device, c10::CppTypeToScalarType<T>::value, argument);
+  return t->mutable_data_ptr<T>();
+}
+
+// Checks the tensors of a scale update.
+ScaleUpdate scale_update_of(const ScaleUpdateTensors& tensors, const at::Device& device) {
+  ScaleUpdate u;
+  if (tensors.policy.has_value()) {
+    const at::Tensor &from = *tensors.policy, &to = tensors.policy_out.value_or(from);
+    check_device(from, device, {"policy"});
+    check_device(to, device, {"policy_out"});
+    u.policy_size = int32_t(from.numel());
+    u.policy = check_doubles<double>(from, "policy", 2);
+    u.policy_out = check_doubles<double>(to, "policy_out", u.policy_size);
+    TORCH_CHECK_VALUE(!device.is_cpu() || scale_state_size(u.policy[0]) == u.policy_size,
+                      "amp_mp: policy ", u.policy[0], " has ", scale_state_size(u.policy[0]),
+                      " numbers, found ", u.policy_size);
+    if (tensors.scale_out) u.scale_out = one_number<float>(tensors.scale_out, device, "scale_out");
+    return u;
+  }
+  u.scale = one_number<float>(tensors.scale, device, "scale");
+  u.scale_out = one_number<float>(tensors.scale_out, device, "scale_out");
+  u.tracker = one_number<int32_t>(tensors.tracker, device, "tracker");
+  u.tracker_out = one_number<int32_t>(tensors.tracker_out, device, "tracker_out");
+  u.growth_factor = tensors.growth_factor;
+  u.backoff_factor = tensors.backoff_factor;
+  u.growth_interval = tensors.growth_interval;
+  return u;
+}
+
+DecideInputs decide_inputs(const DecideTensors& tensors, const at::Device& device) {
+  DecideInputs d;
+  d.scale = optional_float(tensors.scale, device, "scale");
+  d.found_inf = optional_float(tensors.found_inf, device, "found_inf");
+  d.max_norm = tensors.max_norm;
+  if (tensors.scale_update) d.scale_update = scale_update_of(*tensors.scale_update, device);
+  if (tensors.reports) d.report_buffer = tensors.reports->next_buffer();
+  return d;
+}
+
+Verdict decide_on_cpu(const Statistics* total, const DecideInputs& d) {
+  const Verdict v = decide(total, d.scale, d.found_inf, d.max_norm);
+  update_loss_scale(d.scale_update, v.found_inf != 0, v.max_abs);
+  return v;
+}
+
+// The param_groups' numbers for a step on the device. Keeps alive in `kept` the tensors that the
+// step reads.
+std::vector<Hyper> hypers_of(const std::vector<HyperTensors>& hyper_tensors,
+                             const at::Device& device, Tensors& kept) {
+  std::vector<Hyper> hypers;
+  for (const HyperTensors& n : hyper_tensors) {
+    hypers.push_back(n.hyper);
+    if (!n.lr.defined()) continue;
+    Hyper& h = hypers.back();
+    check_plain(n.lr, {"lr"});
+    const at::ScalarType dtype = n.lr.scalar_type();
+    TORCH_CHECK_VALUE(n.lr.numel() == 1 && (dtype == at::kFloat || dtype == at::kDouble),
+                      "amp_mp: lr must be one number of dtype Float or Double, found ",
+                      describe(n.lr));
+    h.lr_is_double = dtype == at::kDouble;
+    kept.push_back(n.lr.device().is_cuda() && n.lr.device() != device ? n.lr.to(device) : n.lr);
+    h.lr_at = kept.back().const_data_ptr();
+    if (!n.lr.device().is_cpu()) continue;
+    TORCH_CHECK_VALUE(!is_capturing(device), "amp_mp: lr (", describe(n.lr),
+                      ") is on the CPU, where ",
+                      "replays of a captured step do not look; put it on ", device);
+    read_rate(h);
+    h.lr_at = nullptr;
+  }
+  return hypers;
+}
+
+}  // namespace
+
+void decide_(at::Tensor& verdict, const DecideTensors& inputs,
+             const std::optional<at::Tensor>& statistics) {
+  const at::Device device = verdict.device();
+  Verdict* out = verdict_of(verdict, device);
+  const Statistics* total = nullptr;
+  if (statistics.has_value()) {
+    check_device(*statistics, device, {"statistics"});
+    total = check_doubles<Statistics>(*statistics, "statistics", 3) + statistics->numel() / 3 - 1;
+  }
+  const DecideInputs d = decide_inputs(inputs, device);
+  on(device, [&] { *out = decide_on_cpu(total, d); }, AMP_MP_CUDA(decide(total, d, out, stream)));
+  bump_version(verdict);
+}
+
+namespace {
+
+// What a rule that needs norms reads and writes besides the slots' arrays.
+template <class Rule>
+struct NormScratch {
+  std::optional<Measurement> weights;
+  at::Tensor updates;
+  NormInputs inputs;
+
+  NormScratch(const Slots& slots, const std::vector<Slot>& plan, Statistics* grads,
+              const at::Device& device) {
+    if constexpr (needs_norms<Rule>) {
+      weights.emplace(slots.weights(), device);
+      inputs.grads = grads;
+      inputs.weights = weights->of_tensors();
+    }
+    if constexpr (needs_update_norm<Rule>) {
+      // The ticket, the index of each slot's first span, sums of tensors and total, sums of spans.
+      const auto count = int64_t(plan.size());
+      int64_t spans = 0;
+      for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
+      const int64_t head = 8 * (count + 2);
+      updates = scratch(head + (count + 1 + spans) * int64_t(sizeof(Statistics)), device);
+      char* memory = data_of<char>(updates);
+      inputs.ticket = reinterpret_cast<unsigned*>(memory);
+      inputs.first_span = reinterpret_cast<int64_t*>(memory) + 1;
+      inputs.updates = reinterpret_cast<Statistics*>(memory + head);
+      inputs.update_spans = inputs.updates + count + 1;
+    }
+  }
+};
+
+}  // namespace
+
+template <class Rule>
+void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
+            Measurement* found, const DecideTensors* decide_tensors, bool measures) {
+  TORCH_CHECK_VALUE(slots.states() == Rule::kStates, "amp_mp: this rule keeps ", Rule::kStates,
+                    " states a parameter, the slots have ", slots.states());
+  TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
+                    " groups, but ", hyper_tensors.size(), " sets of hyperparameters");
+  TORCH_CHECK_VALUE(!needs_norms<Rule> || measures || (found && found->count() >= slots.size()),
+                    "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
+  const at::Device device = verdict.device();
+  if (found) check_device(found->rows_so_far(), device, {"measured"});
+  Verdict* v = verdict_of(verdict, device);
+  Tensors kept;
+  std::vector<Reading> readings;
+  const std::vector<Slot>& plan = slots.plan(kept, measures ? &readings : nullptr);
+  if (!plan.empty()) check_device(verdict, slots.device(), {"verdict"});
+  const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
+  const DecideInputs inputs =
+      decide_tensors ? decide_inputs(*decide_tensors, device) : DecideInputs{};
+  std::optional<Measurement> own;
+  if (measures) found = &own.emplace(readings, device);
+  const auto count = int64_t(plan.size());
+  const int64_t rule_bytes = count * int64_t(sizeof(SlotRule<Rule>));  // a CPU needs less
+  const at::Tensor rules = scratch(rule_bytes, device);
+  Statistics* rows = found ? found->of_tensors() : nullptr;
+  const NormScratch<Rule> norms(slots, plan, rows, device);
+  bool written = true;
+  on(
+      device,
+      [&] {
+        if (decide_tensors) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
+        written = v->found_inf == 0;
+        if (written)
+          cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
+                           norms.inputs, at::get_num_threads());
+      },
+      AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), decide_tensors ? &inputs : nullptr,
+                              v, found ? found->span_sums() : cuda::SpanSums{},
+                              norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
+                              data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
+  if (found) found->mark_added();
+  if (decide_tensors) bump_version(verdict);
+  slots.finish(written);
+}
+
+#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
+  template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*, \
+                             const DecideTensors*, bool);
+AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
+
+void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,
+                   const std::optional<at::Tensor>& max_abs, StepReports* reports) {
+  const at::Device device = found_inf.device();
+  const ScaleUpdate update = scale_update_of(tensors, device);
+  const auto one_double = [&](const at::Tensor& t, const char* argument) {
+    check_device(t, device, {argument});
+    return check_doubles<double>(t, argument, 1);
+  };
+  const double* found = one_double(found_inf, "found_inf");
+  const double* largest = max_abs.has_value() ? one_double(*max_abs, "max_abs") : nullptr;
+  [[maybe_unused]] const StepReportBuffer buffer =
+      reports ? reports->next_buffer() : StepReportBuffer{};
+  on(
+      device, [&] { update_loss_scale(update, *found != 0, largest ? *largest : 0); },
+      AMP_MP_CUDA(update_scale(update, found, largest, buffer, stream)));
+  if (tensors.policy) bump_version(tensors.policy_out.value_or(*tensors.policy));
+  if (tensors.scale_out) bump_version(*tensors.scale_out);
+}
+
+}  // namespace amp_mp

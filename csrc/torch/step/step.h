@@ -1,0 +1,57 @@
+#pragma once
+// The operations of an optimizer's step: decide, apply, update the loss scale. An `XTensors` struct
+// has the members of plan.h's or core's struct `X` as tensors.
+#include <memory>
+#include <optional>
+
+#include "torch/step/measurement.h"
+#include "torch/step/slots.h"
+#include "torch/step/step_reports.h"
+
+namespace amp_mp {
+
+// How to update a loss scale (plan.h, ScaleUpdate): either a policy's float64 state, with an
+// optional float32 scale_out that follows its scale; or torch's float32 scale and int32 growth
+// tracker. Output tensors may be the input tensors; all are on one device.
+struct ScaleUpdateTensors {
+  std::optional<at::Tensor> policy, policy_out, scale, scale_out, tracker, tracker_out;
+  double growth_factor, backoff_factor;
+  int64_t growth_interval;
+};
+
+// What a verdict is decided from besides statistics (plan.h, DecideInputs): scale and found_inf are
+// float32 tensors of one element on the verdict's device.
+struct DecideTensors {
+  std::optional<at::Tensor> scale, found_inf;
+  double max_norm = 0;
+  std::shared_ptr<ScaleUpdateTensors> scale_update;
+  std::shared_ptr<StepReports> reports;
+};
+
+// Fills `verdict`, float64 [5] (core/decide.h, Verdict). statistics: of measure; only the last row
+// is used.
+void decide_(at::Tensor& verdict, const DecideTensors& inputs,
+             const std::optional<at::Tensor>& statistics);
+
+// The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
+// step's device it is read when the step runs, elsewhere now.
+struct HyperTensors {
+  Hyper hyper;
+  at::Tensor lr;
+};
+
+// One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
+// decide_tensors the verdict is decided here, without them it is given. Rules that use norms, and
+// decisions that depend on the gradients, need statistics: `found` where measure(slots) has them
+// already, else `measures` reads the gradients here. While a CUDA graph is being captured, every
+// parameter that requires a gradient must have one.
+template <class Rule>
+void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
+            Measurement* found, const DecideTensors* decide_tensors, bool measures);
+
+// Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
+// that use it; both on the scale's device.
+void update_scale_(const ScaleUpdateTensors& update, const at::Tensor& found_inf,
+                   const std::optional<at::Tensor>& max_abs, StepReports* reports);
+
+}  // namespace amp_mp

@@ -1,0 +1,86 @@
+#include "torch/step/step_reports.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "torch/device.h"
+
+namespace amp_mp {
+namespace {
+
+// A consistent copy of the report, or nullopt while the device is writing it.
+std::optional<StepReport> read(const StepReport& report) {
+  const volatile uint64_t& seal = report.seal;
+  StepReport copy;
+  const uint64_t before = seal;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  std::memcpy(&copy, &report, sizeof copy);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  copy.seal = seal;
+  if (before == 0 || before != copy.seal) return std::nullopt;
+  return copy;
+}
+
+}  // namespace
+
+#ifdef AMP_MP_WITH_CUDA
+
+StepReports::StepReports(const at::Device& device) : device_(device) {
+  TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
+  TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
+              " allocates memory, which a CUDA graph cannot; take a step before capturing");
+  count_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
+  const c10::OptionalDeviceGuard guard(device);
+  // Never freed: a step that is queued, or replayed later, may still write to it.
+  constexpr size_t kBytes = kStepReports * sizeof(StepReport);
+  reports_ = static_cast<StepReport*>(cuda::allocate_for_both(kBytes));
+  TORCH_CHECK(reports_, "amp_mp: CUDA gave no ", kBytes, " bytes of pinned host memory for ",
+              device);
+  std::memset(reports_, 0, kBytes);
+}
+
+StepReportBuffer StepReports::next_buffer() {
+  stream_ = current_stream(device_);
+  const c10::OptionalDeviceGuard guard(device_);
+  if (cuda::is_capturing(stream_)) {
+    is_captured_ = true;
+  } else {
+    ++queued_;
+  }
+  return {reports_, reinterpret_cast<uint64_t*>(data_of<int64_t>(count_))};
+}
+
+std::optional<StepReport> StepReports::newest(bool wait) const {
+  const auto look = [&] {
+    std::optional<StepReport> found;
+    for (int i = 0; i < kStepReports; ++i) {
+      const std::optional<StepReport> report = read(reports_[i]);
+      if (report && (!found || report->seal > found->seal)) found = report;
+    }
+    return found;
+  };
+  std::optional<StepReport> found = look();
+  if (!wait || (queued_ == 0 && !is_captured_)) return found;
+  if (!is_captured_ && found && found->seal >= queued_) return found;
+  const c10::OptionalDeviceGuard guard(device_);
+  TORCH_CHECK(
+      !is_capturing(device_),
+      "amp_mp: what a step has come to is not known while it is captured; ask after a replay");
+  const char* error = cuda::synchronize(stream_);
+  TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device_, ": ", error);
+  return look();
+}
+
+#else
+
+StepReports::StepReports(const at::Device& device) : device_(device), reports_(nullptr) {
+  TORCH_CHECK(false, "amp_mp was built without CUDA; rebuild with AMP_MP_CUDA=1");
+}
+StepReportBuffer StepReports::next_buffer() { return {}; }
+std::optional<StepReport> StepReports::newest(bool) const { return read(*reports_); }
+
+#endif
+
+}  // namespace amp_mp

@@ -1,0 +1,32 @@
+"""What scripts for Apex use: amp.init with its handle, FP16_Optimizer and fp16_utils.
+
+`handle` is amp.init, `scale_loss` the block in which a scaled loss goes backward. `fp16_optimizer`
+wraps any torch optimizer; its masters are `swapped_masters`, or `fused_masters` around one of
+amp_mp's. `fp16_utils` has the functions for training loops that keep masters by hand.
+"""
+
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
+from amp_mp.apex.fp16_utils import (
+    BN_convert_float,
+    master_params,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    tofp16,
+)
+from amp_mp.apex.handle import AmpHandle, NoOpHandle, init
+
+__all__ = [
+    "AmpHandle",
+    "BN_convert_float",
+    "FP16_Optimizer",
+    "NoOpHandle",
+    "init",
+    "master_params",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "tofp16",
+]

@@ -1,0 +1,213 @@
+"""FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp.apex.fp16_state import WrappedOptimizer
+from amp_mp.apex.fused_masters import FusedMasters
+from amp_mp.apex.gradients import named_parameters
+from amp_mp.apex.loss_scale import apex_policy
+from amp_mp.apex.masters import Masters
+from amp_mp.apex.swapped_masters import SwappedMasters
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.scaling.observe import OverflowCounter, update_scale
+from amp_mp.scaling.overflow import find_overflow
+from amp_mp.scaling.policies import ScalePolicy, Static
+
+
+class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
+    """Wraps an optimizer whose parameters are partly in low precision; Apex's class of this name.
+
+    Each float16 or bfloat16 parameter gets a float32 master, which replaces it in the wrapped
+    optimizer's param_groups (the lists stay the same objects, so schedulers keep working). float32
+    parameters need no master, and frozen ones stay as they are. From then on use this object, not
+    the wrapped one:
+
+        optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
+                                       dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)  # in place of loss.backward()
+        optimizer.step()
+
+    Around an amp_mp optimizer, which keeps masters itself, nothing is copied: param_groups keep the
+    model's parameters, `.grad` carries the scale until the step, and the step's one pass unscales,
+    clips, updates and rounds.
+
+    A static scale checks nothing, as in Apex: an infinite gradient reaches the master. A dynamic
+    one skips the step on overflow, leaving every byte as it was, prints so, and lowers the scale.
+
+    Args:
+        init_optimizer: the optimizer to wrap; state it already has moves to the masters.
+        static_loss_scale: what losses are multiplied by, unless dynamic.
+        dynamic_loss_scale: start at 2^32, halve on overflow (not below 1), double after 1000 steps
+            without one.
+        dynamic_loss_args: init_scale, scale_factor, scale_window to change that.
+        verbose: print what is wrapped. Default True.
+        loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
+            policy.
+        check_overflow: check and skip also with a static scale, as a dynamic one does: for
+            bfloat16, which needs no scaling.
+
+    Raises:
+        TypeError: a trainable parameter is neither float16, bfloat16 nor float32.
+        ValueError: a scale that is not a positive number, or an unknown name in dynamic_loss_args.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+        *,
+        loss_scale: float | str | ScalePolicy | None = None,
+        check_overflow: bool = False,
+    ) -> None:
+        """See the class."""
+        policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
+        self._masters = self._make_masters(init_optimizer)
+        self.optimizer = init_optimizer
+        self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self._checks = self.dynamic_loss_scale or check_overflow
+        self._overflows = OverflowCounter()
+        self.overflow = False
+        self._max_abs = 0.0  # the largest true |g| of the last backward
+        self.first_closure_call_this_step = True
+        if verbose:
+            masters = sum(map(len, self._masters.fp32_from_fp16_groups))
+            own = sum(map(len, self._masters.fp32_from_fp32_groups))
+            print(f"FP16_Optimizer: {masters} parameters with float32 masters, {own} float32")
+
+    def _make_masters(self, optimizer: torch.optim.Optimizer) -> Masters:
+        """amp_mp's optimizers have masters of their own, others get theirs replaced."""
+        if isinstance(optimizer, FusedOptimizer):
+            return FusedMasters(optimizer)
+        return SwappedMasters(optimizer)
+
+    # Gradients.
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """loss.backward() on the scaled loss; afterwards the masters' gradients are the true ones.
+
+        Args:
+            loss: a tensor of one element; it is multiplied in float32.
+            update_master_grads: False to accumulate several losses and call update_master_grads()
+                once.
+            retain_graph: as in Tensor.backward.
+        """
+        with self._masters.backward(self.loss_scale, update_master_grads):
+            scaled_loss = loss.float() * self.loss_scale
+            torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
+            if update_master_grads:
+                self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Copies the model's gradients to the masters, divided by the scale.
+
+        A dynamic scale, or check_overflow, checks them first; on overflow `overflow` is set and
+        nothing is copied. Around an amp_mp optimizer nothing is copied at all.
+        """
+        overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
+        if self._checks:
+            self.overflow, self._max_abs = overflow, max_abs
+        if not overflow:
+            self._complete_gradients()
+
+    def _complete_gradients(self) -> None:
+        """For subclasses: adds terms to the masters' true gradients."""
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
+        """Clips the masters' gradients by their global norm; returns the norm, -1 on overflow.
+
+        As torch.nn.utils.clip_grad_norm_; call it between backward and step. Around an amp_mp
+        optimizer the step itself clips by the 2-norm.
+        """
+        return -1.0 if self.overflow else self._masters.clip(max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The true gradients, a list per group; None, with a warning, after an overflow."""
+        if self.overflow:
+            warnings.warn("amp_mp: after an overflow there are no master gradients", stacklevel=2)
+            return None
+        return self._masters.gradients()
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
+
+        On overflow nothing is stepped, None is returned, and the message that Apex scripts look for
+        is printed. A closure must call this object's zero_grad and backward; the model has the
+        masters' newest values before each evaluation. An evaluation that overflows is repeated with
+        a lower scale; RuntimeError where the scale cannot fall any more.
+        """
+        before = self.loss_scale
+        if self._checks:
+            update_scale(
+                self.loss_scaler, self._overflows, self.overflow, self._max_abs, self._describe
+            )
+        else:
+            self.loss_scaler.update(self.overflow, self._max_abs)
+        if self.overflow:
+            self._report(before)
+            return None
+        result = self._masters.step(None) if closure is None else self._step_with_closure(closure)
+        self._masters.to_model()
+        return result
+
+    def _describe(self, scale: float) -> str:
+        """Which of the model's gradients are inf or NaN."""
+        pairs = named_parameters([self.optimizer])
+        model = [(name, self._masters.model_param(param)) for name, param in pairs]
+        return str(find_overflow(model, scale))
+
+    def _report(self, before: float) -> None:
+        print(
+            f"[OVERFLOW! Skipping step. Attempted loss scale: {before}, "
+            f"reducing to {self.loss_scale}]"
+        )
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._masters.to_model()
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                before = self.loss_scale
+                self.loss_scaler.update(True, self._max_abs)
+                if self.loss_scale == before:
+                    self.overflow = False  # the error says so; the next step starts afresh
+                    raise RuntimeError(
+                        "the closure's gradients are inf or NaN even at the lowest loss scale, "
+                        f"{before}; no scale can cure that, look for the NaN in the model"
+                    )
+                self._report(before)
+                loss = closure()
+            self._masters.closure_done()
+            return loss
+
+        self.first_closure_call_this_step = True
+        try:
+            return self._masters.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
+        """Clears the gradients of masters and model parameters; the second spelling is torch's."""
+        drop = set_grads_to_None or set_to_none
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for param in (*params, *(p for group in self._masters.fp16_groups for p in group)):
+            if param.grad is not None:
+                param.grad = None if drop else param.grad.detach().zero_()
+        self._masters.drop_gradients()

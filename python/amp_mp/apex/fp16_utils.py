@@ -1,0 +1,151 @@
+"""Apex's fp16_utils: conversions, and masters for training loops that keep them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amp_mp.apex.gradients import copy_all_
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.model.convert import convert_network
+from amp_mp.optim.state.masters import take_original
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters.
+
+    For clip_grad_norm_ and the like, in scripts that work with and without mixed precision.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The model's trainable parameters, and float32 masters of them for an optimizer.
+
+    Args:
+        model: of any floating dtypes; with flat_master of one.
+        flat_master: one master, 1-D, of all parameters one after the other.
+
+    Returns:
+        Parameters and masters, the latter a list of one with flat_master.
+
+    Raises:
+        ValueError: flat_master with parameters of several dtypes or devices.
+    """
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    if not flat_master:
+        return params, [nn.Parameter(_master(p)) for p in params]
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"flat_master needs parameters of one dtype and device, found {len(kinds)} kinds: "
+            f"{sorted(map(str, kinds))}"
+        )
+    flat = nn.Parameter(torch.cat([_master(p).reshape(-1) for p in params]))
+    return params, [flat]
+
+
+def _master(param: Tensor) -> Tensor:
+    return param.detach().clone() if param.dtype == torch.float32 else take_original(param)
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Copies gradients to the masters, in float32; absent ones are None, or 0 in a flat master."""
+    if flat_master:
+        (flat,) = master_params
+        if flat.grad is None:
+            flat.grad = torch.empty_like(flat)
+        pieces = _pieces(flat.grad, model_params)
+        for param, piece in zip(model_params, pieces, strict=True):
+            if param.grad is None:
+                piece.zero_()
+    else:
+        pieces = []
+        for param, master in zip(model_params, master_params, strict=True):
+            if param.grad is None:
+                master.grad = None
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            pieces.append(master.grad)
+    grads = [p.grad for p in model_params]
+    if flat_master:
+        pieces = [piece for piece, grad in zip(pieces, grads, strict=True) if grad is not None]
+    copy_all_(pieces, [grad for grad in grads if grad is not None])
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Rounds the masters into the parameters; float16 saturates at +-65504."""
+    masters = _pieces(master_params[0], model_params) if flat_master else master_params
+    copy_all_(list(model_params), [m.detach() for m in masters], saturate=True)
+
+
+def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """The flat tensor's parts, in the parameters' shapes; views."""
+    parts = torch.split(flat.detach(), [p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+
+
+def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
+    """Turns every batch norm of the model, with its statistics, into float32; Apex's function.
+
+    In place; returns the model. What low precision has rounded stays rounded.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.float()
+    return model
+
+
+class tofp16(nn.Module):  # noqa: N801 (Apex's name)
+    """A layer that casts its input to low precision, unless that is no floating-point tensor.
+
+    A plain cast: what is beyond float16 becomes inf.
+
+    Args:
+        dtype: of the output.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        """See the class."""
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape; token ids and masks pass unchanged."""
+        return input.to(self.dtype) if input.is_floating_point() else input
+
+    def extra_repr(self) -> str:
+        """The dtype."""
+        return str(self.dtype)
+
+
+def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """The model, converted in place, behind a layer that casts its input; Apex's function.
+
+    Batch norms and the other normalisation layers stay float32, and so does what keep_fp32 has
+    marked. As in Apex, names in the result's state_dict start with "1.".
+
+    Args:
+        model: see `convert_network`.
+        dtype: torch.float16 or torch.bfloat16, which is the fast one on a CPU.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in LOW_PRECISION:
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+    return nn.Sequential(tofp16(dtype), convert_network(model, dtype))

@@ -1,0 +1,219 @@
+"""Apex's amp.init and its handle: casts for a whole script, and scale_loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from amp_mp import _C
+from amp_mp.apex.optim_wrapper import OptimWrapper
+from amp_mp.apex.scale_loss import scaled_loss
+from amp_mp.casting.autocast import disable_casts, resolve
+from amp_mp.casting.explain import set_verbose
+from amp_mp.casting.op_table import install
+from amp_mp.casting.step_hooks import install_step_hooks
+from amp_mp.scaling.dynamic import Backoff
+from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.policies import ScalePolicy, Static
+
+
+def init(
+    enabled: bool = True,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    policies: str = "apex",
+    dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+    loss_scale: float | str | ScalePolicy | None = None,
+) -> AmpHandle | NoOpHandle:
+    """Switches casting on for this thread, for good, and returns the handle with scale_loss.
+
+        handle = amp.init()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    Args:
+        enabled: False gives a handle that does nothing, so that a script need not change.
+        enable_caching: cast each weight once an iteration, until an optimizer steps.
+        verbose: say what was switched on, and print every cast that is computed to stderr.
+        allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
+        policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",
+            torch's own lists. One table is in force in a process; `amp.set_policy` changes it.
+        dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
+        device_type: "cuda" or "cpu"; default: "cuda" where there is one.
+        loss_scale: a number, "dynamic", "Backoff" or a policy; default: "dynamic" for float16
+            (start 2^16, at most 2^24, halved on overflow but not below 1, doubled after 2000 steps
+            without one), 1 for bfloat16, which needs none: then nothing is scaled or checked.
+
+    Raises:
+        ValueError: an unknown device type, dtype or loss scale.
+    """
+    if not enabled:
+        return NoOpHandle()
+    device, low = resolve(device_type, dtype)
+    preset = Backoff(init_scale=2.0**16)
+    default = "dynamic" if low == torch.float16 else 1.0
+    policy = make_policy(default if loss_scale is None else loss_scale, preset)
+    install(policies, device, allow_banned)
+    set_verbose(verbose)
+    if verbose:
+        print(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
+    return AmpHandle(device, low, enable_caching, policy)
+
+
+class NoOpHandle:
+    """The handle of init(enabled=False): it does nothing, and the script runs in float32."""
+
+    has_cache = False
+    device_type = "cpu"
+
+    def is_active(self) -> bool:
+        """False."""
+        return False
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """The loss itself."""
+        yield loss
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """A wrapper that scales nothing."""
+        return OptimWrapper(optimizer, Static(), num_loss, self.device_type)
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """Empty."""
+        return {}
+
+    def _clear_cache(self) -> None:
+        """Nothing to do."""
+
+    def _disable_casts(self) -> Any:
+        """A block like any other."""
+        return nullcontext()
+
+    def _deactivate(self) -> None:
+        """Nothing to do."""
+
+
+class DefaultScaler:
+    """The handle's loss scale under Apex's name for it."""
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        """policy: what keeps the scale."""
+        self._policy = policy
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss; can be set (ValueError unless finite and above 0)."""
+        return self._policy.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._policy.scale = value
+
+
+class AmpHandle:
+    """Casting that `init` switched on, and its loss scale."""
+
+    def __init__(
+        self, device_type: str, dtype: torch.dtype, caching: bool, policy: ScalePolicy
+    ) -> None:
+        """Use init."""
+        self.device_type = device_type
+        self.dtype = dtype
+        self.has_cache = caching
+        self.loss_scaler = policy
+        self._default_scaler: DefaultScaler | None = DefaultScaler(policy)
+        self._before = (
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+        install_step_hooks()
+        self._active = True
+        self._switch(True, dtype, caching)
+
+    def _switch(self, enabled: bool, dtype: torch.dtype, caching: bool) -> None:
+        torch.set_autocast_enabled(self.device_type, enabled)
+        torch.set_autocast_dtype(self.device_type, dtype)
+        torch.set_autocast_cache_enabled(caching)
+        self._clear_cache()
+
+    def is_active(self) -> bool:
+        """Whether casts are on here and now: not after _deactivate, nor inside scale_loss."""
+        return self._active and torch.is_autocast_enabled(self.device_type)
+
+    @contextmanager
+    def scale_loss(
+        self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]
+    ) -> Iterator[Tensor]:
+        """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
+
+        On exit the gradients of the optimizer's parameters are divided by the scale, in place and
+        each exactly once, also where several losses add up before a step: clip and inspect them as
+        usual. If one is inf or NaN the scale falls and the next step of the optimizer changes
+        nothing. Calling backward() on the loss itself inside gives a warning.
+
+        Args:
+            loss: the loss, any floating dtype; it is multiplied in float32.
+            optimizer: the optimizer, or all of them, that own what this loss has gradients for.
+
+        Raises:
+            TypeError: one of them is not a torch.optim.Optimizer, or is an FP16_Optimizer, whose
+                backward() scales the loss itself.
+            RuntimeError: wrap_optimizer was called; wrapped optimizers have their own scale_loss.
+        """
+        if self._default_scaler is None:
+            raise RuntimeError(
+                "handle.scale_loss cannot be used after handle.wrap_optimizer: every wrapped "
+                "optimizer has loss scales of its own. Call scale_loss of the wrapped optimizer"
+            )
+        with scaled_loss(loss, optimizer, self.loss_scaler, self.device_type) as scaled:
+            yield scaled
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with a loss scale of its own for each of its losses.
+
+        From then on scale_loss is that of the wrapped optimizers; the handle's own raises.
+
+        Args:
+            optimizer: a torch.optim.Optimizer.
+            num_loss: how many losses go backward between two steps.
+
+        Raises:
+            TypeError, ValueError: another optimizer or count.
+        """
+        wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
+        self._default_scaler = None
+        return wrapper
+
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """The weights that have a low-precision copy at the moment, and the copies."""
+        return _C.casting.cached()
+
+    def _clear_cache(self) -> None:
+        """Drops the copies of weights: after weights were changed through `.data`."""
+        torch.clear_autocast_cache()
+        _C.casting.clear_cache()
+
+    def _disable_casts(self) -> Any:
+        """A block without casts; they are on again after it, also after an exception."""
+        return disable_casts(self.device_type)
+
+    def _deactivate(self) -> None:
+        """Puts the thread's autocast state back; every operator does what torch does."""
+        if self._active:
+            self._active = False
+            self._switch(*self._before)
+            install("stock", self.device_type)
+            set_verbose(False)

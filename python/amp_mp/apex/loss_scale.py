@@ -1,0 +1,40 @@
+"""The loss-scale arguments of Apex's FP16_Optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from amp_mp.scaling.dynamic import Backoff
+from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, check_scale
+
+
+def apex_policy(
+    static: float,
+    dynamic: bool,
+    arguments: dict[str, Any] | None,
+    loss_scale: float | str | ScalePolicy | None,
+) -> ScalePolicy:
+    """The policy that the scale arguments of Apex's FP16_Optimizer describe.
+
+    Its dynamic scale starts at 2^32, halves on overflow but not below 1, doubles after 1000 steps
+    without one, and has no ceiling.
+
+    Raises:
+        ValueError: an unknown name in the arguments, or a number that is not finite and above 0.
+    """
+    given = dict(arguments or {})
+    start = check_scale(given.pop("init_scale", 2.0**32), "dynamic_loss_args['init_scale']")
+    factor, window = given.pop("scale_factor", 2.0), given.pop("scale_window", 1000)
+    if given:
+        raise ValueError(
+            f"dynamic_loss_args: unknown {sorted(given)}; "
+            "known are init_scale, scale_factor, scale_window"
+        )
+    try:
+        preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
+    except ValueError as error:  # Apex's names are others
+        raise ValueError(f"dynamic_loss_args: {error}") from None
+    if loss_scale is not None:
+        return make_policy(loss_scale, preset)
+    return preset if dynamic else make_policy(check_scale(static, "static_loss_scale"))

@@ -1,0 +1,169 @@
+"""OpenSeq2Seq's mixed precision: its optimizer wrapper, and its switch dtype="mixed"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
+from amp_mp.apex.masters import Masters
+from amp_mp.apex.swapped_masters import SwappedMasters
+from amp_mp.compat.regularizers import add_regularization
+from amp_mp.model.convert import convert_network
+from amp_mp.model.prepare import prepare
+from amp_mp.scaling.dynamic import Backoff, LogMax
+from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.policies import ScalePolicy, check_scale
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SCALINGS = {"backoff": Backoff, "logmax": LogMax, "lognormal": LogMax}
+
+
+class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
+    """OpenSeq2Seq's wrapper of this name around a torch optimizer.
+
+    One step: loss times S; backward in low precision; gradients to float32; regularization on the
+    masters; divided by S; with a dynamic scale the overflow check, which may skip the rest; the
+    wrapped optimizer on the masters; masters rounded to the weights, saturating. Regularizers are
+    those that mp_regularizer_wrapper has recorded.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        loss_scale: None for 1, a number for a static scale, which checks nothing; "Backoff",
+            "LogMax" or a policy for a dynamic one.
+        iter_size: how many calls of backward make a step. Each gradient is divided by it and added
+            in float32; the scale stays until the step, and one overflow skips it.
+
+    Raises:
+        TypeError, ValueError: as FP16_Optimizer; iter_size is no whole number from 1 on.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_scale: float | str | ScalePolicy | None = None,
+        *,
+        iter_size: int = 1,
+    ) -> None:
+        """See the class."""
+        if isinstance(iter_size, bool) or not isinstance(iter_size, int) or iter_size < 1:
+            raise ValueError(f"iter_size must be a whole number from 1 on, found {iter_size!r}")
+        scale = 1.0 if loss_scale is None else loss_scale
+        super().__init__(optimizer, verbose=False, loss_scale=scale)
+        self.iter_size = iter_size
+        self._calls = 0
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """As FP16_Optimizer's; with iter_size k this is one of k calls before a step."""
+        if self.iter_size == 1:
+            return super().backward(loss, update_master_grads, retain_graph)
+        pairs = self._masters.pairs()
+        before = self.overflow and self._calls > 0
+        aside = [master.grad for _, master in pairs]
+        for param, master in pairs:
+            param.grad = master.grad = None
+        super().backward(loss / self.iter_size, update_master_grads, retain_graph)
+        for (_, master), earlier in zip(pairs, aside, strict=True):
+            if earlier is not None:
+                master.grad = earlier if master.grad is None else master.grad.add_(earlier)
+        self.overflow = self.overflow or before
+        self._calls += 1
+        return None
+
+    def step(self, closure: Any = None) -> Any:
+        """As FP16_Optimizer's. Raises RuntimeError in the middle of iter_size calls of backward."""
+        if self._calls % self.iter_size:
+            raise RuntimeError(
+                f"step: {self._calls} of iter_size={self.iter_size} calls of backward were made"
+            )
+        self._calls = 0
+        return super().step(closure)
+
+    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
+        """As FP16_Optimizer's; the next backward is the first of its iter_size."""
+        self._calls = 0
+        super().zero_grad(set_grads_to_None, set_to_none=set_to_none)
+
+    def _make_masters(self, optimizer: Optimizer) -> Masters:
+        """Regularizers need masters with gradients of their own, also in amp_mp's optimizers."""
+        return SwappedMasters(optimizer)
+
+    def _complete_gradients(self) -> None:
+        if self._calls == 0:  # once per step
+            add_regularization(self._masters.pairs())
+
+
+def mixed_precision(
+    model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], **options: Any
+) -> tuple[nn.Module, Any]:
+    """Sets a model and its optimizer up as a training script's configuration says.
+
+        model, optimizer = amp.mixed_precision(model, optimizer, {"dtype": "mixed",
+                                                                  "loss_scaling": "LogMax"})
+
+    Args:
+        model: a float32 model.
+        optimizer: over its parameters.
+        config: other keys than these are ignored.
+            dtype: "mixed" for low-precision weights and float32 masters; "float16" or "bfloat16"
+                for low precision alone, without a wrapper; "float32", the default.
+            loss_scaling: a number, "Backoff" or "LogMax"; with loss_scaling_params, a dict of that
+                policy's arguments. Or the older keys: loss_scale, a number, and
+                automatic_loss_scaling, a name.
+            low_precision: which one "mixed" means; default float16 on CUDA, bfloat16 on a CPU.
+        options: passed on to MixedPrecisionOptimizerWrapper.
+
+    Returns:
+        The model, converted in place, and the optimizer to use, wrapped where dtype is "mixed".
+
+    Raises:
+        ValueError: naming the key: an unknown dtype or algorithm; a static and a dynamic scale at
+            once; a dynamic one without "mixed"; an unknown loss_scaling_params key.
+    """
+    name = str(config.get("dtype", "float32")).removeprefix("torch.")
+    scale = _loss_scale(config)
+    if name == "mixed":
+        on_cuda = any(p.is_cuda for p in model.parameters())
+        low = str(config.get("low_precision", "float16" if on_cuda else "bfloat16"))
+        low = low.removeprefix("torch.")
+        if low not in ("float16", "bfloat16"):
+            raise ValueError(f'low_precision must be "float16" or "bfloat16", found {low!r}')
+        policy = make_policy(1.0 if scale is None else scale)
+        return prepare(model, DTYPES[low]), MixedPrecisionOptimizerWrapper(
+            optimizer, policy, **options
+        )
+    if name not in DTYPES:
+        raise ValueError(f'dtype must be "mixed", {", ".join(DTYPES)}; found {config["dtype"]!r}')
+    if isinstance(scale, ScalePolicy):
+        raise ValueError(f'automatic loss scaling needs dtype "mixed", found dtype {name!r}')
+    return (model if name == "float32" else convert_network(model, DTYPES[name])), optimizer
+
+
+def _loss_scale(config: Mapping[str, Any]) -> float | ScalePolicy | None:
+    """A number, a policy of the algorithm and parameters that are named, or None."""
+    given = {key: config.get(key) for key in ("loss_scaling", "loss_scale")}
+    given["automatic_loss_scaling"] = config.get("automatic_loss_scaling")
+    given = {key: value for key, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"config: {' and '.join(sorted(given))} were both given; choose one")
+    value: Any = next(iter(given.values()), None)
+    params = dict(config.get("loss_scaling_params") or {})
+    if not isinstance(value, str):
+        if params:
+            raise ValueError("loss_scaling_params: needs a loss_scaling algorithm to belong to")
+        scale: float | None = None if value is None else check_scale(value, next(iter(given)))
+        return scale
+    algorithm = SCALINGS.get(value.lower().strip())
+    if algorithm is None:
+        raise ValueError(f"Unknown scaling algorithm: {value}")
+    try:
+        policy: ScalePolicy = algorithm(**params)
+        return policy
+    except TypeError as error:
+        raise ValueError(f"loss_scaling_params: {error}") from None

@@ -1,0 +1,168 @@
+"""A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_mp.dtypes import rounded
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class TypedTensor:
+    """Data and gradient of one shape, independently typed, converted lazily and cached.
+
+    Reading in another type converts once and keeps what was written, so a read never loses: a
+    float32 master read as float16 still has its bits. Asking for a writable array in a type makes
+    that one the only valid one; the others keep their memory for the next conversion.
+
+        weight = amp.TypedTensor((3, 4), torch.float32, grad_dtype=torch.float16)
+        y = x @ weight.data(torch.float16).T  # cached until the next update
+        weight.mutable_grad(torch.float16).copy_(gradient)
+        weight.update()  # in float32
+
+    Every conversion starts from the type that was written last. (NVCaffe's start from the type that
+    was read last, so that a float16 read spoils a float64 one.) Data saturates at +-65504 on its
+    way to float16 and NaN stays NaN; a gradient becomes inf, or its overflow would go unseen.
+    What was never written is zero. Types: torch.float64, float32, float16, bfloat16.
+
+    Write into what mutable_data and mutable_grad return, and do so before the next read: arrays
+    that have been converted already do not learn of it.
+
+    Args:
+        shape: of data and gradient.
+        dtype: the master's: the type of updates, and of data() without a type.
+        grad_dtype: of grad() without a type; default: dtype.
+        device: of all arrays. None is allocated before it is asked for.
+
+    Raises:
+        TypeError: a dtype that is none of the four, here and in all methods.
+        ValueError: a negative size in shape.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """See the class."""
+        self.shape = torch.Size(shape)
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"shape must not have negative sizes, found {tuple(shape)}")
+        self.dtype = dtype
+        self.grad_dtype = dtype if grad_dtype is None else grad_dtype
+        self.device = torch.device(device)
+        self._data = _Projections(self.shape, self.dtype, self.device, saturate=True)
+        self._grad = _Projections(self.shape, self.grad_dtype, self.device, saturate=False)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, grad_dtype: torch.dtype | None = None) -> TypedTensor:
+        """One whose master is a copy of the tensor: its shape, dtype, device and values."""
+        made = cls(tensor.shape, tensor.dtype, grad_dtype, tensor.device)
+        made.mutable_data().copy_(tensor.detach())
+        return made
+
+    def data(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The data in a type, to read: the same array until the data is written."""
+        return self._data.read(dtype or self.dtype)
+
+    def mutable_data(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The data in a type, to write; no other type is valid from now on."""
+        return self._data.write(dtype or self.dtype)
+
+    def grad(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The gradient in a type, to read."""
+        return self._grad.read(dtype or self.grad_dtype)
+
+    def mutable_grad(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The gradient in a type, to write."""
+        return self._grad.write(dtype or self.grad_dtype)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Data -= gradient in the master's type, whatever has been read since.
+
+        (NVCaffe's Blob::Update subtracts in the type that was read last: in float16 after a float16
+        forward, and the float32 master is gone.)
+        """
+        grad = self.grad(self.dtype)
+        self.mutable_data(self.dtype).sub_(grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays there are, valid or not, data's and gradient's."""
+        return self._data.nbytes + self._grad.nbytes
+
+    @property
+    def current_dtype(self) -> torch.dtype:
+        """The type in which the data was last asked for; at first the master's."""
+        return self._data.current
+
+    @property
+    def valid_dtypes(self) -> frozenset[torch.dtype]:
+        """The types in which the data can be read without a conversion."""
+        return frozenset(self._data.valid)
+
+    @property
+    def current_grad_dtype(self) -> torch.dtype:
+        """The type in which the gradient was last asked for."""
+        return self._grad.current
+
+    @property
+    def valid_grad_dtypes(self) -> frozenset[torch.dtype]:
+        """The types in which the gradient can be read without a conversion."""
+        return frozenset(self._grad.valid)
+
+    def __repr__(self) -> str:
+        """Shape and types."""
+        return (
+            f"TypedTensor({tuple(self.shape)}, dtype={self.dtype}, grad_dtype={self.grad_dtype}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+class _Projections:
+    """One value in several types."""
+
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, saturate: bool
+    ) -> None:
+        self.shape, self.device, self.saturate = shape, device, saturate
+        self.current = _supported(dtype)
+        self.valid: set[torch.dtype] = set()
+        self._written: torch.dtype | None = None  # the valid one that the others are made from
+        self._arrays: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def read(self, dtype: torch.dtype) -> Tensor:
+        if _supported(dtype) not in self._arrays:
+            self._arrays[dtype] = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        array = self._arrays[dtype]
+        if dtype not in self.valid:
+            if self._written is not None:
+                source = self._arrays[self._written]
+                array.copy_(rounded(source.float(), dtype) if self.saturate else source)
+            self.valid.add(dtype)
+        self.current = dtype
+        return array
+
+    def write(self, dtype: torch.dtype) -> Tensor:
+        array = self.read(dtype)
+        self._written = dtype
+        self.valid = {dtype}
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
+
+
+def _supported(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
+    return dtype

@@ -1,0 +1,252 @@
+"""torch's GradScaler with native passes: gradients are read once and never written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_mp import _C
+from amp_mp.dtypes import NATIVE
+from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.step.decide import as_scalar, decide, decide_inputs
+from amp_mp.optim.step.handed import Handed
+from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.observe import by_device, measure
+from amp_mp.scaling.policies import ScalePolicy
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A torch.amp.GradScaler; arguments, methods and state_dict are torch's.
+
+    With an amp_mp optimizer, `step` reads the gradients once for the overflow check and the norm
+    for clipping, and the optimizer's own pass unscales; torch's scaler reads and writes them for
+    the check alone. For another optimizer it unscales natively, once. float16 gradients are
+    accepted either way.
+
+    Args:
+        device: "cuda" or "cpu"; default: "cuda" where there is one.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
+        loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
+            a number for a scale that never moves (overflowing steps are still skipped). It is saved
+            in the state dict as `loss_scaler`.
+
+    Raises:
+        ValueError: loss_scale is none of these.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: float | str | ScalePolicy | None = None,
+    ) -> None:
+        """See the class."""
+        self._policy = None if loss_scale is None else make_policy(loss_scale)
+        if self._policy is not None:
+            init_scale = self._policy.scale
+        self._updates = ScaleUpdates(self._scale_state)
+        super().__init__(
+            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; an amp_mp optimizer measures, decides and applies in its own step."""
+        if (
+            not self._enabled
+            or "closure" in kwargs
+            or not isinstance(optimizer, FusedOptimizer)
+            or not optimizer.amp_scaling
+            or optimizer.releases
+        ):
+            return super().step(optimizer, *args, **kwargs)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        measures = state["stage"] is OptState.READY  # and not after unscale_
+        if measures:
+            outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
+            handed = Handed(scale if outer is None else scale * outer, measure=True)
+            if len(self._per_optimizer_states) == 1:
+                handed.scale_update = self._updates.for_step()
+        else:
+            found = [x.to(scale.device) for x in state["found_inf_per_device"].values()]
+            handed = Handed(getattr(optimizer, "grad_scale", None), torch.stack(found).sum())
+        steps = optimizer.log.count
+        result = optimizer.step_with(handed, *args, **kwargs)
+        verdict = optimizer.log.verdict
+        if measures and verdict is not None and optimizer.log.count > steps:
+            if handed.scale_updated:
+                self._updates.stepped(optimizer.log.reports)
+            state["found_inf_per_device"] = {verdict.device: verdict[0]}
+            state["max_abs_per_device"] = {verdict.device: verdict[3]}
+        elif measures:  # a wrapper around the optimizer's step has not called it
+            self._updates.forget()
+            state["found_inf_per_device"] = self._keep(optimizer, optimizer.measure_gradients())
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _scale_state(self) -> ScaleState:
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        return ScaleState(self._scale, self._growth_tracker, *factors, self._policy)
+
+    def scale_on(self, device: torch.device) -> Tensor | None:
+        """The factor of the losses, float32 [] on the device; None before the first scaled loss."""
+        return as_scalar(self._get_scale_async(), device)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Called by torch's step for optimizers that unscale themselves: one read, no write."""
+        if isinstance(optimizer, FusedOptimizer):
+            attached = optimizer.attachment
+            if attached is not None and attached.releases and attached.scaler is not self:
+                raise RuntimeError("release=True: attach the optimizer with scaler= this scaler")
+            totals = optimizer.measure_gradients()
+        else:
+            grads = _plain_gradients(optimizer)
+            if grads is None:
+                return super()._check_inf_per_device(optimizer)
+            totals = measure(grads)
+        found: dict[Any, Tensor] = dict(self._keep(optimizer, totals))
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _keep(
+        self, optimizer: torch.optim.Optimizer, totals: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0.
+
+        torch's fused optimizers skip at 1 and at no other number.
+        """
+        if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
+            largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
+            self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
+        return {device: total[2].clamp(max=1).float() for device, total in totals.items()}
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """One native read, one native write, whatever the dtype."""
+        if isinstance(optimizer, FusedOptimizer) and optimizer.releases:
+            raise RuntimeError(
+                "unscale_: the optimizer is attached with release=True and has "
+                "stepped already; its max_grad_norm clips"
+            )
+        scale = self._scale
+        grads = _plain_gradients(optimizer)
+        if grads is None or scale is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        totals = measure(grads)
+        for device, indices in by_device(grads).items():
+            own = [grads[i] for i in indices]
+            verdict = decide(device, None, decide_inputs(device, scale=scale))
+            _C.copy_(own, own, verdict=verdict)
+        return self._keep(optimizer, totals)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
+
+        Raises ValueError where a policy needs the largest gradient and an optimizer's are of a kind
+        (sparse, DTensor, float64) that is not measured natively.
+        """
+        if not self._enabled:
+            return
+        policy = self._policy
+        if new_scale is not None:
+            super().update(new_scale)
+            self._updates.forget()
+            if policy is not None:
+                policy.scale = float(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = list(self._per_optimizer_states.values())
+        taken = self._updates.take(alone=len(states) == 1)
+        if taken is not None:
+            self._scale, self._growth_tracker = taken
+        else:
+            found = [x.to(scale.device) for s in states for x in s["found_inf_per_device"].values()]
+            if not found:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            largest = [s.get("max_abs_per_device", {}) for s in states]
+            max_abs = None
+            if policy is not None and policy.needs_max_abs and all(largest):
+                values = [x.to(scale.device) for each in largest for x in each.values()]
+                max_abs = torch.stack(values).max() if len(values) > 1 else values[0]
+            self._updates.in_place(
+                torch.stack(found).sum() if len(found) > 1 else found[0], max_abs
+            )
+        self._per_optimizer_states.clear()
+
+    def get_scale(self) -> float:
+        """The scale after the last update; waits for the device unless its report is on the host.
+
+        A report that has arrived costs no call to CUDA. 1.0 where the scaler is disabled.
+        """
+        known = self._updates.reported() if self._enabled else None
+        return float(super().get_scale()) if known is None else known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, which refuses in the middle of an iteration."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_updates"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's."""
+        super().__setstate__(state)
+        self._updates = ScaleUpdates(self._scale_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five keys, and loss_scaler where one was given."""
+        state: dict[str, Any] = super().state_dict()
+        if self._policy is not None and state:
+            state["loss_scaler"] = self._policy.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError where the snapshot is of another policy."""
+        state_dict = dict(state_dict)
+        snapshot = state_dict.pop("loss_scaler", None)
+        if self._policy is not None and self._enabled:
+            self._policy.load_state_dict(snapshot or {})
+        super().load_state_dict(state_dict)
+        self._updates.forget()
+
+
+def _plain_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+    """The gradients; None if torch must handle one of them (sparse, a DTensor, float64)."""
+    grads: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            dense = grad.layout == torch.strided and (grad.is_contiguous() or _channels_last(grad))
+            if type(grad) is not Tensor or grad.dtype not in NATIVE or not dense:
+                return None
+            grads.append(grad)
+    return grads
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (
+        tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )

@@ -1,0 +1,154 @@
+"""Where a GradScaler's scale and its other numbers are written after an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.optim.step.capture import is_capturing
+from amp_mp.scaling.policies import ScalePolicy
+
+
+class ScaleState(NamedTuple):
+    """A scaler's numbers: torch's two tensors, torch's three settings, and a policy or None."""
+
+    scale: Tensor
+    growth_tracker: Tensor
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    policy: ScalePolicy | None
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that an update writes."""
+        own = [self.scale, self.growth_tracker]
+        return own if self.policy is None else [*own, self.policy.state_tensor]
+
+    def update_to(self, to: list[Tensor]) -> _C.ScaleUpdate:
+        """The native update from these tensors to others like them, or to themselves."""
+        if self.policy is not None:
+            state = self.policy.state_tensor
+            return _C.ScaleUpdate(policy=state, policy_out=to[2], scale_out=to[0])
+        return _C.ScaleUpdate(
+            scale=self.scale,
+            scale_out=to[0],
+            tracker=self.growth_tracker,
+            tracker_out=to[1],
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+        )
+
+
+Key = tuple[float, ...]
+
+
+class ScaleUpdates:
+    """Updates a GradScaler's numbers once per iteration.
+
+    The step of one optimizer computes, in the same launch, what the numbers will be if no other
+    optimizer takes part in the iteration; `update` then only exchanges the tensors, which costs no
+    kernel. The scale must not change before `update`: a GAN scales its second loss after the first
+    optimizer has stepped. Otherwise, and while a CUDA graph is captured, whose replays read one
+    address, `update` writes the numbers in place.
+    """
+
+    def __init__(self, state: Callable[[], ScaleState]) -> None:
+        """state: gives the scaler's numbers as they are now."""
+        self._state = state
+        self._spare: list[Tensor] = []
+        # Native updates of the last two iterations, with their tensors: as long as these are
+        # referenced, no other tensor gets the same id.
+        self._known: dict[Key, tuple[list[Tensor], _C.ScaleUpdate]] = {}
+        self._asked: Key | None = None  # what the update handed to a step starts from
+        self._ahead: Key | None = None  # what the numbers in `_spare` were made from
+        self._stepped: _C.StepReports | None = None  # of the optimizer that made them
+        self._reports: _C.StepReports | None = None  # where the last update was reported
+        self._own: _C.StepReports | None = None
+
+    def forget(self) -> None:
+        """Drops numbers computed ahead: the scale was set by hand, or the step did not run."""
+        self._asked = self._ahead = self._reports = None
+
+    def _key(self, state: ScaleState) -> Key:
+        """Stays equal as long as nothing else writes what the next numbers depend on."""
+        versions = [n for t in state.tensors() for n in (id(t), t._version)]
+        return (state.growth_factor, state.backoff_factor, state.growth_interval, *versions)
+
+    def for_step(self) -> _C.ScaleUpdate | None:
+        """The update that a step on the scale's device is to compute; None to leave it to `update`.
+
+        Call it only where no other optimizer has taken part in the iteration.
+        """
+        state = self._state()
+        device = state.scale.device
+        self._asked = self._ahead = None
+        if is_capturing(device):
+            return None
+        self._make_reports(device)
+        if state.policy is not None:
+            state.policy.to(device)
+        now = state.tensors()
+        if [t.device for t in self._spare] != [t.device for t in now]:
+            self._spare = [t.clone() for t in now]
+        self._asked = self._key(state)
+        identity = (*self._asked[:3], *map(id, now), *map(id, self._spare))
+        if identity not in self._known:
+            self._known = {} if len(self._known) > 1 else self._known
+            self._known[identity] = [*now, *self._spare], state.update_to(self._spare)
+        return self._known[identity][1]
+
+    def stepped(self, reports: _C.StepReports | None) -> None:
+        """The step with the update was queued; reports: where its device reports the decision."""
+        self._ahead, self._stepped = self._asked, reports
+
+    def take(self, *, alone: bool) -> list[Tensor] | None:
+        """The numbers computed ahead, to replace the present ones, where they are valid.
+
+        alone: whether one optimizer took part in the iteration.
+        """
+        ahead, self._ahead = self._ahead, None
+        state = self._state()
+        if not alone or ahead is None or ahead != self._key(state):
+            return None
+        taken, self._spare = self._spare, state.tensors()
+        if state.policy is not None:  # torch's tracker stays where it is
+            state.policy.state_tensor = taken[2]
+            self._spare[1], taken = taken[1], [taken[0], self._spare[1]]
+        self._reports = self._stepped
+        return taken[:2]
+
+    def in_place(self, found_inf: Tensor, max_abs: Tensor | None) -> None:
+        """Updates the numbers in place; one-element tensors on the scale's device."""
+        state = self._state()
+        scale, policy = state.scale, state.policy
+        self.forget()
+        if policy is not None:
+            policy.to(scale.device)
+            if policy.needs_max_abs and max_abs is None:
+                policy.update(found_inf)  # raises unless there was an overflow
+                scale.copy_(policy.scale_tensor)
+                return
+        self._make_reports(scale.device)
+        largest = None if max_abs is None else max_abs.double()
+        update = state.update_to(state.tensors())
+        _C.update_scale_(update, found_inf.double(), largest, self._own)
+        self._reports = self._own
+
+    def _make_reports(self, device: torch.device) -> None:
+        """Allocates what `in_place` reports to, before a CUDA graph is captured."""
+        if device.type == "cuda" and (self._own is None or self._own.device != device):
+            self._own = _C.StepReports(device)
+
+    def reported(self) -> float | None:
+        """The scale, if a report tells it; waits for the newest report that was queued."""
+        if self._reports is None or self._ahead is not None:
+            return None
+        report = self._reports.newest(wait=True)
+        if report is None or report[-1] == 0:
+            return None
+        return float(report[-1])

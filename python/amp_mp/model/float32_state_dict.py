@@ -1,0 +1,52 @@
+"""A model's float32 weights: read from its optimizer's masters, and loaded into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state.init import init_state
+from amp_mp.optim.state.masters import master_of, set_master
+
+
+def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """The model's state dict with every low-precision floating-point tensor as float32.
+
+    A parameter that has a master gives the master, exactly; others are cast up. The result is a
+    snapshot: copies, which a float32 model of the same shape loads.
+    """
+    masters = {p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION}
+    result = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        master = masters.get(value) if isinstance(value, nn.Parameter) else None
+        kept = value if master is None else master
+        low = kept.dtype in LOW_PRECISION
+        result[name] = kept.detach().to(torch.float32 if low else kept.dtype, copy=True)
+    return result
+
+
+@torch.no_grad()
+def load_float32_state_dict(
+    model: nn.Module, optimizer: FusedOptimizer, state_dict: dict[str, Any], strict: bool = True
+) -> Any:
+    """Loads a float32 model's state dict; no bit is lost where the optimizer has masters.
+
+    Weights become the rounded values, masters the values themselves. Other optimizer states stay.
+    Returns what Module.load_state_dict does, and raises what it does.
+    """
+    result = model.load_state_dict(state_dict, strict=strict)
+    groups = {p: g for g in optimizer.param_groups for p in g["params"]}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.dtype not in LOW_PRECISION or param not in groups or name not in state_dict:
+            continue
+        state = optimizer.state[param]
+        init_state(optimizer.rule(), groups[param], param, state)
+        values = torch.empty_like(param, dtype=torch.float32).copy_(state_dict[name])
+        if groups[param]["master"] != "none":
+            set_master(groups[param]["master"], param, state, values)
+    optimizer.forget()
+    return result

@@ -1,0 +1,148 @@
+"""Converts a float32 model to low precision without losing a bit of its weights."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.optim.state.masters import keep_original
+
+# Statistics and small affine weights, where low precision saves nothing and costs accuracy.
+NORMALISATIONS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.batchnorm._NormBase,
+)
+
+# Of these, the ones that torch can give low-precision inputs beside float32 weights on a CPU, which
+# saves the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
+MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+# What the keep_fp32 function leaves on a module: names of its own parameters and buffers to stay
+# float32, "" for all of it. Names and not ids, so that copies and pickles have it.
+MARKS = "_amp_mp_keep_fp32"
+
+
+def prepare(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Iterable[type[nn.Module] | str] | None = None,
+) -> nn.Module:
+    """Turns a float32 model's parameters and buffers into `dtype`, in place, and returns the model.
+
+    The float32 values are kept: the first amp_mp optimizer that steps a parameter starts its master
+    from them, so that the first update is float32's. If the weight was written in between, say by
+    load_state_dict, the master starts from the weight instead.
+
+    Args:
+        model: its float32 parameters and buffers are converted; integers, float64 and what is
+            already in low precision stay. Parameter objects stay the same, so optimizers, ties and
+            hooks live on.
+        dtype: torch.bfloat16 or torch.float16.
+        keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules
+            and parameters ("head", "blocks.*.norm1"). Default: normalisation layers. What
+            amp_mp.keep_fp32 has marked stays as well. A kept module computes in float32 and returns
+            the dtype it was given.
+
+    Raises:
+        ValueError: dtype is another one, or a pattern matches nothing (a typo would go unnoticed).
+        TypeError: keep_fp32 holds something that is neither type nor string.
+    """
+    if dtype not in LOW_PRECISION:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
+    kept_modules, kept = select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype != torch.float32 or id(tensor) in kept:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            keep_original(tensor)
+        tensor.data = rounded(tensor.detach(), dtype)
+        if tensor.grad is not None:
+            tensor.grad = None  # it has the old dtype
+    compute_in_float32(kept_modules)
+    return model
+
+
+def compute_in_float32(modules: Iterable[nn.Module]) -> None:
+    """Makes these modules compute in float32: hooks cast inputs up, and outputs back."""
+    for module in modules:
+        if _enter_float32 in module._forward_pre_hooks.values():
+            continue  # prepared before
+        module.register_forward_pre_hook(_enter_float32, with_kwargs=True)
+        module.register_forward_hook(_leave_float32)
+
+
+def select(
+    model: nn.Module, wanted: Iterable[type[nn.Module] | str]
+) -> tuple[list[nn.Module], set[int]]:
+    """The modules that stay float32, wanted or marked, and the ids of all their tensors.
+
+    Raises as `prepare` does for an entry that is no type or string, or matches nothing.
+    """
+    if isinstance(wanted, str | type):
+        wanted = [wanted]
+    modules: dict[int, nn.Module] = {}
+    tensors: set[int] = set()
+    named: dict[str, Tensor] = {}  # a tied weight has several names
+    named.update(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    for entry in wanted:
+        if isinstance(entry, type) and issubclass(entry, nn.Module):
+            modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
+        elif isinstance(entry, str):
+            found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
+            matching = fnmatch.filter(named, entry)
+            if not found and not matching:
+                raise ValueError(
+                    f"keep_fp32: {entry!r} matches no module or parameter of the model"
+                )
+            modules |= found
+            tensors |= {id(named[name]) for name in matching}
+        else:
+            raise TypeError(f"keep_fp32 takes nn.Module types and strings, found {entry!r}")
+    for module in model.modules():
+        marks = vars(module).get(MARKS, ())
+        if "" in marks:
+            modules[id(module)] = module
+        tensors |= {id(getattr(module, name, None)) for name in marks if name}
+    for module in modules.values():
+        tensors |= {id(t) for t in (*module.parameters(), *module.buffers())}
+    return list(modules.values()), tensors
+
+
+def _enter_float32(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Casts low-precision inputs up, unless the module itself does."""
+    inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_low(a)]
+    native = isinstance(module, MIXING) and all(a.device.type == "cpu" for a in inputs)
+    if not inputs or native:
+        _entered.pop(module, None)
+        return args, kwargs
+    _entered[module] = inputs[0].dtype
+    return tuple(map(_up, args)), {name: _up(a) for name, a in kwargs.items()}
+
+
+def _leave_float32(module: nn.Module, _args: object, output: object) -> object:
+    dtype = _entered.pop(module, None)
+    if dtype is not None and isinstance(output, Tensor) and output.dtype == torch.float32:
+        return output.to(dtype)
+    return output
+
+
+# The dtype a kept module was given, between its two hooks.
+_entered: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+
+
+def _up(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and _is_low(value) else value
+
+
+def _is_low(tensor: Tensor) -> bool:
+    return tensor.dtype in LOW_PRECISION

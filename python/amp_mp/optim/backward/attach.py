@@ -1,0 +1,97 @@
+"""FusedOptimizer.attach: checks its arguments and makes the attachment."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.backward.measure import Measure
+from amp_mp.optim.backward.release import Release
+from amp_mp.optim.step.protocols import Scaler, Steppable
+
+CLIPS = ("parameter", "previous")
+
+
+class Attachable(Steppable, Protocol):
+    """An optimizer that can have one attachment."""
+
+    attachment: Attachment | None
+
+    @property
+    def amp_scaling(self) -> bool:
+        """Whether the step takes over unscaling and skipping from a loss scaler."""
+
+
+def attach(
+    optimizer: Attachable,
+    model: nn.Module,
+    *,
+    release: bool,
+    measure: bool,
+    scaler: Scaler | None,
+    clip: str,
+) -> Attachment:
+    """See FusedOptimizer.attach."""
+    _check(optimizer, model, release, measure, scaler, clip)
+    ref = weakref.ref(optimizer)
+
+    def removed() -> None:
+        attached = ref()
+        if attached is not None and attached.attachment is found:
+            attached.attachment = None
+
+    found: Attachment
+    if release:
+        found = Release(optimizer, model, scaler, clip, removed)
+    else:
+        found = Measure(optimizer, model, removed)
+    optimizer.attachment = found
+    return found
+
+
+def _check(
+    optimizer: Attachable, model: Any, release: bool, measure: bool, scaler: Any, clip: str
+) -> None:
+    """Raises for every argument that cannot work, before anything is changed."""
+    if optimizer.attachment is not None:
+        raise RuntimeError("the optimizer is attached already; remove() that attachment first")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
+    if release == measure:
+        raise ValueError(
+            "release and measure: exactly one of them has to be True, found "
+            f"{release!r} and {measure!r}; release=True measures where anything needs it"
+        )
+    if clip not in CLIPS:
+        raise ValueError(f"clip must be one of {', '.join(CLIPS)}; found {clip!r}")
+    if scaler is not None and not isinstance(scaler, Scaler):
+        raise TypeError(
+            f"scaler must be an amp_mp.GradScaler, found {type(scaler)}: torch's own asserts that "
+            "it has seen gradients, which are gone by then"
+        )
+    if scaler is not None and measure:
+        raise ValueError("scaler is for release=True; with measure=True a scaler needs no telling")
+    if scaler is not None and not optimizer.amp_scaling:
+        raise ValueError(
+            "scaler goes with amp_scaling=True only: without, it looks for gradients to unscale"
+        )
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    if not any(p in own for p in model.parameters()):
+        raise ValueError("model holds none of the optimizer's parameters")
+    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if wrapped and measure:
+        raise ValueError(
+            "measure=True does not go with DistributedDataParallel: gradients are averaged after "
+            "they could be measured"
+        )
+    if wrapped and not isinstance(model, DistributedDataParallel):
+        raise ValueError("model holds a DistributedDataParallel; attach to that one itself")
+    if any(m.find_unused_parameters for m in wrapped):
+        raise ValueError(
+            "model: release=True does not go with find_unused_parameters=True; which parameters "
+            "have no gradient is known only after the last one has been averaged"
+        )

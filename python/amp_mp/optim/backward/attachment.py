@@ -1,0 +1,78 @@
+"""What FusedOptimizer.attach returns: the base of measuring and of stepping during backward."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import _C
+from amp_mp.optim.step.gather import Bucket
+from amp_mp.optim.step.handed import Handed
+from amp_mp.optim.step.protocols import Scaler, Steppable
+
+
+class Attachment(ABC):
+    """An optimizer's work during backward; `remove()` or the end of a `with` block ends it."""
+
+    releases: ClassVar[bool] = False  # whether gradients are stepped and freed
+    scaler: Scaler | None = None
+
+    def __init__(self, optimizer: Steppable, on_remove: Callable[[], None]) -> None:
+        """on_remove: called by `remove`, to tell the optimizer."""
+        self._optimizer = optimizer
+        self._on_remove = on_remove
+        self._handles: list[Any] = []
+
+    def _hook(self, model: nn.Module) -> None:
+        """Has `_arrive` called with the optimizer's parameters in the model as gradients come."""
+        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        ref = weakref.ref(self)  # a model may outlive its optimizer
+
+        def hook(param: Tensor) -> None:
+            attachment = ref()
+            if attachment is not None and param.grad is not None:
+                attachment._arrive(param)
+
+        for param in model.parameters():
+            if param in own and param.requires_grad:
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    @abstractmethod
+    def _arrive(self, param: Tensor) -> None:
+        """Called with a parameter whose gradient has been accumulated."""
+
+    def read(self, bucket: Bucket) -> _C.Measurement:
+        """The statistics of a bucket's gradients."""
+        return bucket.slots.measure()
+
+    def finish(self, handed: Handed) -> None:
+        """Ends an iteration in place of the step; for an attachment that releases."""
+        raise RuntimeError("this attachment does not step")
+
+    def totals(self) -> dict[torch.device, Tensor]:
+        """The statistics of what was released since the last step, float64 [3] per device."""
+        raise RuntimeError("this attachment does not step")
+
+    def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
+        """Drops what is derived from param_groups and state."""
+
+    def remove(self) -> None:
+        """Ends the work during backward: from now on `step` does everything. Call after a step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._on_remove()
+
+    def __enter__(self) -> Attachment:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Removes it."""
+        self.remove()

@@ -1,0 +1,67 @@
+"""Measures gradients during the backward pass, while they are in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from amp_mp import _C
+from amp_mp.dtypes import NATIVE
+from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.step.gather import Bucket
+from amp_mp.optim.step.protocols import Steppable
+
+
+class Measure(Attachment):
+    """Reads each gradient in its hook, so that the step need not."""
+
+    def __init__(
+        self, optimizer: Steppable, model: nn.Module, on_remove: Callable[[], None]
+    ) -> None:
+        """See FusedOptimizer.attach."""
+        super().__init__(optimizer, on_remove)
+        # The gradient that was read, its memory and version then, and what was found.
+        self._rows: dict[Tensor, tuple[TensorWeakRef, int, int, Tensor]] = {}
+        self._hook(model)
+
+    def remove(self) -> None:
+        """See Attachment."""
+        super().remove()
+        self._rows.clear()
+
+    def _arrive(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is not None and _is_plain(grad):  # any other is named by the step
+            row = _C.measure([grad])[0]
+            self._rows[param] = TensorWeakRef(grad), grad.data_ptr(), grad._version, row
+
+    def _row(self, param: Tensor) -> Tensor | None:
+        """The statistics of the gradient, if it has not changed since they were read."""
+        grad = param.grad
+        if grad is None:
+            return torch.zeros(3, dtype=torch.float64, device=param.device)
+        if param not in self._rows:
+            return None
+        ref, memory, version, row = self._rows[param]
+        fresh = ref() is grad and grad.data_ptr() == memory and grad._version == version
+        return row if fresh else None
+
+    def read(self, bucket: Bucket) -> _C.Measurement:
+        """As bucket.slots.measure(), bit for bit; reads only gradients that changed since."""
+        rows = [self._row(param) for param in bucket.params]
+        stale = [i for i, row in enumerate(rows) if row is None]
+        grads = [bucket.params[i].grad for i in stale]
+        if len(stale) == len(rows) or not all(g is not None and _is_plain(g) for g in grads):
+            return bucket.slots.measure()
+        if grads:
+            for i, row in zip(stale, _C.measure(grads), strict=False):
+                rows[i] = row
+        known = torch.stack([row for row in rows if row is not None])
+        return _C.Measurement(_C.combine(known))
+
+
+def _is_plain(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype in NATIVE

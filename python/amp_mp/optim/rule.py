@@ -1,0 +1,78 @@
+"""What an optimizer declares about its update rule.
+
+An optimizer class lists its rules; the step, the state, the checkpoints and gradient release read
+the rule in force and never ask for the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Group = dict[str, Any]  # one of torch's param_groups
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that a rule keeps for every parameter, of the parameter's shape.
+
+    kind says what the tensor holds, and so how it may be stored (state/formats.py): "moment" is an
+    average of gradients, "square" an average or sum of squares, "exact" is float32 always.
+    initial names the number of the param_group that fills a new tensor; None fills it with zeros.
+    """
+
+    name: str
+    kind: str
+    initial: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule.
+
+    operator is the native operator's name in csrc/core/rules.h, numbers turns a param_group into
+    the keyword arguments of _C.Hyper, states are in the operator's order, and needs_norms says
+    whether the rule uses the gradients' norms.
+    """
+
+    operator: str
+    numbers: Callable[[Group], dict[str, Any]]
+    states: tuple[State, ...] = ()
+    needs_norms: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The states' names, torch's, in the operator's order."""
+        return tuple(state.name for state in self.states)
+
+
+def numbers(*names: str, **renamed: str) -> Callable[[Group], dict[str, Any]]:
+    """Picks a group's numbers by name; `alpha="beta2"` passes the group's alpha as Hyper's beta2.
+
+    A group's betas become beta1 and beta2.
+    """
+
+    def of(group: Group) -> dict[str, Any]:
+        found = {name: group[name] for name in names if name != "betas"}
+        if "betas" in names:
+            found["beta1"], found["beta2"] = group["betas"]
+        return found | {native: group[name] for name, native in renamed.items()}
+
+    return of
+
+
+def same_in_all_groups(groups: list[Group], name: str) -> bool:
+    """The truth value of a setting that chooses the rule, and so has to be equal in all groups.
+
+    Raises ValueError naming the setting where groups differ.
+    """
+    values = {bool(group[name]) for group in groups}
+    if len(values) > 1:
+        raise ValueError(f"{name} must be the same in all param_groups, found both")
+    return values == {True}
+
+
+def has_momentum(groups: list[Group]) -> bool:
+    """Whether any group has momentum."""
+    return any(group["momentum"] != 0 for group in groups)

@@ -1,0 +1,6 @@
+"""An optimizer's state: how masters and states are stored, made, saved and loaded.
+
+`formats` knows what each stored format looks like, `masters` gives low-precision parameters their
+float32 values back, `init` makes a parameter's tensors, `checkpoint` reads and writes state dicts,
+`memory_report` counts bytes. All of it takes a `Rule` and param_groups, no optimizer class.
+"""

@@ -1,0 +1,191 @@
+"""Reads and writes state dicts: precision kept, formats converted, torch.optim's understood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.formats import (
+    DTYPES,
+    REST_FORMATS,
+    format_of,
+    get,
+    native_name,
+    new_state,
+    put,
+)
+from amp_mp.optim.state.init import CLOCK
+from amp_mp.optim.state.masters import master_of, set_master
+
+MASTERS = ("master", "remainder")
+
+
+def restore_state(
+    optimizer: Optimizer,
+    formats: tuple[str, ...],
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Runs torch's `load`, then puts the saved states back with their own precision.
+
+    formats: the group's entries that say how something is stored; they stay the optimizer's.
+    """
+    final: dict[str, Any] = {}
+
+    def capture(_: Any, seen: dict[str, Any]) -> None:
+        final.update(seen)  # after the user's own pre-hooks
+
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    _check_loadable(state_dict, params)
+    before = dict(optimizer.state)
+    own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
+    handle = optimizer.register_load_state_dict_pre_hook(capture)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    index = 0
+    groups = zip(optimizer.param_groups, final["param_groups"], own, strict=True)
+    for group, saved_group, stored in groups:
+        group.update(stored)  # the file's entries say how the file stores
+        for param, saved_id in zip(group["params"], saved_group["params"], strict=True):
+            saved = final["state"].get(saved_id)
+            if saved is not None:
+                state = _restored(saved, param, saved_group, group, index)
+                _keep_master(state, before.get(param, {}), param)
+                optimizer.state[param] = state
+            index += 1
+
+
+def _restored(
+    saved: dict[str, Any],
+    param: Tensor,
+    saved_group: dict[str, Any],
+    group: Group,
+    tensor_index: int,
+) -> dict[str, Any]:
+    """One parameter's state in the group's formats, sharing nothing with the saved one."""
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        if name in MASTERS or (name.endswith("_scale") and name[: -len("_scale")] in saved):
+            continue
+        if not isinstance(value, Tensor):
+            state[name] = value
+        elif name in CLOCK or value.shape != param.shape:
+            state[name] = value.detach().to(param.device, copy=True)
+        elif value.dtype == torch.float64 or name not in group:
+            state[name] = _like(value, param)
+        else:
+            found = _saved_format(value, saved_group.get(name))
+            scale = saved.get(f"{name}_scale")
+            wanted = format_of(group[name], param)
+            if found == wanted:
+                state[name] = _like(value, param)
+                if scale is not None:
+                    state[f"{name}_scale"] = scale.detach().to(param.device, copy=True)
+                continue
+            values = get(_like(value, param), _moved(scale, param), native_name(found))
+            state[name], new_scale = new_state(wanted, param)
+            random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
+            put(values, state[name], new_scale, native_name(wanted), **random)
+            if new_scale is not None:
+                state[f"{name}_scale"] = new_scale
+    if param.dtype in LOW_PRECISION:
+        _restore_master(saved, param, state, group["master"])
+    elif "master" in saved:
+        state["master"] = _like(saved["master"], param)
+    return state
+
+
+def _restore_master(
+    saved: dict[str, Any], param: Tensor, state: dict[str, Any], wanted: str
+) -> None:
+    rest, master = saved.get("remainder"), saved.get("master")
+    if rest is not None and REST_FORMATS[rest.dtype] == wanted:
+        state["remainder"] = _like(rest, param)
+    elif rest is not None:
+        set_master(wanted, param, state, master_of(param, {"remainder": _like(rest, param)}))
+    elif master is not None:
+        set_master(wanted, param, state, _like(master.float(), param))
+
+
+def _keep_master(state: dict[str, Any], before: dict[str, Any], param: Tensor) -> None:
+    """Keeps the present master, if it still rounds to the weight and the file has none."""
+    if param.dtype not in LOW_PRECISION or "master" in state or "remainder" in state:
+        return
+    master = before.get("master")
+    if master is not None and torch.equal(rounded(master, param.dtype), param.detach()):
+        state["master"] = master
+    elif before.get("remainder") is not None:
+        state["remainder"] = before["remainder"]
+
+
+def _moved(tensor: Tensor | None, param: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(param.device)
+
+
+def _like(value: Tensor, param: Tensor) -> Tensor:
+    """A copy with the parameter's layout and device, and the value's own dtype."""
+    like = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
+    return like.copy_(value.detach())
+
+
+def _saved_format(value: Tensor, tag: str | None) -> str:
+    """The format of a saved tensor: its group's, where the dtype agrees, else the dtype's own.
+
+    They disagree in checkpoints of torch.optim, and where m8 fell back to bfloat16.
+    """
+    if tag is not None and DTYPES.get(tag) == value.dtype:
+        return tag
+    plain = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    return plain.get(value.dtype, "float32")
+
+
+def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
+    """Raises ValueError for a state of another shape, or of integers that no format explains."""
+    saved = [(i, group) for group in state_dict["param_groups"] for i in group["params"]]
+    for position, ((number, group), param) in enumerate(zip(saved, params, strict=False)):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if not isinstance(value, Tensor) or name in CLOCK or name.endswith("_scale"):
+                continue
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"state_dict: {name!r} of parameter {position} has shape "
+                    f"{tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}; "
+                    "nothing was loaded"
+                )
+            coded = name not in MASTERS and not value.is_floating_point()
+            if coded and DTYPES.get(group.get(name)) != value.dtype:
+                raise ValueError(
+                    f"state_dict: {name!r} of parameter {position} has dtype {value.dtype}, but "
+                    f"its param_group says that it is stored as {group.get(name)!r}; nothing was "
+                    "loaded"
+                )
+
+
+def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:
+    """The state dict of the optimizer in torch.optim with the same name, for float32 weights.
+
+    own: entries of the groups that torch's optimizer does not have.
+    """
+    packed = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [i for group in packed["param_groups"] for i in group["params"]]
+    groups = [g for g in optimizer.param_groups for _ in g["params"]]
+    state: dict[Any, dict[str, Any]] = {}
+    for number, param, group in zip(ids, params, groups, strict=True):
+        if number not in packed["state"]:
+            continue
+        saved = packed["state"][number]
+        row = state[number] = {"step": saved["step"].float().cpu()}
+        for name in rule.names:
+            native = native_name(format_of(group[name], param))
+            row[name] = get(saved[name], saved.get(f"{name}_scale"), native)
+    kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
+    return {"state": state, "param_groups": kept}

@@ -1,0 +1,79 @@
+"""The tensors of a parameter's state: made where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.formats import format_of, native_name, new_state, put
+from amp_mp.optim.state.masters import set_master
+
+CLOCK = ("step", "beta_powers", "layer")  # float64 [], [2] and []: core/rules/base.h, Clock
+
+States = MutableMapping[Tensor, dict[str, Any]]  # an optimizer's `state`
+
+
+def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> Tensor:
+    """Makes what is missing of a parameter's state and returns the parameter's clock (clock_of).
+
+    Each of the rule's states is a tensor of the parameter's shape and layout in the format that the
+    group names; m8 adds a tensor of scales, NAME_scale. A low-precision parameter also gets a
+    `master`, float32, or a `remainder`, int16 or int8.
+    """
+    clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
+    for each in rule.states:
+        if state.get(each.name) is not None:
+            continue
+        format = format_of(group[each.name], param)
+        state[each.name], scale = new_state(format, param)
+        if scale is not None:
+            state[f"{each.name}_scale"] = scale
+        start = float(group[each.initial]) if each.initial else 0.0
+        if start:
+            values = torch.full_like(param, start, dtype=torch.float32)
+            put(values, state[each.name], scale, native_name(format))
+    if param.dtype in LOW_PRECISION:
+        set_master(group["master"], param, state)
+    return clock
+
+
+def init_states(rule: Rule, groups: list[Group], states: States) -> None:
+    """Makes the state of every trainable parameter, also of those without a gradient."""
+    for group in groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                init_state(rule, group, param, states[param])
+
+
+def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -> Tensor:
+    """The parameter's clock, one float64 [4]; the state's three entries are views of it.
+
+    step: float64 [], steps taken. beta_powers: float64 [2], running products of the betas. layer:
+    float64 [], what a layerwise rule keeps per parameter. The clock is rebuilt where the entries no
+    longer lie side by side in memory (after loading, copying or an assignment), or where a
+    torch.optim checkpoint has nothing but the step.
+    """
+    step, powers, layer = (state.get(name) for name in CLOCK)
+    if (
+        isinstance(step, Tensor)
+        and isinstance(powers, Tensor)
+        and isinstance(layer, Tensor)
+        and step.dtype == powers.dtype == layer.dtype == torch.float64
+        and step.device == powers.device == layer.device == param.device
+        and powers.data_ptr() == step.data_ptr() + step.element_size()
+        and layer.data_ptr() == step.data_ptr() + 3 * step.element_size()
+        and step.untyped_storage().data_ptr() == layer.untyped_storage().data_ptr()
+    ):
+        return step.as_strided((4,), (1,))
+    # torch's SGD counts no steps: a momentum buffer says that there was at least one.
+    count = float(step) if step is not None else float(state.get("momentum_buffer") is not None)
+    products = [b**count for b in betas] if powers is None else powers.tolist()
+    norm = 0.0 if layer is None else float(layer)
+    clock = torch.tensor([count, *products, norm], dtype=torch.float64, device=param.device)
+    state["step"], state["beta_powers"], state["layer"] = clock[0], clock[1:3], clock[3]
+    return clock

@@ -1,0 +1,71 @@
+"""Bytes of an optimizer and its parameters, counted from their storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+CLOCK = "step"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes by kind of tensor: weight, grad, master or remainder, each state, step.
+
+    Printed, it is a table. Every storage is counted once, whole, so a small view of a large
+    buffer shows what it keeps alive.
+    """
+
+    parameters: int  # elements
+    bytes: dict[str, int]
+
+    @property
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per element by kind."""
+        return {kind: n / max(self.parameters, 1) for kind, n in self.bytes.items()}
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Of everything but the gradients: weights, masters and states."""
+        return sum(n for kind, n in self.per_parameter.items() if kind != "grad")
+
+    @property
+    def total(self) -> int:
+        """Of everything, gradients included."""
+        return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        """A line a kind."""
+        rows = [f"{'':12} {'MiB':>10} {'bytes a parameter':>18}"]
+        for kind, each in self.per_parameter.items():
+            rows.append(f"{kind:12} {self.bytes[kind] / 2**20:10.2f} {each:18.3f}")
+        beside = self.bytes_per_parameter
+        rows.append(f"{'':12} {self.total / 2**20:10.2f} {beside:18.3f} beside the gradient")
+        return "\n".join(rows)
+
+
+def report_memory(optimizer: Optimizer) -> MemoryReport:
+    """See FusedOptimizer.memory_report; any torch optimizer will do."""
+    counted: set[int] = set()
+    found: dict[str, int] = {}
+    elements = 0
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        elements += param.numel()
+        for kind, tensor in _tensors(optimizer, param):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                found[kind] = found.get(kind, 0) + storage.nbytes()
+    return MemoryReport(elements, found)
+
+
+def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "weight", param
+    if param.grad is not None:
+        yield "grad", param.grad
+    for name, value in optimizer.state.get(param, {}).items():
+        if isinstance(value, Tensor):
+            yield CLOCK if name in ("beta_powers", "layer") else name, value

@@ -1,0 +1,52 @@
+"""What a loss scaler passes to one step of an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.optim.step.gather import Bucket
+
+
+@dataclass
+class Measured:
+    """The gradients' statistics, device by device, read before the step that uses them."""
+
+    buckets: list[Bucket]
+    found: list[_C.Measurement]
+
+    def totals(self) -> dict[torch.device, Tensor]:
+        """float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN."""
+        pairs = zip(self.buckets, self.found, strict=True)
+        return {bucket.device: each.rows[-1] for bucket, each in pairs}
+
+
+@dataclass
+class Handed:
+    """What GradScaler, FP16_Optimizer or a stock torch scaler passes to a step.
+
+    scale: the loss scale that the gradients carry, a tensor of one element or a number; None is 1.
+    found_inf: another's verdict, not 0 to skip the step; None where the step itself decides.
+    measure: read the gradients for the verdict even if the optimizer itself needs no statistics.
+    measured: statistics that were read already; the step then reads the gradients only once.
+    max_norm: clip to this norm instead of the optimizer's max_grad_norm.
+    scale_update: where the loss scale goes next. The step applies it where all parameters are on
+        one device, and then sets scale_updated.
+    """
+
+    scale: Tensor | float | None = None
+    found_inf: Tensor | float | None = None
+    measure: bool = False
+    measured: Measured | None = None
+    max_norm: float | None = None
+    scale_update: _C.ScaleUpdate | None = None
+    scale_updated: bool = False
+
+    @staticmethod
+    def by_torch(optimizer: Any) -> Handed:
+        """From the two attributes that torch.amp.GradScaler sets on an optimizer for a step."""
+        return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))

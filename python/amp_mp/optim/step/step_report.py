@@ -1,0 +1,85 @@
+"""What a step did, as the host learns it: the verdict of csrc/core/decide.h."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.optim.step.decide import new_verdict
+
+
+class StepReport(NamedTuple):
+    """What one step did."""
+
+    number: int  # of the step, from 1
+    skipped: bool  # a gradient was inf or NaN, and nothing was changed
+    grad_norm: float | None  # 2-norm of the true gradients before clipping; None if not measured
+    max_abs: float | None  # largest finite true |g|; None if not measured
+    loss_scale: float  # that the gradients carried
+
+
+class StepLog:
+    """The verdicts of an optimizer's steps.
+
+    On CUDA the device writes them to host memory (csrc/torch/step/step_reports.h): a report that
+    has arrived costs nothing to read, and replays of a captured step are reported as well.
+    """
+
+    def __init__(self) -> None:
+        """No step yet."""
+        self.count = 0  # steps queued so far
+        self.verdict: Tensor | None = None  # of the last step
+        self.reports: _C.StepReports | None = None
+        self._measured = False
+        self._memory: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forgets the last step; its memory is kept for the next one."""
+        self.verdict = None
+
+    def verdict_on(self, device: torch.device) -> Tensor:
+        """The tensor for the next verdict: the same at every step, which saves an allocation."""
+        if self._memory is None or self._memory.device != device:
+            self._memory = new_verdict(device)
+        return self._memory
+
+    def reports_on(self, device: torch.device) -> _C.StepReports | None:
+        """Where the device reports its decisions; None on a CPU.
+
+        Raises RuntimeError at the first decision if a CUDA graph is being captured.
+        """
+        if device.type == "cpu":
+            self.reports = None
+        elif self.reports is None or self.reports.device != device:
+            self.reports = _C.StepReports(device)
+        return self.reports
+
+    def add(self, verdict: Tensor, measured: bool) -> None:
+        """Adds a decision that was queued with the reports of reports_on."""
+        self.verdict, self._measured = verdict, measured
+        self.count += 1
+
+    def newest(self, wait: bool) -> StepReport | None:
+        """The last step's report; without waiting, the last one that has reached the host."""
+        if self.verdict is None:
+            return None
+        if self.reports is None:
+            values = self.verdict.tolist()
+            number = self.count
+        else:
+            found = self.reports.newest(wait)
+            if found is None:
+                return None
+            number, *values = found
+        found_inf, _, norm, max_abs, scale = values[: _C.VERDICT_SIZE]
+        measured = self._measured
+        return StepReport(
+            number,
+            found_inf != 0,
+            norm if measured else None,
+            max_abs if measured else None,
+            scale,
+        )
