@@ -14,6 +14,8 @@ from test_cuda_kernels import CSRC, SOURCES, run, why_unavailable
 
 from cuda_on_cpu.mutate import Mutant, Original, build_mutant, build_original, with_rules  # isort: skip
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_mutants")]
+
 RULES = ("AdamW", "LAMB")  # those that compare.cpp runs every kind of list with
 RACE = "ThreadSanitizer: data race"
 BEYOND = "heap-buffer-overflow"

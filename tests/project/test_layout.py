@@ -140,6 +140,7 @@ def comment_at_the_top(path: Path) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.slow
 def test_import_loads_neither_dynamo_nor_sympy() -> None:
     """Both take seconds. torch alone loads neither."""
     heavy = ("torch._dynamo", "sympy")
