@@ -444,6 +444,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device: str) -> None:
     assert raw_bytes(optimizers[0].state_dict()) == before
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
     """64-bit offsets: a float16 tensor of 2^31 + 3 elements, 4 GiB, measured and copied."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()

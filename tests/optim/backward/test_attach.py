@@ -801,6 +801,7 @@ def ranks(rank: int, world: int, path: str) -> None:
     distributed.leave()
 
 
+@pytest.mark.slow
 def test_replicas_that_step_in_the_hook_equal_plain_ones_bit_for_bit(tmp_path: Path) -> None:
     path = str(tmp_path / "rank")
     torch.multiprocessing.spawn(ranks, (2, path), nprocs=2)
