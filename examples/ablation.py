@@ -1,6 +1,8 @@
-"""Take mixed precision apart: train an LSTM language model four ways and see what each part is for.
+"""Train an LSTM language model in float16 with and without masters and loss scaling, and compare.
 
-All four start from the same weights and see the same batches. Prints a table, saves a picture.
+The four runs start from the same weights and see the same batches: float32, mixed precision, and
+mixed precision without loss scaling or without float32 masters. The program prints a table and
+saves a picture of the loss curves. docs/ablation.md explains the result.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ import amp_mp as amp
 PICTURE = Path(__file__).resolve().parent.parent / "demo" / "ablation.png"
 WIDTH, EMBEDDING = 64, 32
 BATCH, TIME = 16, 16
-# A step of a large model averages over millions of bytes, in parts; each part's loss, and with it
-# every gradient, is divided by their number. Here a part is 256 bytes of 4 million, and the
-# optimizer steps after each: Adam's steps do not depend on what the loss was divided by.
+# A step of a large model averages over millions of bytes, computed in parts, and the loss of each
+# part is divided by the number of parts. Here a part is 256 bytes of 4 million. The optimizer steps
+# after every part, which is fair because Adam's steps do not depend on a factor of the loss.
 PARTS = 2**14
-# An update of 2e-4 to a weight of 0.5, which is a middling one here, is 2^-11 of it: at the edge of
-# what float16 can hold. In any training updates get that small once the learning rate decays.
+# An update of 2e-4 to a typical weight of 0.5 is 2^-11 of it, the precision of float16. In every
+# training updates become that small after the learning rate has decayed.
 LARGEST_WEIGHT = 1.0
 LEARNING_RATE = 2e-4
 HELD_OUT = 40  # batches in the validation loss
-LOOKED_AT = 50  # steps between two looks at gradients and updates
+STATISTICS_EVERY = 50  # steps between two counts of zero gradients and unchanged weights
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,15 @@ ARMS = (
 
 @dataclass
 class Run:
-    """What an arm measured; the shares leave the embedding out, where absent bytes get nothing.
+    """What an arm measured.
 
     Attributes:
-        train_loss: of every step, in nats per byte.
-        validation_loss: at the end, in nats per byte.
-        zero_gradients: share of the gradients that were 0, at every look.
-        unmoved_weights: share of the weights that a step left as they were, at every look.
+        train_loss: training loss of every step, in nats per byte.
+        validation_loss: validation loss at the end, in nats per byte.
+        zero_gradients: share of gradient elements that were 0, every STATISTICS_EVERY steps.
+        unmoved_weights: share of weights that the step did not change, at the same steps.
+
+    The shares do not include the embedding, where bytes that are not in the batch get no gradient.
     """
 
     train_loss: list[float] = field(default_factory=list)
@@ -76,10 +80,11 @@ class Run:
 
 
 class LanguageModel(nn.Module):
-    """Embedding, LSTM and head over bytes; computes in the dtype of its weights.
+    """Embedding, LSTM and output layer over bytes; computes in the dtype of its weights.
 
-    Products are a Tensor Core's: factors of that dtype, sums in float32, a result of that dtype.
-    nn.LSTM is the same in float32; in float16 it would take several times as long on a CPU.
+    Matrix products work as on a Tensor Core: factors of that dtype, sums in float32, a result of
+    that dtype. nn.LSTM computes the same in float32; in float16 it would be several times slower
+    on a CPU.
     """
 
     def __init__(self) -> None:
@@ -97,7 +102,7 @@ class LanguageModel(nn.Module):
         """Logits (time, batch, 256), float32, of the bytes after ``tokens`` (time, batch)."""
         dtype = self.head.weight.dtype
         inputs = (self.tokens(tokens).float() @ self.input.weight.float().T).to(dtype)
-        # Widened once, and not for every byte: so its gradient is added up in float32.
+        # Converted once and not for every byte, so that its gradient is summed in float32.
         recurrent = self.recurrent.weight.float().T
         hidden = cell = torch.zeros(tokens.shape[1], WIDTH, dtype=dtype)
         outputs = []
@@ -112,19 +117,19 @@ class LanguageModel(nn.Module):
 
 
 def batch(text: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (time, batch), somewhere in the text: the same for the same seed."""
+    """Inputs and targets, each (time, batch), from random places; the same for the same seed."""
     starts = np.random.default_rng(seed).integers(0, len(text) - TIME, size=BATCH)
     span = text[torch.from_numpy(starts) + torch.arange(TIME + 1)[:, None]].long()
     return span[:-1], span[1:]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats per byte."""
+    """Mean cross-entropy in nats per byte."""
     return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def train(arm: Arm, steps: int, bar: tqdm) -> Run:
-    """Train as ``arm`` says, moving the progress bar."""
+    """Train one arm and advance the progress bar."""
     text, held_out = load_text(sysconfig.get_paths()["stdlib"])
     torch.manual_seed(0)
     model = LanguageModel()
@@ -136,22 +141,22 @@ def train(arm: Arm, steps: int, bar: tqdm) -> Run:
     if low:
         optimizer = amp.FP16_Optimizer(optimizer, 1.0, arm.loss_scaling, verbose=False)
         backward = optimizer.backward
-    # Where the optimizer keeps the weights: in masters, or, in float32, in the model.
+    # The tensors that the optimizer updates: the masters, or the model's own float32 weights.
     kept: list[Tensor] = optimizer.param_groups[0]["params"]
     run = Run()
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, *batch(text, step))
         backward(loss / PARTS)
-        looking = step % LOOKED_AT == LOOKED_AT - 1
-        before = [weight.detach().clone() for weight in kept] if looking else []
+        counting = step % STATISTICS_EVERY == STATISTICS_EVERY - 1
+        before = [weight.detach().clone() for weight in kept] if counting else []
         optimizer.step()
         if low and not arm.masters:
-            # What float16 cannot hold is forgotten; all else is as with masters.
+            # The master loses what float16 cannot store; everything else is as with masters.
             with torch.no_grad():
                 for weight, master in zip(model.parameters(), kept, strict=True):
                     master.copy_(weight)
-        if looking:
+        if counting:
             gradients = [w.grad for w in model.parameters() if w.grad is not None][1:]
             run.zero_gradients.append(share([grad == 0 for grad in gradients]))
             weights = list(zip(before, kept, strict=True))[1:]
@@ -166,12 +171,12 @@ def train(arm: Arm, steps: int, bar: tqdm) -> Run:
 
 
 def share(flags: list[Tensor]) -> float:
-    """Which part of the elements is true."""
+    """The share of elements that are True."""
     return float(torch.cat([each.flatten() for each in flags]).float().mean())
 
 
 def compare(steps: int) -> dict[str, Run]:
-    """Every arm's run, by name."""
+    """Train every arm; returns the runs by name."""
     with tqdm(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
         return {arm.name: train(arm, steps, bar) for arm in ARMS}
 
@@ -179,7 +184,7 @@ def compare(steps: int) -> dict[str, Run]:
 def table(runs: dict[str, Run]) -> Table:
     """One row per arm."""
     result = Table(
-        "", "validation loss", "to float32", "gradients 0", "weights not moved by a step"
+        "", "validation loss", "to float32", "gradients 0", "weights unchanged by a step"
     )
     result.columns[0].no_wrap = True
     for column in result.columns[1:]:
@@ -193,10 +198,10 @@ def table(runs: dict[str, Run]) -> Table:
 
 
 def draw(runs: dict[str, Run], path: Path) -> None:
-    """Save every arm's training loss; the suffix of ``path`` decides the format."""
+    """Save a picture of the training losses; the suffix of ``path`` decides the format."""
     picture, (axes,) = figure(1)
     for arm in ARMS:
-        # Dashes, or the curve would hide float32's below it.
+        # Dashed, because this curve lies on top of float32's.
         style = "--" if arm.name == "mixed" else "-"
         loss = smooth(runs[arm.name].train_loss, 0.98)
         axes.plot(range(1, len(loss) + 1), loss, style, color=arm.color, label=arm.name)
@@ -208,11 +213,15 @@ def draw(runs: dict[str, Run], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command_line = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    command_line = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     command_line.add_argument("--steps", type=int, default=3000, help="steps of each arm")
-    command_line.add_argument("--picture", type=Path, default=PICTURE)
+    command_line.add_argument(
+        "--picture", type=Path, default=PICTURE, help="file for the picture (.png or .svg)"
+    )
     options = command_line.parse_args(arguments)
-    torch.set_num_threads(1)  # the tensors are too small for more
+    torch.set_num_threads(1)  # more threads do not help with such small tensors
     runs = compare(options.steps)
     Console().print(table(runs))
     draw(runs, options.picture)

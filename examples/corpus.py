@@ -1,4 +1,4 @@
-"""Text to train on that every Python installation has: the source of its standard library."""
+"""Training text that every Python installation has: the source of its standard library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages
 def load_text(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``*.py`` files below ``folder`` as (training, validation) bytes, one-dimensional uint8.
 
-    Whole files are held out, the same ones every time, so no function is seen in part.
-    Raises FileNotFoundError if there are fewer than two files to divide.
+    The validation bytes are whole files, the same ones every time. Raises FileNotFoundError if
+    there are fewer than two files.
     """
     files: list[Path] = []
     for parent, folders, names in os.walk(folder):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average without a bias towards the start; as long as ``values``."""
+    """Exponential moving average, corrected for its start; as long as ``values``."""
     result: list[float] = []
     total = weights = 0.0
     for value in values:
@@ -21,7 +21,7 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def figure(panels: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure that needs no display, with ``panels`` axes side by side."""
+    """An empty figure with ``panels`` axes side by side; it needs no display."""
     result = Figure(figsize=(1 + 6 * panels, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(result)
     axes = result.subplots(1, panels, sharey=True, squeeze=False)[0]
@@ -40,9 +40,9 @@ def draw_curve(
     marker: str = "o",
     x: Sequence[float] | None = None,
 ) -> None:
-    """Draw a run: raw training losses faintly, smoothed ones, and validation points.
+    """Draw a run: training losses (faint), smoothed training losses, and validation points.
 
-    ``x`` gives each step's position on the horizontal axis; by default its number, from 1.
+    ``x`` has each step's position on the horizontal axis; by default the step's number, from 1.
     """
     x = range(1, len(train_loss) + 1) if x is None else x
     axes.plot(x, train_loss, color=color, alpha=0.2, linewidth=0.8)

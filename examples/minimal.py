@@ -1,4 +1,4 @@
-"""The least it takes: bfloat16 weights, float32 masters, clipping inside the step."""
+"""The smallest example: bfloat16 weights, float32 masters, clipping inside the step."""
 
 import torch
 from torch import nn

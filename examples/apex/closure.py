@@ -1,7 +1,7 @@
-"""A linear layer fitted to random numbers by L-BFGS, which calls a closure many times a step."""
+"""Fit a linear layer to random numbers with L-BFGS, which calls a closure many times per step."""
 
-# --dtype bfloat16 or float16 makes the model that; FP16_Optimizer gives it float32 masters and a
-# scaled loss. float32/closure.py is the script before the two lines for that were written.
+# With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
+# masters and a scaled loss. float32/closure.py is the same script without FP16_Optimizer.
 
 import argparse
 
@@ -12,7 +12,7 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--steps", type=int, default=5)
+command_line.add_argument("--steps", type=int, default=5, help="optimizer steps")
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 
@@ -27,10 +27,10 @@ optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
 
 
 def closure() -> torch.Tensor:
-    """Clear the gradients, compute them anew, return the loss."""
+    """Compute the loss and its gradients."""
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x).float(), y)
-    # The model has the masters' newest values: the optimizer sees to it before each evaluation.
+    # Before each evaluation the optimizer copies the newest masters to the model.
     optimizer.backward(loss)
     return loss
 

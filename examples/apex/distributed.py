@@ -1,7 +1,7 @@
-"""A linear layer on two processes: each computes on its own numbers, the gradients are averaged."""
+"""Fit a linear layer in two processes: each has its own data, and gradients are averaged."""
 
-# --dtype bfloat16 or float16 makes the model that; FP16_Optimizer gives it float32 masters and a
-# scaled loss. float32/distributed.py is the script before the two lines for that were written.
+# With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
+# masters and a scaled loss. float32/distributed.py is the same script without FP16_Optimizer.
 
 import argparse
 import os
@@ -18,11 +18,11 @@ RANKS = 2
 
 
 def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
-    """What each process does; args.save gets one file of losses and weights from each."""
+    """Train in one process; args.save is the folder for its losses and weights."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     dtype = getattr(torch, args.dtype)
-    torch.manual_seed(0)  # one model, but each rank has data of its own
+    torch.manual_seed(0)  # the same model on each rank, but different data
     model = nn.Linear(1024, 16)
     torch.manual_seed(1 + rank)
     x = torch.randn(64, 1024).to(dtype)
@@ -37,7 +37,8 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     for _ in range(args.steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x).float(), y)
-        # Averaged before they reach the masters: every rank takes the same step, or skips it.
+        # Gradients are averaged before they reach the masters, so all ranks make the same step or
+        # all skip it.
         optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
@@ -45,8 +46,8 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     if args.save:
         torch.save({"losses": losses, "model": model.state_dict()}, args.save / f"{rank}.pt")
     distributed.barrier()
-    # Not by return: a process that ends tidily can hang, as a thread of gloo's waits for Python's
-    # lock then.
+    # Not a plain return: a process that shuts down normally can hang, because a thread of gloo then
+    # waits for Python's lock.
     sys.stdout.flush()
     os._exit(0)
 
@@ -56,8 +57,8 @@ if __name__ == "__main__":
     command_line.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
     )
-    command_line.add_argument("--steps", type=int, default=500)
-    command_line.add_argument("--save", type=Path, help="folder for the ranks' results")
+    command_line.add_argument("--steps", type=int, default=500, help="optimizer steps")
+    command_line.add_argument("--save", type=Path, help="folder for the results of both processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (command_line.parse_args(), f"file://{folder}/rendezvous")
         multiprocessing.spawn(train, arguments, nprocs=RANKS)

@@ -1,7 +1,7 @@
-"""Train, save, load into new objects and train on: the very steps of a run without a break."""
+"""Train, save, load into new objects and continue: the same steps as in an uninterrupted run."""
 
-# --dtype bfloat16 or float16 makes the model that; FP16_Optimizer gives it float32 masters and a
-# scaled loss. float32/save_load.py is the script before the two lines for that were written.
+# With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
+# masters and a scaled loss. float32/save_load.py is the same script without FP16_Optimizer.
 
 import argparse
 import tempfile
@@ -15,7 +15,9 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--steps", type=int, default=100, help="before the break, and after it")
+command_line.add_argument(
+    "--steps", type=int, default=100, help="steps before saving, and after loading"
+)
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 
@@ -35,7 +37,7 @@ def build() -> tuple[nn.Module, Any]:
 
 
 def train(model: nn.Module, optimizer: Any) -> list[float]:
-    """The losses of args.steps steps."""
+    """Train for args.steps steps and return the losses."""
     losses = []
     for _ in range(args.steps):
         optimizer.zero_grad()
@@ -60,4 +62,4 @@ optimizer.load_state_dict(saved["optimizer"])
 losses += train(model, optimizer)
 
 print(f"{args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {2 * args.steps} steps")
-print(f"the same losses as without the break: {losses == unbroken}")
+print(f"the same losses as in an uninterrupted run: {losses == unbroken}")

@@ -1,9 +1,9 @@
-"""An LSTM language model on the source of Python's standard library, byte by byte."""
+"""Train an LSTM language model on the source of Python's standard library, byte by byte."""
 
-# --fp16 makes the model float16; FP16_Optimizer gives it float32 masters and a scaled loss.
-# float32/word_language_model.py is the script before the two lines for that were written. What is
-# clipped are the optimizer's own parameters: here the masters, whose gradients are not scaled.
-# (optimizer.clip_master_grads(args.clip) does the same natively, and tells of an overflow by -1.)
+# With --fp16 the model is float16, and FP16_Optimizer gives it float32 masters and a scaled loss.
+# float32/word_language_model.py is the same script without FP16_Optimizer. Both clip the gradients
+# of the optimizer's own parameters, which here are the masters, whose gradients are not scaled.
+# (optimizer.clip_master_grads(args.clip) does the same natively and returns -1 after an overflow.)
 
 import argparse
 import math
@@ -22,20 +22,26 @@ from corpus import load_text
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--fp16", action="store_true", help="float16 weights and activations")
 command_line.add_argument("--static-loss-scale", type=float, default=128.0)
-command_line.add_argument("--dynamic-loss-scale", action="store_true", help="no static one then")
-command_line.add_argument("--steps", type=int, default=300)
-command_line.add_argument("--width", type=int, default=48)
-command_line.add_argument("--batch", type=int, default=16)
-command_line.add_argument("--bptt", type=int, default=16, help="bytes between two cuts of history")
-command_line.add_argument("--lr", type=float, default=8.0)
-command_line.add_argument("--clip", type=float, default=0.25, help="largest norm of the gradients")
+command_line.add_argument(
+    "--dynamic-loss-scale",
+    action="store_true",
+    help="use a dynamic loss scale instead of the static one",
+)
+command_line.add_argument("--steps", type=int, default=300, help="optimizer steps")
+command_line.add_argument("--width", type=int, default=48, help="size of the hidden state")
+command_line.add_argument("--batch", type=int, default=16, help="sequences per step")
+command_line.add_argument(
+    "--bptt", type=int, default=16, help="bytes through which gradients flow back"
+)
+command_line.add_argument("--lr", type=float, default=8.0, help="learning rate")
+command_line.add_argument("--clip", type=float, default=0.25, help="largest norm of all gradients")
 args = command_line.parse_args()
 
 History = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Model(nn.Module):
-    """Logits (time, batch, 256), float32, of the bytes that follow tokens (time, batch)."""
+    """Maps tokens (time, batch) to the float32 logits (time, batch, 256) of the next bytes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +55,7 @@ class Model(nn.Module):
 
 
 torch.manual_seed(0)
-# Each sequence of the batch goes on where it stopped, so history is worth keeping.
+# Each sequence of a batch continues the one before, so the LSTM keeps its history.
 text = load_text(sysconfig.get_paths()["stdlib"])[0]
 text = text[: len(text) // args.batch * args.batch].view(args.batch, -1).T
 model = Model(args.width)

@@ -1,7 +1,5 @@
 """The dtypes that amp_mp works with, and rounding to the low-precision ones."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -12,8 +12,6 @@
 Every NaN stays a NaN. docs/formats.md has errors and ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,15 +1,37 @@
-"""Plain text tables."""
+"""How tables are written as text: their columns, and the shares, scales and dtypes in them."""
 
-from __future__ import annotations
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from collections.abc import Iterable
+import torch
 
 
-def aligned(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """The rows under their header, with the columns aligned to the left."""
-    lines = [header, *rows]
+def aligned(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The header and a line for each row, in columns as wide as their widest cell.
+
+    A cell is written as str writes it; None is an empty cell.
+    """
+    lines = [header, *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1 in percent. Only 0 and 1 themselves are written as 0.00% and 100.00%."""
+    if 0 < share < 0.0001:
+        return "<0.01%"
+    if 0.9999 < share < 1:
+        return ">99.99%"
+    return f"{share:.2%}"
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale; a power of two is written as 2^k."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")

@@ -81,6 +81,7 @@ def test_make_gpu_goes_through_every_part_and_says_what_became_of_it(tmp_path: P
     assert {path.name for path in (tmp_path / "out").iterdir()} == {results.name, "gpu.log"}
 
 
+@pytest.mark.slow
 def test_without_a_gpu_make_gpu_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "benchmarks/gpu").mkdir(parents=True)
     for name in ("gpu.sh", "gpu_summary.py"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from train_gpt import Settings, SettingsError, Trainer, plot, train
 
 ROOT = Path(__file__).resolve().parents[2]
-
-from train_gpt import Settings, SettingsError, Trainer, plot, train  # noqa: E402
+# Not an import statement: the linter would sort it differently once the demo has made demo/.
+demo = importlib.import_module("demo")
 
 SMALL: dict[str, Any] = {
     "layers": 1,
@@ -28,17 +30,21 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer"),
+    ("precision", "optimizer", "memory"),
     [
-        ("float32", "torch-adamw"),
-        ("float32", "adam"),
-        ("bfloat16", "adamw"),
-        ("bfloat16", "sgd"),
-        ("float16", "adamw"),
+        ("float32", "torch-adamw", "float32"),
+        ("float32", "adam", "float32"),
+        ("autocast", "torch-adamw", "float32"),
+        ("bfloat16", "adamw", "float32"),
+        ("bfloat16", "adamw", "tiny"),
+        ("bfloat16", "sgd", "exact"),
+        ("float16", "adamw", "float32"),
     ],
 )
-def test_resuming_continues_exactly(precision: str, optimizer: str, tmp_path: Path) -> None:
-    common = {**SMALL, "precision": precision, "optimizer": optimizer}
+def test_resuming_continues_exactly(
+    precision: str, optimizer: str, memory: str, tmp_path: Path
+) -> None:
+    common = {**SMALL, "precision": precision, "optimizer": optimizer, "memory": memory}
     whole = train(Settings(**common))
     path = tmp_path / "run.pt"
     train(Settings(**common, checkpoint=path), until=4)
@@ -59,6 +65,24 @@ def test_low_precision_keeps_masters_and_float32_keeps_none() -> None:
         assert (low > 0) == (precision == "bfloat16")
 
 
+def test_the_demo_compares_three_arms_on_the_same_batches(tmp_path: Path) -> None:
+    trainers = demo.compare(**SMALL)
+    assert list(trainers) == ["float32", "torch.autocast", "amp_mp"]
+    results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
+    first = [trainer.run.train_loss[0] for trainer in trainers.values()]
+    assert first == pytest.approx([first[0]] * 3, abs=2.0**-7), "the same weights and batches"
+    assert len({trainer.run.train_loss[-1] for trainer in trainers.values()}) == 3
+    # float32: weight, two moments, gradient, 4 bytes each; torch's steps are a number a tensor.
+    tensors = len(list(trainers["float32"].model.parameters()))
+    parameters = sum(p.numel() for p in trainers["float32"].model.parameters())
+    for name in ("float32", "torch.autocast"):
+        assert results[name]["bytes_per_parameter"] == 16 + 4 * tensors / parameters
+        assert {p.dtype for p in trainers[name].model.parameters()} == {torch.float32}
+    assert results["amp_mp"]["bytes_per_parameter"] < 16
+    demo.draw({name: t.run for name, t in trainers.items()}, "caption", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_picture_is_written(tmp_path: Path) -> None:
     plot(train(Settings(**SMALL)), tmp_path / "new" / "loss.png")
     assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -70,10 +94,11 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be positive"),
         ({"heads": 3}, "width 32 is not divisible by heads 3"),
         ({"optimizer": "torch-adamw", "precision": "bfloat16"}, "torch-adamw keeps no masters"),
+        ({"memory": "exact", "precision": "autocast"}, "memory exact needs bfloat16 or float16"),
         ({"resume": True}, "resume needs a checkpoint"),
         ({"device": "nonsense"}, "device nonsense cannot be used"),
     ],
-    ids=["steps", "heads", "optimizer", "resume", "device"],
+    ids=["steps", "heads", "optimizer", "memory", "resume", "device"],
 )
 def test_bad_settings_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
@@ -87,6 +112,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         train(Settings(**{**SMALL, "width": 64}, checkpoint=path, resume=True))
 
 
+@pytest.mark.slow
 def test_the_minimal_script_learns_and_is_what_the_readme_shows() -> None:
     script = ROOT / "examples/minimal.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)

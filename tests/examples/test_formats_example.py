@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from finetune_task import FineTune, telephone, weights_path
-from formats import JOBS, Job, ReferenceAdamW, Run, away_from_zero, gpt, summary, train
+from formats import JOBS, Job, Run, gpt, summary, train
+from gpt_trainer import MAX_GRAD_NORM
+from reference_adamw import ReferenceAdamW, away_from_zero
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -89,7 +91,7 @@ def test_the_reference_is_torchs_adamw() -> None:
         for mine, theirs in zip(first, second, strict=True):
             mine.grad = torch.randn_like(mine) * (0.01 if step % 3 else 1.0)
             theirs.grad = mine.grad.clone()
-        nn.utils.clip_grad_norm_(second, formats.MAX_GRAD_NORM)
+        nn.utils.clip_grad_norm_(second, MAX_GRAD_NORM)
         reference.step()
         twin.step()
     for mine, theirs in zip(first, second, strict=True):

@@ -1,15 +1,43 @@
-"""The documentation names nothing that is not there."""
+"""The documentation's code runs, its links lead somewhere, and the tests that it names exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import amp_mp as amp
+
 ROOT = Path(__file__).resolve().parents[2]
-FEATURES = (ROOT / "docs" / "features.md").read_text()
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "examples" / "apex" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+FEATURES = PAGES["docs/features.md"].read_text()
 ROWS = re.findall(r"^\| ((?:OS|NV|RP|AX)-\w+) \|.*\| (.*) \|$", FEATURES, re.MULTILINE)
+
+
+def blocks(text: str) -> list[str]:
+    """The Python code blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+README = blocks(PAGES["README.md"].read_text())
+RECIPES = ["prepare", "GradScaler", "init", "FP16_Optimizer"]
+# A block that imports amp_mp is complete; other blocks are excerpts.
+PROGRAMS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name, page in PAGES.items()
+    for number, block in enumerate(blocks(page.read_text()))
+    if re.search("^(import|from) amp_mp", block, re.MULTILINE) and name != "README.md"
+]
 
 
 def test_every_row_of_the_features_is_listed_once() -> None:
@@ -28,8 +56,50 @@ def test_the_tests_that_a_feature_names_exist(row: str, tests: str) -> None:
         assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
 
 
-@pytest.mark.parametrize("document", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
-def test_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / "docs" / document).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / "docs" / target).exists(), target
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[page].read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = PAGES[page].parent / file if file else PAGES[page]
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_source_files_that_a_page_names_exist(page: str) -> None:
+    """In backticks, from the repository's root; other files are named without their folders."""
+    folders = "csrc|python|tests|examples|benchmarks|docs"
+    pattern = rf"`((?:{folders})/[\w/.-]*\w)`"
+    for name in re.findall(pattern, PAGES[page].read_text()):
+        if not name.startswith("benchmarks/results"):  # made by `make gpu`
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(("recipe", "code"), [*zip(RECIPES, README[1:], strict=True)], ids=RECIPES)
+def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
+    assert recipe in code
+    names: dict[str, Any] = {}
+    exec(README[0][: README[0].index("amp.prepare(")], names)
+    before = [p.detach().float().clone() for p in names["model"].parameters()]
+    try:
+        exec(code, names)
+    finally:
+        if "handle" in names:
+            names["handle"]._deactivate()
+            amp.uninstall()
+    assert 0 < names["loss"].item() < 10
+    changed = [(a != b).any() for a, b in zip(before, names["model"].parameters(), strict=True)]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_whole_programs_in_the_documentation_run(program: str) -> None:
+    exec(program, {})

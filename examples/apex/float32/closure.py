@@ -1,7 +1,7 @@
-"""A linear layer fitted to random numbers by L-BFGS, which calls a closure many times a step."""
+"""Fit a linear layer to random numbers with L-BFGS, which calls a closure many times per step."""
 
-# The plain script; ../closure.py is the one for mixed precision. With --dtype bfloat16 this one
-# trains as well, but forgets updates that are small beside a weight.
+# The plain script; ../closure.py is its mixed-precision version. With --dtype bfloat16 this
+# one trains too, but loses updates that are small beside a weight.
 
 import argparse
 
@@ -12,7 +12,7 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--steps", type=int, default=5)
+command_line.add_argument("--steps", type=int, default=5, help="optimizer steps")
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 
@@ -26,7 +26,7 @@ optimizer = torch.optim.LBFGS(model.parameters())
 
 
 def closure() -> torch.Tensor:
-    """Clear the gradients, compute them anew, return the loss."""
+    """Compute the loss and its gradients."""
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x).float(), y)
     loss.backward()

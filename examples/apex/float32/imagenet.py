@@ -1,7 +1,7 @@
-"""A convolutional network that learns to read digits, trained as ImageNet scripts do it."""
+"""Train a convolutional network to read digits, the way ImageNet scripts do."""
 
-# The plain script; ../imagenet.py is the one for mixed precision. With --dtype bfloat16 this one
-# trains as well, but forgets updates that are small beside a weight.
+# The plain script; ../imagenet.py is its mixed-precision version. With --dtype bfloat16 this
+# one trains too, but loses updates that are small beside a weight.
 
 import argparse
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import amp_mp as amp
 
-# The images are drawn here, so that there is nothing to download: each digit is 5 x 7 dots.
+# Images are drawn from this font of 5 x 7 dots, so nothing has to be downloaded.
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### .###. ##### .###. .###.
 #...# .##.. #...# #...# ..##. #.... #...# ....# #...# #...#
@@ -24,7 +24,7 @@ FONT = """
 
 
 def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (count, 1, 8, 8), float32, of digits somewhere in noise; labels (count)."""
+    """Float32 images (count, 1, 8, 8) of digits at random positions in noise; labels (count)."""
     rows = [row.split() for row in FONT.split("\n") if row]
     glyphs = np.array([[[dot == "#" for dot in row[k]] for row in rows] for k in range(10)])
     random = np.random.default_rng(seed)
@@ -37,17 +37,19 @@ def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
-    """3 x 3, normalised, with ReLU."""
+    """A 3 x 3 convolution, a batch norm and a ReLU."""
     layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--epochs", type=int, default=6)
-command_line.add_argument("--images", type=int, default=4096, help="to train on")
-command_line.add_argument("--batch", type=int, default=64)
-command_line.add_argument("--lr", type=float, default=0.1, help="a tenth in the last third")
+command_line.add_argument("--epochs", type=int, default=6, help="passes over the images")
+command_line.add_argument("--images", type=int, default=4096, help="training images")
+command_line.add_argument("--batch", type=int, default=64, help="images per step")
+command_line.add_argument(
+    "--lr", type=float, default=0.1, help="learning rate; divided by 10 for the last third"
+)
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 
@@ -58,7 +60,7 @@ model = nn.Sequential(
     convolution(1, 16), convolution(16, 32, stride=2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10)
 )
 if dtype != torch.float32:
-    amp.prepare(model, dtype)  # but for the batch norms
+    amp.prepare(model, dtype)  # all but the batch norms
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, 2 * args.epochs // 3))
 

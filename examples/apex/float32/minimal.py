@@ -1,7 +1,7 @@
-"""A linear layer fitted to random numbers by SGD."""
+"""Fit a linear layer to random numbers with SGD."""
 
-# The plain script; ../minimal.py is the one for mixed precision. With --dtype bfloat16 this one
-# trains as well, but forgets updates that are small beside a weight.
+# The plain script; ../minimal.py is its mixed-precision version. With --dtype bfloat16 this
+# one trains too, but loses updates that are small beside a weight.
 
 import argparse
 
@@ -12,7 +12,7 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--steps", type=int, default=200)
+command_line.add_argument("--steps", type=int, default=200, help="optimizer steps")
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 

@@ -1,7 +1,7 @@
-"""Train, save, load into new objects and train on: the very steps of a run without a break."""
+"""Train, save, load into new objects and continue: the same steps as in an uninterrupted run."""
 
-# The plain script; ../save_load.py is the one for mixed precision. With --dtype bfloat16 this one
-# trains as well, but forgets updates that are small beside a weight.
+# The plain script; ../save_load.py is its mixed-precision version. With --dtype bfloat16 this
+# one trains too, but loses updates that are small beside a weight.
 
 import argparse
 import tempfile
@@ -15,7 +15,9 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-command_line.add_argument("--steps", type=int, default=100, help="before the break, and after it")
+command_line.add_argument(
+    "--steps", type=int, default=100, help="steps before saving, and after loading"
+)
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
 
@@ -34,7 +36,7 @@ def build() -> tuple[nn.Module, Any]:
 
 
 def train(model: nn.Module, optimizer: Any) -> list[float]:
-    """The losses of args.steps steps."""
+    """Train for args.steps steps and return the losses."""
     losses = []
     for _ in range(args.steps):
         optimizer.zero_grad()
@@ -59,4 +61,4 @@ optimizer.load_state_dict(saved["optimizer"])
 losses += train(model, optimizer)
 
 print(f"{args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {2 * args.steps} steps")
-print(f"the same losses as without the break: {losses == unbroken}")
+print(f"the same losses as in an uninterrupted run: {losses == unbroken}")

@@ -1,7 +1,5 @@
 """FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,8 @@ from amp_mp.apex.loss_scale import apex_policy
 from amp_mp.apex.masters import Masters
 from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.scaling.nonfinite import nonfinite_gradients
 from amp_mp.scaling.observe import OverflowCounter, update_scale
-from amp_mp.scaling.overflow import find_overflow
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 
@@ -70,7 +68,6 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         loss_scale: float | str | ScalePolicy | None = None,
         check_overflow: bool = False,
     ) -> None:
-        """See the class."""
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
         self._masters = self._make_masters(init_optimizer)
         self.optimizer = init_optimizer
@@ -169,7 +166,7 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         """Which of the model's gradients are inf or NaN."""
         pairs = named_parameters([self.optimizer])
         model = [(name, self._masters.model_param(param)) for name, param in pairs]
-        return str(find_overflow(model, scale))
+        return str(nonfinite_gradients(model, scale))
 
     def _report(self, before: float) -> None:
         print(

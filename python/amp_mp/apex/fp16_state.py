@@ -1,7 +1,5 @@
 """The part of FP16_Optimizer that passes through to the wrapped optimizer, saves and loads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Apex's fp16_utils: conversions, and masters for training loops that keep them by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,7 +118,6 @@ class tofp16(nn.Module):  # noqa: N801 (Apex's name)
     """
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
-        """See the class."""
         super().__init__()
         self.dtype = dtype
 

@@ -4,8 +4,6 @@ Nothing is copied: gradients stay in the model, scaled, and the optimizer's one 
 clips, updates and rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Gradients that carry the loss scale: kept apart from unscaled ones, checked, unscaled once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

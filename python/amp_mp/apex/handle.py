@@ -1,7 +1,5 @@
 """Apex's amp.init and its handle: casts for a whole script, and scale_loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,7 +30,7 @@ def init(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     loss_scale: float | str | ScalePolicy | None = None,
-) -> AmpHandle | NoOpHandle:
+) -> "AmpHandle | NoOpHandle":
     """Switches casting on for this thread, for good, and returns the handle with scale_loss.
 
         handle = amp.init()

@@ -1,7 +1,5 @@
 """The loss-scale arguments of Apex's FP16_Optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from amp_mp.scaling.dynamic import Backoff

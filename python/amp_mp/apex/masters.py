@@ -1,7 +1,5 @@
 """What an FP16_Optimizer needs of its masters, and the checks that both kinds share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """handle.wrap_optimizer: an optimizer with one loss scale for each of its losses."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The block in which a scaled loss goes backward, and the skipped step after an overflow."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings
@@ -18,8 +16,8 @@ from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import gradients_of, named_parameters, scaled_backward, unscale_
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.scaling.nonfinite import nonfinite_gradients
 from amp_mp.scaling.observe import OverflowCounter, update_scale
-from amp_mp.scaling.overflow import find_overflow
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -78,7 +76,7 @@ def _observe(
     _overflows[policy] = overflows
 
     def describe(scale: float) -> str:
-        return str(find_overflow(named_parameters(optimizers), scale))
+        return str(nonfinite_gradients(named_parameters(optimizers), scale))
 
     update_scale(policy, overflows, found_inf, max_abs, describe)
     return is_first

@@ -1,7 +1,5 @@
 """Float32 masters that replace the low-precision parameters of any torch optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,6 @@ class SwappedMasters:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """See the class."""
         self._optimizer = optimizer
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self.fp16_groups: list[list[Tensor]] = []  # the model's low-precision parameters

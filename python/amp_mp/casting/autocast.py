@@ -1,7 +1,5 @@
 """Regions in which torch casts. On/off, dtype and nesting are torch's own."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Shows the casts that operators make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The wrappers read torch's autocast state, which Dynamo can trace, and do nothing
 off.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOW = (torch.float16, torch.bfloat16)
 
 
 def half_function(function: F) -> F:

@@ -5,8 +5,6 @@ every spelling is meant: torch., Tensor., F., torch.linalg., a module, C++. The 
 operator on a list (`exp_`) is on it too. Names that the running torch lacks are passed over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The table that says in which precision each operator runs: read it and change it."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading

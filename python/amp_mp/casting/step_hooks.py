@@ -1,7 +1,5 @@
 """Hooks around every optimizer's step: casts are off, and stale casts of weights are dropped."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

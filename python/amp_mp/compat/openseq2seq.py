@@ -1,7 +1,5 @@
 """OpenSeq2Seq's mixed precision: its optimizer wrapper, and its switch dtype="mixed"."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +47,6 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         *,
         iter_size: int = 1,
     ) -> None:
-        """See the class."""
         if isinstance(iter_size, bool) or not isinstance(iter_size, int) or iter_size < 1:
             raise ValueError(f"iter_size must be a whole number from 1 on, found {iter_size!r}")
         scale = 1.0 if loss_scale is None else loss_scale

@@ -4,8 +4,6 @@ With weights of 1e-3 and a coefficient of 1e-5 the product is below float16's sm
 nine weights in ten.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from typing import Any

@@ -4,8 +4,6 @@ For loops that never unscale, as NVCaffe's recipe has it: loss times S, lr over 
 times S. Which numbers move depends on the optimizer, because some of them divide the scale away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,7 @@
 """A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,7 +49,6 @@ class TypedTensor:
         grad_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """See the class."""
         self.shape = torch.Size(shape)
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape must not have negative sizes, found {tuple(shape)}")
@@ -61,7 +59,7 @@ class TypedTensor:
         self._grad = _Projections(self.shape, self.grad_dtype, self.device, saturate=False)
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor, grad_dtype: torch.dtype | None = None) -> TypedTensor:
+    def from_tensor(cls, tensor: Tensor, grad_dtype: torch.dtype | None = None) -> Self:
         """One whose master is a copy of the tensor: its shape, dtype, device and values."""
         made = cls(tensor.shape, tensor.dtype, grad_dtype, tensor.device)
         made.mutable_data().copy_(tensor.detach())

@@ -1,6 +1,4 @@
-"""The command line: runs a script unchanged and says what its gradients and updates look like."""
-
-from __future__ import annotations
+"""The command line: runs a script unchanged and reports on its gradients and updates."""
 
 import argparse
 import runpy
@@ -12,7 +10,11 @@ from amp_mp.scaling.policies import check_scale
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Ends as the script ends: its exit status, its exception."""
+    """Runs the script and ends as it does, with its exit status or its exception.
+
+    arguments: default: the process's own. The exit status is 1 if the script itself ends well, but
+    there is nothing to report.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m amp_mp.diagnose",
         description="Run a training script unchanged; then print which gradients float16 would "
@@ -21,13 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", metavar="DIR", default="diagnosis", help="folder for the pictures")
     parser.add_argument("--steps", metavar="N", type=_steps, help="end after N backward passes")
-    parser.add_argument(
-        "--scale",
-        metavar="auto|S",
-        type=_scale,
-        help="loss scale to judge at; auto, the default: the script's own, seen where it uses a "
-        "GradScaler or amp_mp",
+    judged = (
+        "loss scale to judge at; default: auto, that of the script's GradScaler or amp_mp policy"
     )
+    parser.add_argument("--scale", metavar="auto|S", type=_scale, help=judged)
     parser.add_argument("script", type=Path, help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     options = parser.parse_args(arguments)
@@ -42,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_path(str(options.script), run_name="__main__")
     except EnoughError:
         pass
-    finally:  # also where the script raises or exits: that goes on from here as it came
+    finally:  # the script's exception or exit goes on from here as it was raised
         sys.stdout.flush()
         found = recording.finish(options.out)
     if not found:
@@ -56,14 +55,11 @@ def _steps(text: str) -> int:
 
 
 def _scale(text: str) -> float | None:
-    if text == "auto":
-        return None
     try:
-        return check_scale(float(text), "the loss scale")
+        return None if text == "auto" else check_scale(float(text), "the loss scale")
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected auto or a finite number above 0, found {text!r}"
-        ) from None
+        expected = "expected auto or a finite number above 0"
+        raise argparse.ArgumentTypeError(f"{expected}, found {text!r}") from None
 
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
 """How numbers spread over the binades, and what a loss scale makes of them in a format."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from amp_mp.dtypes import NATIVE
 from amp_mp.scaling.policies import check_scale
 
-FORMATS = (torch.float16, torch.bfloat16, torch.float32)
-EXPONENTS = range(-149, 128)  # floor(log2 |x|) of every finite float32 but zero
+EXPONENTS = range(-149, 128)  # floor(log2 |x|) of every finite float32 except 0
 
-# Every exponent has two bins, for exactly 2^e and for what lies above it: what float16 loses ends
-# at a power of two, included. Then come inf and NaN, as the bits of a float32 go on, and zero.
+# Each exponent e has two bins, |x| = 2^e and |x| > 2^e: float16 rounds 2^-25 to 0, but not what is
+# larger. inf and NaN follow because the index computed from a float32's bits goes on to them.
 _INF = 2 * len(EXPONENTS)
 _NAN, _ZERO, _BINS = _INF + 1, _INF + 2, _INF + 3
-_CHUNK = 1 << 22  # elements in work at a time: bounds the temporaries at some 100 MB
+_CHUNK = 1 << 22  # elements counted at a time: keeps the temporaries below about 100 MB
 
 
 class Limits(NamedTuple):
-    """The edges of a format, to nearest even: all of them numbers, exact as Python floats."""
+    """Where rounding to a format, to nearest even, changes its result; exact as Python floats."""
 
     lost: float  # the largest |x| that becomes 0
     normal: float  # the smallest normal number
@@ -30,22 +29,18 @@ class Limits(NamedTuple):
 
 
 def limits(dtype: torch.dtype) -> Limits:
-    """The edges of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32.
+    """The limits of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32.
 
-    A format with p bits of fraction whose largest binade starts at B: the largest number is
-    B (2 - 2^-p), inf starts half a unit above it; half the smallest subnormal is a tie, which goes
-    to the even 0. Raises ValueError for another dtype.
+    In a format with p bits of fraction whose largest binade starts at B, the largest number is
+    B (2 - 2^-p), and inf starts half a unit in the last place above it. Half the smallest subnormal
+    is a tie, which rounds to the even 0. Raises ValueError for another dtype.
     """
-    if dtype not in FORMATS:
+    if dtype not in NATIVE:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, found {dtype}")
     info = torch.finfo(dtype)
     binade = info.max / (2 - info.eps)
-    return Limits(
-        lost=info.smallest_normal * info.eps / 2,
-        normal=info.smallest_normal,
-        largest=info.max,
-        overflow=binade * (2 - info.eps / 2),
-    )
+    half = info.smallest_normal * info.eps / 2
+    return Limits(half, info.smallest_normal, info.max, binade * (2 - info.eps / 2))
 
 
 class Diagnosis(NamedTuple):
@@ -65,67 +60,56 @@ class Diagnosis(NamedTuple):
     headroom: int | None
 
 
+@dataclass(eq=False, repr=False)
 class ExponentHistogram:
     """Counts of floor(log2 |x|) from -149 to 127, of zeros, inf and NaN, and the largest |x|.
 
-    Histograms add up with +, also across devices. The counting happens on the tensor's device;
-    asking for a number waits for it.
+    Made by `of`; ExponentHistogram() is empty. Histograms add up with +, also across devices. The
+    counting happens on the tensor's device, and reading a number waits for it.
     """
 
-    def __init__(self) -> None:
-        """An empty one."""
-        self._bins = torch.zeros(_BINS, dtype=torch.int64)
-        self._top = torch.zeros((), dtype=torch.int32)  # the bits of amax, which order as it does
+    _bins: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
+    # The bits of the largest finite |x|; as integers they have the same order as the floats.
+    _top: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
 
     @classmethod
-    def of(cls, tensor: Tensor, scale: float = 1.0) -> ExponentHistogram:
+    def of(cls, tensor: Tensor, scale: float = 1.0) -> Self:
         """Counts the elements of tensor / scale.
 
-        The counting is exact, subnormals included: it is done on the bits, so no flushing to zero
-        interferes. The division is one float32 division per element, exact for powers of two
+        The counting is exact, also of subnormals where the processor flushes them to 0, because it
+        reads the bits. The division is one float32 division per element, exact for powers of two
         unless the quotient is below 2^-126.
 
         Args:
             tensor: float16, bfloat16 or float32, any shape, any layout with strides.
-            scale: finite and above 0.
+            scale: finite and above 0; default: 1.
 
         Raises:
-            TypeError: another dtype.
-            ValueError: a scale that is none.
+            TypeError: a tensor of another dtype.
+            ValueError: another scale.
         """
-        if tensor.dtype not in FORMATS:
+        if tensor.dtype not in NATIVE:
             raise TypeError(
                 f"a histogram takes float16, bfloat16 and float32 tensors, found {tensor.dtype}"
             )
         check_scale(scale, "scale")
         result = cls()
-        for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
-            result += cls._of_part(part, scale)
+        for part in torch.split(tensor.detach().reshape(-1), _CHUNK) if tensor.numel() else ():
+            values = part.float() if scale == 1 else part.float() / scale
+            bits = values.view(torch.int32) & 0x7FFFFFFF
+            # A subnormal is bits * 2^-149. The integer `bits` as a float is a normal number with
+            # the same fraction, whose exponent is 149 too high.
+            normal = torch.where(bits < 1 << 23, bits.float().view(torch.int32) - (149 << 23), bits)
+            exponent = (normal >> 23) - 127 - EXPONENTS[0]
+            index = 2 * exponent + ((normal & 0x7FFFFF) != 0)
+            bins = torch.bincount(index.masked_fill(bits == 0, _ZERO), minlength=_BINS)
+            result += cls(bins, bits.masked_fill(bits >= 0x7F800000, 0).max())
         return result
 
-    @classmethod
-    def _of_part(cls, part: Tensor, scale: float) -> ExponentHistogram:
-        result = cls()
-        values = part.float() if scale == 1 else part.float() / scale
-        bits = values.view(torch.int32) & 0x7FFFFFFF
-        if bits.numel() == 0:
-            return result
-        # A subnormal is bits * 2^-149; as a float, its bits have a normal number's exponent and
-        # fraction, 149 too high.
-        normal = torch.where(bits < 1 << 23, bits.float().view(torch.int32) - (149 << 23), bits)
-        exponent = (normal >> 23) - 127 - EXPONENTS[0]
-        index = 2 * exponent + ((normal & 0x7FFFFF) != 0)
-        result._bins = torch.bincount(index.masked_fill(bits == 0, _ZERO), minlength=_BINS)
-        result._top = bits.masked_fill(bits >= 0x7F800000, 0).max()
-        return result
-
-    def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
-        """Both together, on the other's device."""
-        result = ExponentHistogram()
-        device = other._bins.device
-        result._bins = self._bins.to(device) + other._bins
-        result._top = torch.maximum(self._top.to(device), other._top)
-        return result
+    def __add__(self, other: Self) -> Self:
+        """The counts of both, on the other's device."""
+        bins, top = self._bins.to(other._bins.device), self._top.to(other._top.device)
+        return type(self)(bins + other._bins, torch.maximum(top, other._top))
 
     @property
     def counts(self) -> Tensor:
@@ -139,22 +123,22 @@ class ExponentHistogram:
 
     @property
     def infs(self) -> int:
-        """How many are infinite."""
+        """How many elements are inf, of either sign."""
         return int(self._bins[_INF])
 
     @property
     def nans(self) -> int:
-        """How many are NaN."""
+        """How many elements are NaN."""
         return int(self._bins[_NAN])
 
     @property
     def elements(self) -> int:
-        """How many there are in all."""
+        """How many elements there are in all."""
         return int(self._bins.sum())
 
     @property
     def amax(self) -> float:
-        """The largest finite |x|, exact; 0 without any."""
+        """The largest finite |x|, exact; 0 if there is none."""
         return float(self._top.view(torch.float32))
 
     def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
@@ -165,18 +149,17 @@ class ExponentHistogram:
         overflow: it becomes inf (from 65520 on).
 
         With a power of two as scale, lost and subnormal are exact, for their edges are edges of
-        bins. A bin that an edge cuts is split as if its elements were spread evenly over it; for
-        any scale that concerns the binade in which overflow begins, yet overflow is 0 exactly if
-        nothing overflows, which the largest |x| tells.
-
-        Raises ValueError for another dtype or a scale that is none.
+        bins. A bin that an edge cuts is split as if its elements were spread evenly over it; that
+        concerns overflow at any scale, yet overflow is 0 exactly if nothing overflows, because the
+        largest |x| is known. Raises ValueError for another dtype than float16, bfloat16 and
+        float32, and for a scale that is not finite or not above 0.
         """
         edges = limits(dtype)
         check_scale(scale, "scale")
         low = torch.tensor([scale * 2.0**e for e in EXPONENTS], dtype=torch.float64)
         powers, above = self._bins[:_INF].cpu().view(-1, 2).unbind(1)  # at low, in (low, 2 low)
 
-        def up_to(edge: float) -> float:  # the elements of above that are below the edge
+        def up_to(edge: float) -> float:  # the elements of `above` that are below the edge
             return float((above * (edge / low - 1).clamp(0, 1)).sum())
 
         count = max(1, int(powers.sum() + above.sum()))
@@ -184,14 +167,8 @@ class ExponentHistogram:
         small = int(powers[low < edges.normal].sum()) + up_to(edges.normal)
         over = int(powers[low >= edges.overflow].sum()) + int(above.sum()) - up_to(edges.overflow)
         over = max(over, 1) if self.amax * scale >= edges.overflow else 0
-        return Diagnosis(
-            scale=scale,
-            dtype=dtype,
-            lost=lost / count,
-            subnormal=(small - lost) / count,
-            overflow=over / count,
-            headroom=_floor_log2(edges.largest, self.amax * scale),
-        )
+        shares = (lost / count, (small - lost) / count, over / count)
+        return Diagnosis(scale, dtype, *shares, _floor_log2(edges.largest, self.amax * scale))
 
     def largest_safe_log2_scale(self, dtype: torch.dtype = torch.float16) -> int | None:
         """floor(log2(largest number of the format / amax)), exact; None where amax is 0.
@@ -202,7 +179,7 @@ class ExponentHistogram:
         return _floor_log2(limits(dtype).largest, self.amax)
 
     def __repr__(self) -> str:
-        """How many elements, and the largest."""
+        """How many elements there are, and the largest."""
         return f"ExponentHistogram({self.elements} elements, amax={self.amax:g})"
 
 

@@ -1,7 +1,5 @@
 """Watching a whole script without changing it: what the command line and `start` share."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 import weakref
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from amp_mp.diagnose.histogram import ExponentHistogram
 from amp_mp.diagnose.overflow import OverflowTracker
 from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
 from amp_mp.diagnose.report import GradientReport
@@ -24,7 +21,7 @@ from amp_mp.scaling.policies import ScalePolicy, check_scale
 
 
 class EnoughError(BaseException):
-    """Ends a script after the steps asked for; not an Exception, which scripts may catch."""
+    """Ends a script after the steps asked for; no Exception, because scripts may catch those."""
 
 
 class Recording:
@@ -32,18 +29,17 @@ class Recording:
 
     A module that is called from outside any other, with gradients on and parameters to train, is
     watched with everything in it, under its class's name. The loss scale is that of the policy or
-    GradScaler asked last before backward. Compiled code runs uncompiled, so that hooks see it.
+    GradScaler last used before backward. Compiled code runs uncompiled, so that hooks see it.
 
     Args:
         scale: the loss scale to judge gradients at; default: the script's own at the end.
         steps: raise EnoughError in the backward after this many.
 
     Raises:
-        ValueError: a scale or a number of steps that is none.
+        ValueError: a scale that is not finite or not above 0, or steps below 1.
     """
 
     def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
-        """See the class."""
         if scale is not None:
             check_scale(scale, "scale")
         if steps is not None and steps < 1:
@@ -59,9 +55,9 @@ class Recording:
         self._stack.callback(register_module_forward_pre_hook(self._on_call).remove)
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.amp.GradScaler, "scale", self._asked)
-        for name in ("scale", "scale_tensor"):
-            self._wrap_property(ScalePolicy, name)
+        self._wrap(torch.amp.GradScaler, "scale", self._use_scale)
+        self._wrap(ScalePolicy, "scale", self._use_scale)
+        self._wrap(ScalePolicy, "scale_tensor", self._use_scale)
 
     def close(self) -> None:
         """Removes every hook; what was counted stays. Closing twice is fine."""
@@ -69,47 +65,41 @@ class Recording:
         for _, watch, _ in self._watched.values():
             watch.close()
 
-    # What is hooked.
-
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        true = getattr(owner, name)
+        """Replaces a function, or the reading of a property, by around(function, *arguments)."""
+        original = vars(owner)[name]
+        is_property = isinstance(original, property)
+        function = original.fget if is_property else original
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(true, *args, **kwargs)
+            return around(function, *args, **kwargs)
 
-        setattr(owner, name, wrapper)
-        self._stack.callback(setattr, owner, name, true)
+        setattr(owner, name, original.getter(wrapper) if is_property else wrapper)
+        self._stack.callback(setattr, owner, name, original)
 
-    def _wrap_property(self, owner: type, name: str) -> None:
-        true: property = vars(owner)[name]
-        assert true.fget is not None
-        asked = property(lambda policy: self._asked(true.fget, policy), true.fset)  # type: ignore[arg-type]
-        setattr(owner, name, asked)
-        self._stack.callback(setattr, owner, name, true)
-
-    def _asked(self, true: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _use_scale(self, function: Callable[..., Any], scaler: Any, *args: Any, **kw: Any) -> Any:
         self._scaler = scaler
-        return true(scaler, *args, **kwargs)
+        return function(scaler, *args, **kw)
 
-    def _backward(self, true: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.backwards == self._steps:
             raise EnoughError
-        result = true(*args, **kwargs)
+        result = function(*args, **kwargs)
         self.backwards += 1
         for *_, tracker in self._watched.values():
             tracker.update()
         return result
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
-        # Whatever is inside a watched module is known: so this sees roots only, also where
-        # checkpointing calls an inner module on its own.
+        # Every module inside a watched one is known, so only modules called from outside go on,
+        # also where checkpointing calls an inner module on its own.
         if module in self._known or not torch.is_grad_enabled():
             return
         if not any(p.requires_grad and p.is_leaf for p in module.parameters()):
             return
         inside = set(module.modules())
         for name, (root, watch, _tracker) in list(self._watched.items()):
-            if root() in inside:  # a part was called first
+            if root() in inside:  # it was called on its own before
                 watch.close()
                 del self._watched[name]
         self._known.update(inside)
@@ -117,32 +107,29 @@ class Recording:
         number = 1
         while name in self._watched:
             name, number = f"{base}{number + 1}", number + 1
-        scaler = self._current_scale
-        tracker = OverflowTracker(module, scaler)
-        self._watched[name] = weakref.ref(module), Watch(module, scaler), tracker
+        watch = Watch(module, self._current_scale)
+        tracker = OverflowTracker(module, self._current_scale)
+        self._watched[name] = weakref.ref(module), watch, tracker
         self.ratios.name(module, f"{name}.")
 
     def _current_scale(self) -> float:
         return scale_of(self._scaler)
 
-    # What comes out.
-
     def report(self) -> GradientReport:
         """The gradients of every module watched."""
-        weights: dict[str, ExponentHistogram] = {}
-        activations: dict[str, ExponentHistogram] = {}
-        left_out: dict[str, str] = {}
-        for name, (_, watch, _) in self._watched.items():
-            weights |= {f"{name}.{key}": value for key, value in watch.weights.items()}
-            activations |= {f"{name}.{key}": value for key, value in watch.activations.items()}
-            left_out |= {f"{name}.{key}": value for key, value in watch.left_out.items()}
+
+        def all_of(kind: str) -> dict[str, Any]:
+            parts = ((name, getattr(watch, kind)) for name, (_, watch, _) in self._watched.items())
+            return {f"{name}.{key}": value for name, part in parts for key, value in part.items()}
+
+        weights, activations, left_out = map(all_of, ("weights", "activations", "left_out"))
         scale = self._current_scale() if self._scale is None else self._scale
         return GradientReport(weights, activations, scale, torch.float16, left_out)
 
     def finish(self, out: str | Path | None = None) -> bool:
         """Closes, prints every table, and with `out` saves pictures in that folder.
 
-        Returns False, having said why, if there is nothing to report.
+        Returns False, and prints why, if there is nothing to report.
         """
         self.close()
         report = self.report()
@@ -163,7 +150,7 @@ class Recording:
                 if updates:
                     save(plot_updates(updates), Path(out) / "updates.png")
                 print(f"\nPictures: {Path(out)}")
-            except (ImportError, OSError) as error:  # the tables are there all the same
+            except (ImportError, OSError) as error:  # the tables are printed without pictures too
                 print(f"amp_mp.diagnose: no pictures: {error}", file=sys.stderr)
         return True
 
@@ -176,11 +163,11 @@ def start(out: str | Path | None = None, scale: float | None = None) -> Recordin
         scale: the loss scale to judge gradients at; default: the script's own.
 
     Raises:
-        ValueError: a scale that is none.
+        ValueError: a scale that is not finite or not above 0.
         ImportError: pictures are asked for, and matplotlib is not installed.
     """
     if out is not None:
-        new_figure(1, 1.0)  # imports matplotlib: at exit some modules refuse to be imported
+        new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported
     recording = Recording(scale)
     atexit.register(recording.finish, out)
     return recording

@@ -1,7 +1,5 @@
 """Loss scale, gradients and updates for TensorBoard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from amp_mp.diagnose.watch import Watch, scale_of
 
 
 def writer(log_dir: str) -> Any:
-    """A torch.utils.tensorboard.SummaryWriter; ImportError with the remedy without tensorboard."""
+    """A torch.utils.tensorboard.SummaryWriter; the ImportError without it says what to install."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -34,12 +32,12 @@ def log(
     """Writes what is given to a SummaryWriter; call it between backward and zero_grad.
 
     Scalars: `loss_scale`; `gradients/weights/...` and `gradients/activations/...`: lost, subnormal
-    and overflow as shares and headroom in binades, of all that the watch has seen since its last
+    and overflow as shares and headroom in binades, of all that the watch has counted since its last
     reset; `updates/lost/NAME` as shares and `updates/median/LAYER` as ratios. Histograms:
     `gradients/NAME`, the unscaled gradients of the parameters now, inf and NaN replaced by 0.
 
     Args:
-        writer: anything with add_scalar, add_histogram and add_figure, as SummaryWriter has them.
+        writer: anything with the methods add_scalar, add_histogram and add_figure of SummaryWriter.
         step: the position on the horizontal axis.
         watch: the Watch of the model.
         policy: what holds the loss scale, anything `watch` takes; default: the watch's scaler.
@@ -54,10 +52,9 @@ def log(
         report = watch.report(scale_of(policy))
         for row in report:
             if row.name == "(all)":
-                values = row.diagnosis._asdict()
                 for name in ("lost", "subnormal", "overflow", "headroom"):
-                    if values[name] is not None:
-                        writer.add_scalar(f"gradients/{row.kind}s/{name}", values[name], step)
+                    if (value := getattr(row.diagnosis, name)) is not None:
+                        writer.add_scalar(f"gradients/{row.kind}s/{name}", value, step)
         for name, grad in watch.gradients():
             writer.add_histogram(f"gradients/{name}", torch.where(grad.isfinite(), grad, 0.0), step)
         if figures and report:

@@ -1,25 +1,20 @@
 """How large updates are beside their weights, and which would be lost without float32 masters."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.diagnose.histogram import limits
-from amp_mp.diagnose.report import share, short
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.state.masters import master_of
-from amp_mp.text_table import aligned
+from amp_mp.text_table import aligned, dtype_name, percent
 
 
 class Updates(NamedTuple):
@@ -43,25 +38,23 @@ class UpdateTable(list[Updates]):
     """A row for each parameter; prints as a table."""
 
     def __str__(self) -> str:
-        """A line each."""
+        """A table with a line for each parameter."""
         if not self:
             return "no step of an optimizer has been seen"
         header = ("parameter", "weights in", "updates", " lost", " between", " kept")
         rows = (
             (
-                row.name,
-                short(row.dtype),
-                str(row.elements),
-                *map(share, (row.lost, row.between, row.kept)),
-                "" if row.median is None else f"{row.median:.2g}",
+                *(name, dtype_name(dtype), elements),
+                *(f"{percent(share):>6}" for share in shares),
+                None if median is None else f"{median:.2g}",
             )
-            for row in self
+            for name, dtype, elements, *shares, median in self
         )
         table = aligned((*header, "median |update / weight| of the layer"), rows)
         return f"Updates: what weights in low precision, without masters, would lose\n{table}"
 
 
-class UpdateRatios:
+class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     """Compares every update with its weight, in steps of an optimizer, until closed.
 
         with diagnose.UpdateRatios(optimizer) as ratios:
@@ -72,21 +65,21 @@ class UpdateRatios:
     even, every update |u| < |w| eps / 4 (2^-12 |w|), and keeps every |u| > |w| eps / 2 (2^-11 |w|);
     in between it depends on the weight's fraction and on the sign. Below the normal numbers the
     spacing is constant, and half of it (float16: 2^-25) is the edge of both. In bfloat16 the ratios
-    are 2^-9 and 2^-8. w is taken as the format has it, the update as the float32 weight's exact
-    difference over the step: a float32 parameter's, or a `master`'s in the optimizer's state.
+    are 2^-9 and 2^-8. w is the weight rounded to the format, u the exact difference that the step
+    makes to the float32 weight: a float32 parameter, or the master in the optimizer's state.
 
-    A low-precision parameter without a master shows what happened instead of what would: an update
-    is lost where the weight stayed the same although its gradient is not zero. A step that changed
-    nothing because of inf or NaN in the gradients is not counted; nor is the one in which an amp_mp
-    optimizer makes a parameter's master.
+    For a low-precision parameter without a master the table shows what happened instead of what
+    would: an update is lost where the weight stayed the same although its gradient is not zero. Not
+    counted: a step that changed nothing because of inf or NaN in the gradients, and the step in
+    which an amp_mp optimizer makes a parameter's master.
 
-    Needs a copy of the weights during each step.
+    Keeps a copy of the weights during each step.
 
     Args:
-        source: the optimizer or FP16_Optimizer whose steps are looked at; a module: every step of
-            any optimizer, as far as the module's parameters go; None: every step of any optimizer.
+        source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of
+            any optimizer, for the module's parameters; or None: every step of any optimizer.
         dtype: float16, bfloat16 or float32, the format to judge for; default: the parameter's own
-            if that is a low-precision one, otherwise float16.
+            if it is float16 or bfloat16, otherwise float16.
 
     Raises:
         TypeError: another source.
@@ -98,9 +91,8 @@ class UpdateRatios:
         source: Optimizer | FP16_Optimizer | nn.Module | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """See the class."""
         if dtype is not None:
-            limits(dtype)
+            limits(dtype)  # raises for another dtype
         self._dtype = dtype
         self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._named_only = isinstance(source, nn.Module)
@@ -109,24 +101,26 @@ class UpdateRatios:
         if isinstance(source, FP16_Optimizer):
             source = source.optimizer
         if isinstance(source, Optimizer):
-            handles = (source.register_step_pre_hook, source.register_step_post_hook)
+            pre, post = source.register_step_pre_hook, source.register_step_post_hook
         elif source is None or isinstance(source, nn.Module):
-            handles = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+            pre = torch_optimizer.register_optimizer_step_pre_hook
+            post = torch_optimizer.register_optimizer_step_post_hook
             if source is not None:
                 self.name(source)
         else:
             raise TypeError(
                 f"UpdateRatios takes an optimizer or a module, found {type(source).__name__}"
             )
-        self._handles = [handles[0](self._pre), handles[1](self._post)]
+        self._handles = [pre(self._before_step), post(self._after_step)]
 
     def name(self, model: nn.Module, prefix: str = "") -> None:
-        """Calls the model's parameters by their names, with a prefix, in the table."""
+        """Uses the names that parameters have in the model, after a prefix, in the table."""
         self._names.update({p: prefix + name for name, p in model.named_parameters()})
 
     def reset(self) -> None:
         """Forgets what was counted."""
-        self._counts: dict[str, tuple[torch.dtype, Tensor]] = {}  # lost, between, kept
+        # By parameter name: the format, and how many updates were lost, in between and kept.
+        self._counts: dict[str, tuple[torch.dtype, Tensor]] = {}
         self.medians: dict[str, float] = {}
 
     def close(self) -> None:
@@ -135,34 +129,22 @@ class UpdateRatios:
             handle.remove()
         self._before = []
 
-    def __enter__(self) -> UpdateRatios:
-        """Itself."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Closes, also after an exception."""
         self.close()
 
     def report(self) -> UpdateTable:
-        """The table of what was seen so far."""
+        """The table of what was counted so far."""
         table = UpdateTable()
         for name, (dtype, counts) in self._counts.items():
-            lost, between, kept = counts.tolist()
-            n = lost + between + kept
-            shares = (lost / max(n, 1), between / max(n, 1), kept / max(n, 1))
-            table.append(Updates(name, dtype, n, *shares, self.medians.get(_layer(name))))
+            n = int(counts.sum())
+            lost, between, kept = (counts.double() / max(n, 1)).tolist()
+            median = self.medians.get(_layer(name))
+            table.append(Updates(name, dtype, n, lost, between, kept, median))
         return table
 
-    # Hooks.
-
-    def _pre(self, optimizer: Optimizer, *_: Any) -> None:
-        self._before = [
-            (name, param, _weight(optimizer, param).detach().clone())
-            for name, param in self._params(optimizer)
-        ]
-
-    def _params(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        found = []
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._before = []
         for index, group in enumerate(optimizer.param_groups):
             given = group.get("param_names")
             for i, param in enumerate(group["params"]):
@@ -170,18 +152,18 @@ class UpdateRatios:
                 if name is None and not self._named_only:
                     name = given[i] if given else f"group {index}[{i}]"
                 if name is not None and param.is_floating_point():
-                    found.append((name, param))
-        return found
+                    weight = _weight(optimizer, param).detach().clone()
+                    self._before.append((name, param, weight))
 
     @torch.no_grad()
-    def _post(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         before, self._before = self._before, []
         layers: dict[str, list[tuple[str, Tensor, Tensor, Tensor]]] = {}
         for name, param, old in before:
             new = _weight(optimizer, param)
-            if new.dtype == old.dtype:  # else its master was made in this very step
+            if new.dtype == old.dtype:  # otherwise this step has made the parameter's master
                 layers.setdefault(_layer(name), []).append((name, param, old, new))
-        steps = [each for layer in layers.values() for each in layer]
+        steps = [step for layer in layers.values() for step in layer]
         if all(torch.equal(old, new) for *_, old, new in steps) and any(
             p.grad is not None and not p.grad.isfinite().all() for _, p, _, _ in steps
         ):
@@ -215,11 +197,11 @@ class UpdateRatios:
 
 
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
-    """What the update acts on: the parameter, or the float32 master in the optimizer's state."""
+    """What the update changes: the float32 master in the optimizer's state, or the parameter."""
     master = master_of(param, optimizer.state[param]) if param in optimizer.state else None
     return param if master is None else master
 
 
 def _layer(name: str) -> str:
-    """The module that a parameter is named after; itself if it has none."""
+    """The name of the module that a parameter's name begins with, or the name itself."""
     return name.rpartition(".")[0] or name

@@ -1,7 +1,5 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -49,7 +47,6 @@ class GradScaler(torch.amp.GradScaler):
         *,
         loss_scale: float | str | ScalePolicy | None = None,
     ) -> None:
-        """See the class."""
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale

@@ -1,7 +1,5 @@
 """Where a GradScaler's scale and its other numbers are written after an iteration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

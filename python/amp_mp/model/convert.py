@@ -1,7 +1,5 @@
 """Converts a whole model to a dtype, and marks what stays float32 in every conversion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

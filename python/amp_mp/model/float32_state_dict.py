@@ -1,7 +1,5 @@
 """A model's float32 weights: read from its optimizer's masters, and loaded into them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

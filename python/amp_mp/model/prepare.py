@@ -1,7 +1,5 @@
 """Converts a float32 model to low precision without losing a bit of its weights."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary

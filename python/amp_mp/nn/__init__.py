@@ -1,18 +1,13 @@
-"""Modules and functions that compute in float32 between low-precision ones, and shape checks.
+"""Modules and functions that compute in float32 between low-precision ones, and size checks.
 
 `functional.linear_accumulate` and `attach_main_grads`: gradients that add up in float32.
 """
 
 from amp_mp.nn import functional
-from amp_mp.nn.attention import (
-    attention,
-    attention_weights,
-    fp32_log_softmax,
-    fp32_softmax,
-)
+from amp_mp.nn.attention import attention, attention_weights, fp32_log_softmax, fp32_softmax
 from amp_mp.nn.main_grads import MainGrads, attach_main_grads
 from amp_mp.nn.norms import Fp32GroupNorm, Fp32LayerNorm, Fp32RMSNorm
-from amp_mp.nn.shapes import pad_to_multiple, tensor_core_report
+from amp_mp.nn.tensor_core_report import pad_to_multiple, tensor_core_report
 
 __all__ = [
     "Fp32GroupNorm",

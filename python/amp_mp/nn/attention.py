@@ -1,37 +1,31 @@
 """Softmax and attention with float32 logits."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
-from amp_mp.nn.norms import casts_off, wide
+from amp_mp.nn.norms import autocast_off, compute_dtype, in_float32
 
 
 def fp32_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """Softmax in float32, returned in x's dtype; also inside autocast. float64 stays float64.
 
     Args:
-        x: of any shape.
-        dim: the dimension that sums to 1. A row of nothing but -inf gives NaN, as torch's does;
-            `attention_weights` gives 0.
+        x: floating-point, any shape.
+        dim: the dimension that sums to 1; default: the last. A row in which every element is -inf
+            gives NaN, as torch.softmax does; `attention_weights` gives 0.
 
     Raises:
-        TypeError: x is no floating-point tensor.
+        TypeError: x is not a floating-point tensor.
         ValueError: x has no such dimension.
     """
-    dtype = _check_dim(x, dim)
-    with casts_off(x):
-        return torch.softmax(x.to(dtype), dim).to(x.dtype)
+    return in_float32(torch.softmax, x, _check_dim(x, dim))
 
 
 def fp32_log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """The logarithm of fp32_softmax, without the detour; arguments and errors are the same."""
-    dtype = _check_dim(x, dim)
-    with casts_off(x):
-        return torch.log_softmax(x.to(dtype), dim).to(x.dtype)
+    """log(fp32_softmax(x, dim)) by torch.log_softmax; arguments and errors are fp32_softmax's."""
+    return in_float32(torch.log_softmax, x, _check_dim(x, dim))
 
 
 def attention_weights(
@@ -39,9 +33,9 @@ def attention_weights(
 ) -> Tensor:
     """softmax(query key^T * scale + mask) in float32 (Vaswani et al., 2017, equation 1).
 
-    The logits are float32 from the start, also inside autocast: in float16 the product would
-    overflow at 65504, and -1e9 in a mask would be -inf. A row that is masked altogether is 0, where
-    softmax would give NaN, and so is its gradient. float64 is computed in float64.
+    The logits are computed in float32, also inside autocast: a float16 product would overflow
+    above 65504, and -1e9 in a float16 mask would be -inf. A row that is masked everywhere is 0,
+    where softmax gives NaN, and its gradient is 0. float64 is computed in float64.
 
     Args:
         query: (..., L, E).
@@ -54,30 +48,28 @@ def attention_weights(
         (..., L, S) in query's dtype.
 
     Raises:
-        TypeError: query or key is no floating-point tensor, or mask neither that nor boolean.
+        TypeError: query or key is not floating-point, or mask neither that nor boolean.
         ValueError: shapes that do not fit.
     """
-    dtype = torch.promote_types(wide("query", query), wide("key", key))
+    dtype = torch.promote_types(compute_dtype("query", query), compute_dtype("key", key))
     shape = _logits_shape(query, key)
     if mask is not None:
         _check_mask(mask, shape)
     if scale is None:
         scale = 1 / math.sqrt(max(query.size(-1), 1))
-    with casts_off(query):
+    with autocast_off(query):
         logits = (query.to(dtype) * scale) @ key.to(dtype).transpose(-2, -1)
         if mask is None:
             return torch.softmax(logits, -1).to(query.dtype)
         if mask.dtype == torch.bool:
-            hidden = ~mask
-            logits = logits.masked_fill(hidden, -math.inf)
+            logits = logits.masked_fill(hidden := ~mask, -math.inf)
         else:
-            mask = mask.to(dtype)
+            logits = logits + (mask := mask.to(dtype))
             hidden = mask == -math.inf
-            logits = logits + mask
-        # From the mask and not from the logits, where -inf may also be an overflow of the query.
-        nothing = hidden.all(-1, keepdim=True)
-        # Filled on both sides: a NaN inside would come back through softmax's gradient, as 0 * NaN.
-        weights = torch.softmax(logits.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
+        # The mask is asked, not the logits: their -inf may also be an overflow in the query.
+        empty = hidden.all(-1, keepdim=True)
+        # Filled before and after softmax: its gradient would multiply a NaN inside by 0, to NaN.
+        weights = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
         return weights.to(query.dtype)
 
 
@@ -90,64 +82,60 @@ def attention(
 ) -> Tensor:
     """attention_weights(query, key, mask, scale) @ value; 0 where everything is masked.
 
-    The weights are float32's, rounded to value's dtype for the second product, whose terms cannot
-    overflow: weights are at most 1.
+    The float32 weights are rounded to value's dtype for the second product, whose terms cannot
+    overflow because weights are at most 1.
 
     Args:
-        query: (..., L, E).
-        key: (..., S, E).
-        value: (..., S, D); the leading dimensions broadcast.
-        mask: see attention_weights.
-        scale: see attention_weights.
+        query, key, mask, scale: as for attention_weights.
+        value: (..., S, D); the leading dimensions broadcast against the weights'.
 
     Returns:
-        (..., L, D) in value's dtype, or autocast's.
+        (..., L, D) in value's dtype, or in autocast's.
 
     Raises:
-        TypeError: see attention_weights; value likewise.
-        ValueError: see attention_weights; value likewise.
+        TypeError, ValueError: as attention_weights; value is checked in the same way.
     """
-    wide("value", value)
+    compute_dtype("value", value)
     shape = _logits_shape(query, key)
     if value.dim() < 2 or value.size(-2) != shape[-1]:
         raise ValueError(
             f"value must have shape (..., {shape[-1]}, D) for key's {shape[-1]} rows, "
             f"found {tuple(value.shape)}"
         )
-    if _broadcast(value.shape[:-2], shape[:-2]) is None:
-        raise ValueError(
-            f"value's leading dimensions must broadcast with {tuple(shape[:-2])}, "
-            f"found {tuple(value.shape)}"
-        )
+    _leading_dimensions("value", value, "the weights'", shape[:-2])
     return attention_weights(query, key, mask, scale).to(value.dtype) @ value
 
 
-def _check_dim(x: Tensor, dim: int) -> torch.dtype:
-    dtype = wide("x", x)
-    dims = max(x.dim(), 1)  # torch lets a single number have one
+def _check_dim(x: Tensor, dim: int) -> int:
+    compute_dtype("x", x)
+    dims = max(x.dim(), 1)  # torch lets a tensor without dimensions have one
     if not -dims <= dim < dims:
         raise ValueError(f"dim must be a dimension of x, of shape {tuple(x.shape)}, found {dim}")
-    return dtype
+    return dim
 
 
 def _logits_shape(query: Tensor, key: Tensor) -> torch.Size:
-    """Of query key^T, if there is one."""
+    """The shape of query key^T; ValueError where there is no such product."""
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dim() < 2:
-            raise ValueError(
-                f"{name} must have at least two dimensions, found {tuple(tensor.shape)}"
-            )
+            found = tuple(tensor.shape)
+            raise ValueError(f"{name} must have at least two dimensions, found {found}")
     if query.size(-1) != key.size(-1):
         raise ValueError(
             f"key must have query's last dimension, {query.size(-1)}, found {tuple(key.shape)}"
         )
-    batch = _broadcast(query.shape[:-2], key.shape[:-2])
-    if batch is None:
+    leading = _leading_dimensions("key", key, "query's", query.shape[:-2])
+    return torch.Size((*leading, query.size(-2), key.size(-2)))
+
+
+def _leading_dimensions(name: str, tensor: Tensor, others: str, leading: torch.Size) -> torch.Size:
+    """The tensor's dimensions but the last two, broadcast with those of others."""
+    if (both := _broadcast(tensor.shape[:-2], leading)) is None:
         raise ValueError(
-            f"key's leading dimensions must broadcast with query's, {tuple(query.shape[:-2])}, "
-            f"found {tuple(key.shape)}"
+            f"{name}'s leading dimensions must broadcast with {others}, {tuple(leading)}, "
+            f"found {tuple(tensor.shape)}"
         )
-    return torch.Size((*batch, query.size(-2), key.size(-2)))
+    return both
 
 
 def _check_mask(mask: Tensor, shape: torch.Size) -> None:
@@ -160,7 +148,7 @@ def _check_mask(mask: Tensor, shape: torch.Size) -> None:
 
 
 def _broadcast(first: torch.Size, second: torch.Size) -> torch.Size | None:
-    """None if they do not."""
+    """The shape that both broadcast to, or None."""
     try:
         return torch.Size(torch.broadcast_shapes(first, second))  # type: ignore[no-untyped-call]
     except RuntimeError:

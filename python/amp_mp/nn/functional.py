@@ -4,8 +4,6 @@ Autograd rounds the weight gradient of every micro-batch to the weight's dtype b
 `.grad`. Here the product grad_output^T input is made in float32 and added to a float32 `.grad`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import threading
@@ -17,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from amp_mp import _C
-from amp_mp.nn.norms import casts_off
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.nn.norms import autocast_off
 
-LOW = (torch.float16, torch.bfloat16)
-# Two threads' backwards may meet at one weight: AccumulateGrad has a lock of its own for that.
+# For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
 _lock = threading.Lock()
 
 
@@ -33,36 +31,37 @@ def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
     where the products of low-precision numbers are exact and nothing is rounded to the weight's
     dtype, neither one micro-batch's gradient nor the sum. `weight.grad` is float32: the call sets
-    `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and comes in its
-    own grad_dtype; the input's is F.linear's.
+    `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and has the bias'
+    own grad_dtype; the input's gradient is F.linear's.
 
-    With a hook on the weight (`register_hook`, `register_post_accumulate_grad_hook`), in
-    `torch.autograd.grad` and on a CUDA stream other than the default one, the micro-batch's
-    gradient is made apart, in float32, and autograd adds it: the same sum for one more pass and
-    buffer. A hook on the weight's AccumulateGrad node sees None instead.
+    The micro-batch's gradient is a float32 tensor of its own, which autograd adds, where the weight
+    has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in `torch.autograd.grad` and
+    on a CUDA stream other than the default one: the same sum, with one more pass and buffer. A hook
+    on the weight's AccumulateGrad node gets None instead of the gradient.
 
-    Plain F.linear, with the gradients that gives: weights of other dtypes, frozen ones, no_grad,
-    torch.compile, torch.func, tensor subclasses as input, input and weight of different dtypes
-    outside of autocast, a bias of another dtype than the weight's. Not twice differentiable.
+    The call is plain F.linear, with F.linear's gradients, for weights of other dtypes, frozen
+    weights, no_grad, torch.compile, torch.func, tensor subclasses as input, input and weight of
+    different dtypes outside autocast, and a bias of another dtype than the weight's. It cannot be
+    differentiated twice.
 
     Shapes: input [..., in], weight [out, in], bias [out], result [..., out].
 
     Args:
         input: floating-point, of the weight's dtype unless autocast is on.
-        weight: a leaf; float16 or bfloat16 for any of this to happen.
+        weight: a leaf; only float16 and bfloat16 weights accumulate in float32.
         bias: of the weight's dtype, or None.
 
     Raises:
         TypeError: weight is a tensor subclass (a DTensor).
-        ValueError: weight is no leaf, or has a gradient in low precision already.
+        ValueError: weight is not a leaf, or already has a gradient in low precision.
         RuntimeError: F.linear's own, for shapes and dtypes that do not go together.
     """
-    if weight.dtype in LOW and weight.requires_grad and torch.is_grad_enabled():
-        _prepare(weight)
+    if weight.dtype in LOW_PRECISION and weight.requires_grad and torch.is_grad_enabled():
+        _set_float32_grad(weight)
     return accumulating_linear(input, weight, bias)
 
 
-def _prepare(weight: Tensor) -> None:
+def _set_float32_grad(weight: Tensor) -> None:
     if not is_plain(weight):
         raise TypeError(
             f"weight must be a plain tensor, found {type(weight)}; use torch.nn.functional.linear"
@@ -83,14 +82,14 @@ def _prepare(weight: Tensor) -> None:
 
 
 def accumulating_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear_accumulate where the weight is ready for it, F.linear anywhere else."""
-    if _applies(input, weight, bias):
+    """linear_accumulate for a weight whose grad_dtype is float32, F.linear for any other."""
+    if _can_accumulate(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
     return functional.linear(input, weight, bias)
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it is a strided tensor with memory of its own on a CPU or GPU."""
+    """Whether it is a strided torch tensor, no subclass, with memory on a CPU or CUDA device."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type in ("cpu", "cuda")
@@ -98,9 +97,9 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
-def _applies(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _can_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        weight.dtype in LOW
+        weight.dtype in LOW_PRECISION
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -118,19 +117,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = functional.linear(input, weight, bias)
-        # Under autocast its table says what the product ran in; the backward runs in the same.
+        # Autocast decides the product's dtype; the backward has to compute in the same.
         ctx.save_for_backward(input.to(output.dtype), weight)
-        ctx.parameter = weight  # the tensor with the gradient; a saved one may be a copy
+        ctx.parameter = weight  # the tensor that has the gradient; a saved one may be a copy
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_output: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
-        with casts_off(grad_output):
+        with autocast_off(grad_output):
             if ctx.needs_input_grad[0]:
                 grad_input = grad_output @ weight.to(grad_output.dtype)
             if ctx.needs_input_grad[1]:
@@ -141,49 +138,48 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(weight: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
-    """What autograd is to add to the weight's gradient; None where it has been added already."""
-    added = _C.accumulates(weight)
-    if added is None:
+    """The gradient that autograd has still to add or return; None if it is added or unwanted."""
+    accumulates = _C.accumulates(weight)
+    if accumulates is None:
         return None
-    if added and _may_write(weight):
-        with _lock:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-            _add_product(weight.grad, grad_output, input)
-        return None
-    grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    _add_product(grad, grad_output, input)
-    return grad
+    if not (accumulates and _may_write(weight)):
+        grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        _add_product(grad, grad_output, input)
+        return grad
+    with _lock:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+        _add_product(weight.grad, grad_output, input)
+    return None
 
 
 def _may_write(weight: Any) -> bool:
-    """Whether nobody can tell that the gradient did not come through autograd.
+    """Whether the gradient can be added here, without autograd, and no result is different.
 
-    Hooks could: those of register_hook get None for it, and whether the others are called then
-    is up to the torch version.
+    Hooks of register_hook would get None, and whether the other hooks are called then depends on
+    the torch version. CUDA streams that need a gradient wait for those autograd has seen, only.
     """
-    grad = weight if weight.grad is None else weight.grad  # it will have the weight's layout
+    grad = weight if weight.grad is None else weight.grad  # a new one has the weight's layout
     return (
         is_plain(grad)
         and grad.is_contiguous()
         and (weight.grad is None or (grad.dtype == torch.float32 and not grad.requires_grad))
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks
-        and (not grad.is_cuda or _is_default_stream(grad.device))
+        and not (
+            grad.is_cuda
+            and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device)
+        )
     )
 
 
-def _is_default_stream(device: torch.device) -> bool:
-    # Where the next stream needs a gradient, autograd waits for those it was given and no other.
-    return bool(torch.cuda.current_stream(device) == torch.cuda.default_stream(device))
-
-
 def _add_product(grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
+    """grad += grad_output^T input over all rows."""
     if not grad.is_cuda:
         _C.accumulate_weight_grad_(grad, grad_output, input)
     elif (gemm := _gemm()) is not None:
         with torch.cuda.device(grad.device):
-            # Its stream is the current one.
+            # The handle's stream is the device's current one.
             handle = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
             _C.accumulate_weight_grad_(grad, grad_output, input, gemm, handle)
     elif input.dtype == torch.float32:
@@ -198,7 +194,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _gemm() -> _C.Gemm | None:
-    """The running torch's cuBLAS, or None: linked into it, or of another maker."""
+    """The running torch's cuBLAS; None if it is linked into torch, or torch is not for CUDA."""
     major = (torch.version.cuda or "").split(".")[0]
     try:
         return _C.Gemm(f"libcublas.so.{major}")

@@ -1,7 +1,5 @@
 """Dynamic loss scales, each a class over a state machine of csrc/core/scale.h."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -38,7 +36,6 @@ class Backoff(ScalePolicy):
         *,
         init_scale: float | None = None,
     ) -> None:
-        """See the class."""
         start = _check_bounds(scale_min, scale_max, init_scale, scale_max)
         if check_scale(step_factor, "step_factor") <= 1:
             raise ValueError(f"step_factor must be above 1, found {step_factor!r}")
@@ -104,7 +101,6 @@ class Hysteresis(ScalePolicy):
         scale_min: float = 1.0,
         scale_max: float = NO_CEILING,
     ) -> None:
-        """See the class."""
         start = _check_bounds(scale_min, scale_max, init_scale, init_scale)
         if check_scale(growth_factor, "growth_factor") <= 1:
             raise ValueError(f"growth_factor must be above 1, found {growth_factor!r}")
@@ -176,7 +172,6 @@ class LogMax(ScalePolicy):
         beta2: float = 0.999,
         overflow_std_dev: float = 3.09,
     ) -> None:
-        """See the class."""
         start = _check_bounds(scale_min, scale_max, None, min(max(1.0, scale_min), scale_max))
         for name, value in (("log_max", log_max), ("overflow_std_dev", overflow_std_dev)):
             _check_finite(value, name)
@@ -222,7 +217,6 @@ class AdaptiveGradScale(ScalePolicy):
     def __init__(
         self, target: float = 1000.0, scale_min: float = 2.0**-24, scale_max: float = NO_CEILING
     ) -> None:
-        """See the class."""
         start = _check_bounds(scale_min, scale_max, None, check_scale(target, "target"))
         super().__init__(scale=start, scale_min=scale_min, scale_max=scale_max, target=target)
 

@@ -1,7 +1,5 @@
 """From a `loss_scale=` argument or a snapshot to a policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMax

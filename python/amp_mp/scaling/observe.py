@@ -1,7 +1,5 @@
 """What a loss scale learns from gradients: one native read, and overflows that no scale can end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 

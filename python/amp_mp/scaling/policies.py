@@ -4,10 +4,8 @@ The state machines are in csrc/core/scale.h. Their state is a float64 tensor, on
 device.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ class ScalePolicy:
     def state_tensor(self, state: Tensor) -> None:
         self._state = state
 
-    def to(self, device: torch.device | str) -> ScalePolicy:
+    def to(self, device: torch.device | str) -> Self:
         """Moves the state to a device, where `update` then runs without the host waiting."""
         self._state = self._state.to(device)
         return self
@@ -133,7 +131,6 @@ class Static(ScalePolicy):
     _fields = ("scale",)
 
     def __init__(self, scale: float = 1.0) -> None:
-        """See the class."""
         super().__init__(scale=check_scale(scale, "scale"))
 
 

@@ -1,7 +1,5 @@
 """FusedOptimizer.attach: checks its arguments and makes the attachment."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, Protocol
 

@@ -1,11 +1,9 @@
 """What FusedOptimizer.attach returns: the base of measuring and of stepping during backward."""
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +67,8 @@ class Attachment(ABC):
         self._handles.clear()
         self._on_remove()
 
-    def __enter__(self) -> Attachment:
-        """Itself."""
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes it."""
         self.remove()

@@ -1,7 +1,5 @@
 """The communication hook through which attached optimizers step under DistributedDataParallel."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, Protocol

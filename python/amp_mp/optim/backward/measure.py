@@ -1,7 +1,5 @@
 """Measures gradients during the backward pass, while they are in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

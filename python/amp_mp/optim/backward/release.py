@@ -1,7 +1,5 @@
 """Gradient release: steps each parameter, and frees its gradient, as soon as it is complete."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

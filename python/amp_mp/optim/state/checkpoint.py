@@ -1,7 +1,5 @@
 """Reads and writes state dicts: precision kept, formats converted, torch.optim's understood."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

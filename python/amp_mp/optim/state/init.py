@@ -1,7 +1,5 @@
 """The tensors of a parameter's state: made where they are missing."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 

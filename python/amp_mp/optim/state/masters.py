@@ -1,7 +1,5 @@
 """Float32 values of low-precision parameters: masters, and originals kept until there is one."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes of an optimizer and its parameters, counted from their storages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

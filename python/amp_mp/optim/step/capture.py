@@ -1,7 +1,5 @@
 """What a step that a CUDA graph captures must not do."""
 
-from __future__ import annotations
-
 import torch
 
 

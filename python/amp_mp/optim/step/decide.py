@@ -1,7 +1,5 @@
 """From measured gradients to a verdict: the tensor of csrc/core/decide.h."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Gathers an optimizer's tensors for the native step, and notices when they have changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What a loss scaler passes to one step of an optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +45,6 @@ class Handed:
     scale_updated: bool = False
 
     @staticmethod
-    def by_torch(optimizer: Any) -> Handed:
+    def by_torch(optimizer: Any) -> "Handed":
         """From the two attributes that torch.amp.GradScaler sets on an optimizer for a step."""
         return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))

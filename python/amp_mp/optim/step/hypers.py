@@ -1,7 +1,5 @@
 """The groups' numbers as the native step takes them, renewed only where one has changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

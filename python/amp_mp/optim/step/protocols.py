@@ -1,7 +1,5 @@
 """What the parts around an optimizer need of it, and what an optimizer needs of a loss scaler."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any, Protocol, runtime_checkable
 

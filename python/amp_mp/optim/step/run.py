@@ -1,7 +1,5 @@
 """Runs a step: the tensors, the groups' numbers and a loss scaler's inputs to one native call."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

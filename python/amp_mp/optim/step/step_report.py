@@ -1,7 +1,5 @@
 """What a step did, as the host learns it: the verdict of csrc/core/decide.h."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

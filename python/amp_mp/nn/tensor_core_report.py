@@ -1,6 +1,4 @@
-"""Which products of a model have sizes that Tensor Cores do not take whole."""
-
-from __future__ import annotations
+"""Which products of a model have sizes that Tensor Cores have to pad."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,9 +11,9 @@ from amp_mp.text_table import aligned
 
 
 class Product(NamedTuple):
-    """A product [M, K] x [K, N], the layer that makes it, and which of the sizes are to be padded.
+    """A product [M, K] x [K, N], and the module and the type of the layer that computes it.
 
-    `padding` has the sizes that are no multiples, by name, with what they should be.
+    `padding`: by name, each of M, K and N that is not a multiple, with the next multiple.
     """
 
     name: str
@@ -27,17 +25,14 @@ class Product(NamedTuple):
 
 
 class ProductTable(list[Product]):
-    """Products in the order in which they run."""
+    """Products in the order in which they ran."""
 
     def __str__(self) -> str:
-        """A line each."""
-        return aligned(
-            ("module", "layer", "M", "K", "N", "pad"),
-            (
-                (*map(str, row[:5]), ", ".join(f"{k} to {v}" for k, v in row.padding.items()))
-                for row in self
-            ),
+        """A table with a line for each."""
+        rows = (
+            (*row[:5], ", ".join(f"{k} to {v}" for k, v in row.padding.items())) for row in self
         )
+        return aligned(("module", "layer", "M", "K", "N", "pad"), rows)
 
 
 def tensor_core_report(
@@ -45,29 +40,28 @@ def tensor_core_report(
 ) -> ProductTable:
     """The matrix products of a model's Linear and Conv layers whose sizes are no multiples of 8.
 
-    16-bit Tensor Cores multiply blocks of 8: other sizes are padded in time and memory, or leave
-    the Tensor Cores unused (NVIDIA, Matrix Multiplication Background User's Guide). The forward
-    products are listed; backward's have the same three sizes. Of a Linear, M counts the input's
-    rows, K is in_features, N out_features. Of a Conv, M counts the output's positions in the batch,
-    K is in_channels / groups times the kernel's size, N out_channels / groups; of a transposed one,
-    M counts the input's positions and N has the kernel's size.
+    16-bit Tensor Cores multiply blocks of 8: other sizes are padded, which costs time and memory,
+    or do not use the Tensor Cores (NVIDIA, Matrix Multiplication Background User's Guide). The
+    forward products are listed; backward's have the same three sizes. For a Linear, M is the number
+    of input rows, K in_features, N out_features. For a Conv, M is the number of output positions in
+    the batch, K the kernel's size times in_channels / groups, N out_channels / groups. For a
+    transposed Conv, M counts input positions and N, instead of K, has the kernel's size as factor.
 
     Runs the model once, in evaluation mode and without gradients, and leaves it as it was.
 
     Args:
-        model: any; other layers are not looked at.
-        inputs: what to call it with, as kwargs.
-        multiple: what the sizes should be multiples of, 8 for 16 bits.
-        kwargs: see inputs.
+        model: any module; layers other than Linear and Conv are ignored.
+        inputs: the positional arguments to call it with.
+        multiple: what the sizes should be multiples of; default: 8, for 16-bit dtypes.
+        kwargs: the keyword arguments to call it with.
 
     Returns:
-        A list of the products with a size to pad, one row each even if it runs many times. It
-        prints as a table.
+        The products with a size to pad, each once even if it ran several times; prints as a table.
 
     Raises:
         ValueError: multiple is not positive.
     """
-    pad_to_multiple(0, multiple)  # which checks it
+    pad_to_multiple(0, multiple)  # raises for a wrong multiple before the model runs
     found = ProductTable()
     names = {module: name for name, module in model.named_modules()}
 
@@ -79,7 +73,7 @@ def tensor_core_report(
         if wrong and row not in found:
             found.append(row)
 
-    training = {module: module.training for module in names}
+    modes = {module: module.training for module in names}
     hooks = [
         module.register_forward_hook(look, with_kwargs=True)
         for module in names
@@ -91,16 +85,15 @@ def tensor_core_report(
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in training.items():
+        for module, mode in modes.items():
             module.training = mode
     return found
 
 
 def pad_to_multiple(size: int, multiple: int = 8) -> int:
-    """The smallest multiple that is not below the size: the vocabulary or width to choose instead.
+    """The smallest multiple that is at least the size: the vocabulary or width to choose instead.
 
-    Raises:
-        ValueError: size is negative, or multiple not positive.
+    Raises ValueError if size is negative or multiple is not positive.
     """
     if size < 0:
         raise ValueError(f"size must not be negative, found {size}")
@@ -110,9 +103,10 @@ def pad_to_multiple(size: int, multiple: int = 8) -> int:
 
 
 def _sizes(module: nn.Module, given: Tensor, out: Tensor) -> dict[str, int]:
+    """M, K and N of the product that a Linear or Conv module computes from one tensor."""
     if isinstance(module, nn.Linear):
-        rows = math.prod(given.shape[:-1])
-        return {"M": rows, "K": module.in_features, "N": module.out_features}
+        K, N = module.in_features, module.out_features
+        return {"M": math.prod(given.shape[:-1]), "K": K, "N": N}
     assert isinstance(module, _ConvNd)
     kernel = math.prod(module.kernel_size)
     inner, outer = module.in_channels // module.groups, module.out_channels // module.groups
