@@ -112,7 +112,7 @@ constexpr FormatSet formats_where(const F& holds) {
 
 constexpr FormatSet just(Format f) { return 1u << int(f); }
 
-// Formats that have at least one of the properties.
+// The formats that have at least one of the properties.
 constexpr FormatSet formats_with(uint32_t properties) {
   return formats_where([=](const FormatInfo& f) { return f.is(properties); });
 }
