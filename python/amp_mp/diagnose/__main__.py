@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", metavar="DIR", default="diagnosis", help="folder for the pictures")
     parser.add_argument("--steps", metavar="N", type=_steps, help="end after N backward passes")
-    judged = "loss scale to judge at; default: auto, the script's GradScaler's or amp_mp policy's"
+    judged = "loss scale to judge at; default: auto, that of the script's GradScaler or policy"
     parser.add_argument("--scale", metavar="auto|S", type=_scale, help=judged)
     parser.add_argument("script", type=Path, help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")

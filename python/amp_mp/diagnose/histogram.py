@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     lost: float  # the largest |x| that becomes 0: half the smallest subnormal, a tie
     normal: float  # the smallest normal number
     largest: float  # the largest finite number
-    overflow: float  # the smallest |x| that becomes inf: half a last place above the largest
+    overflow: float  # the smallest |x| that becomes inf: half an ulp above `largest`
 
 
 def limits(dtype: torch.dtype) -> Limits:
@@ -45,7 +45,7 @@ class Diagnosis(NamedTuple):
     and whose product with the scale becomes 0 (in float16 up to 2^-25), is above that and below the
     smallest normal number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades
     the scale can grow until the largest |x| exceeds the format's largest number (65504); below 0 if
-    it does already; None without elements.
+    it does already; None if all elements are 0, inf or NaN.
     """
 
     scale: float
