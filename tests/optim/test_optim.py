@@ -35,6 +35,7 @@ TWINS: dict[str, tuple[type, type, dict[str, Any]]] = {
         torch.optim.Adagrad,
         {"initial_accumulator_value": 1.0, "weight_decay": 0.1, "maximize": True},
     ),
+    "adamax": (amp.optim.Adamax, torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
     "rmsprop": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
     "rmsprop momentum": (
         amp.optim.RMSprop,

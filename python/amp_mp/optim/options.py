@@ -63,7 +63,6 @@ class Options(SharedOptions, total=False):
 
     exp_avg: str | None
     exp_avg_sq: str | None
-    exp_inf: str | None
     momentum_buffer: str | None
     square_avg: str | None
     sum: str | None

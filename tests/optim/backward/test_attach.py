@@ -30,6 +30,7 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (amp.optim.Adam, {"check_overflow": True}),
     "SGD": (amp.optim.SGD, {"momentum": 0.9}),
     "Adagrad": (amp.optim.Adagrad, {}),
+    "Adamax": (amp.optim.Adamax, {}),
     "RMSprop": (amp.optim.RMSprop, {}),
     "Lion": (amp.optim.Lion, {}),
     "LAMB": (amp.optim.LAMB, {}),
