@@ -116,9 +116,9 @@ def _logits_shape(query: Tensor, key: Tensor) -> torch.Size:
 
 def _leading_dimensions(name: str, tensor: Tensor, others: str, other: Tensor) -> torch.Size:
     """The dimensions of both tensors but the last two, broadcast."""
-    leading = other.shape[:-2]
+    own, leading = tensor.shape[:-2], other.shape[:-2]
     try:
-        return torch.broadcast_shapes(tensor.shape[:-2], leading)  # type: ignore[no-any-return,no-untyped-call]
+        return torch.Size(torch.broadcast_shapes(own, leading))  # type: ignore[no-untyped-call]
     except RuntimeError:
         raise ValueError(
             f"{name}'s leading dimensions must broadcast with {others}, {tuple(leading)}, "
