@@ -95,8 +95,8 @@ APEX = (
     ),
 )
 
-# What torch's own lists cast to low precision, by device, and to the widest dtype. Under "torch" only
-# these get our kernels, for the cast cache; everything else is torch's.
+# What torch's own lists cast to low precision, by device, and to the widest dtype. Under "torch"
+# only these get our kernels, for the cast cache; everything else is torch's.
 TORCH_LOW = {
     "cpu": _ops(
         "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm "
