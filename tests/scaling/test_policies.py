@@ -428,7 +428,7 @@ def test_log_max_overflows_once_in_a_thousand_steps(spread: float) -> None:
     told = LogMax(scale_min=2.0**-40, scale_max=2.0**40)  # of the true maximum, also on overflow
     trained = LogMax(scale_min=2.0**-40, scale_max=2.0**40)  # of what a training run sees
     counts = [0, 0]
-    states = [told._state, trained._state]
+    states = [told.state_tensor, trained.state_tensor]
     moves = [_C.ScaleUpdate(policy=state) for state in states]
     yes, no = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 0.0))
     largest = torch.empty((), dtype=torch.float64)
