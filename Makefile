@@ -11,14 +11,21 @@ NATIVE := $(shell find csrc -type f) setup.py pyproject.toml
 SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks setup.py
 
-.PHONY: demo test lint format bench gpu clean build
+.PHONY: demo test test-fast lint format bench gpu clean build
 
 demo: build
 	$(PY) examples/demo.py
 
-# The pretend GPU compiles beside the first tests: they have one thread, compilers take minutes.
+# Two workers; tests that share something built stay in one of them (marker xdist_group).
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
+
 test: build lint
-	PYTHONPATH=tests/emulators nice $(PY) -m pretend_gpu.build >/dev/null 2>&1 & $(PY) -m pytest
+	$(PYTEST)
+
+# What to run while writing: everything that takes less than a second and compiles nothing.
+test-fast: build
+	$(PY) -m ruff check $(PYTHON_DIRS)
+	$(PYTEST) -m "not slow"
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
@@ -50,7 +57,8 @@ clean:
 build: $(VENV)/built
 
 $(VENV)/built: $(VENV)/tools $(NATIVE)
-	AMP_MP_WERROR=1 MAX_JOBS=$(JOBS) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) \
+	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(VENV)/tools: pyproject.toml

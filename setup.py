@@ -125,7 +125,8 @@ class BuildNative(build_ext):
             units += [
                 Unit(s, f"cuda_{s.stem}", tuple(flags)) for s in sorted(CSRC.glob("cuda/*.cu"))
             ]
-        temp = ROOT / self.build_temp
+        # pip makes a new folder for every build; AMP_MP_OBJECTS names one that lasts.
+        temp = ROOT / (os.environ.get("AMP_MP_OBJECTS") or self.build_temp)
         temp.mkdir(parents=True, exist_ok=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(jobs) as pool:

@@ -17,6 +17,10 @@ if PRETEND_GPU:  # has to come before amp_mp
 
 import amp_mp as amp
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]

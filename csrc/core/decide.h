@@ -1,6 +1,6 @@
 #pragma once
-// From what was measured to what the step does: skip or go, and by how much gradients are
-// multiplied.
+// From the measured gradients to the step's verdict: whether to skip it, and the number that
+// gradients are multiplied with.
 #include <cmath>
 
 #include "core/macros.h"
@@ -8,17 +8,17 @@
 
 namespace amp_mp {
 
-// All doubles: these are the elements of the verdict tensor.
+// All doubles: they are the elements of the verdict tensor, float64 [5].
 struct Verdict {
-  double found_inf;   // 1: leave every byte as it is
+  double found_inf;   // 1: skip the step, which then changes no byte
   double multiplier;  // 1 / scale * clip coefficient
-  double norm;        // of the true (unscaled, unclipped) gradients; inf if one is not finite
-  double max_abs;     // largest finite true |g|
-  double scale;       // the loss scale the gradients carried
+  double norm;        // of the unscaled, unclipped gradients; inf if one is not finite
+  double max_abs;     // largest finite unscaled |g|
+  double scale;       // the loss scale that the gradients were multiplied with
 };
 
-// Any pointer may be null. `found_inf` is somebody else's verdict (torch's GradScaler), counted in
-// float: the number of devices that saw an overflow. max_norm <= 0 means no clipping; the
+// Any pointer may be null. `found_inf` is the verdict of torch's GradScaler, a float: the number of
+// devices that have found an overflow. max_norm <= 0 means no clipping; the
 // coefficient is torch.nn.utils.clip_grad_norm_'s, min(1, max_norm / (norm + 1e-6)).
 AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const float* found_inf,
                            double max_norm) {

@@ -1,6 +1,7 @@
 #pragma once
-// How a number is stored. Conversions are integer code, so that every compiler and device gives the
-// same bits, NaN included: CUDA's own conversions map each NaN to 0x7FFF, _Float16 keeps a payload.
+// Conversions between float32 and the formats of one array. They are integer code, so that every
+// compiler and device gives the same bits, NaN included: CUDA's own conversions map each NaN to
+// 0x7FFF, _Float16 keeps the payload.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -25,11 +26,11 @@ AMP_MP_BOTH float from_bits(uint32_t u) {
   return x;
 }
 
-// The bits of x, any NaN as 0x7FC00000: what an encoding starts from, so that dropping or rounding
-// low bits can never turn a NaN into an infinity or a number.
+// The bits of x, with 0x7FC00000 for every NaN. Encodings start from them, so that dropping or
+// rounding low bits never turns a NaN into an infinity or a number.
 AMP_MP_BOTH uint32_t canonical_bits(float x) { return x != x ? 0x7FC00000u : to_bits(x); }
 
-// Not std::isfinite: this survives any compiler flag and works on the integer unit.
+// Unlike std::isfinite, no compiler flag can optimise this away.
 AMP_MP_BOTH bool is_finite(float x) { return (to_bits(x) & kMagnitude) < kInfinity; }
 
 // Overloads by element type: the float32 value of a stored number; and `encode<T>`, the stored
@@ -63,7 +64,8 @@ AMP_MP_BOTH float decode(float16 x) {
 #endif
 }
 
-// Nearest, ties to even, in the upper half. Infinity stays infinity.
+// The upper half of the result is x rounded to the nearest bfloat16, ties to even. Infinity stays
+// infinity.
 AMP_MP_BOTH uint32_t round_bfloat16(float x) {
   const uint32_t u = canonical_bits(x);
   return u + 0x7FFFu + ((u >> 16) & 1u);
@@ -74,8 +76,8 @@ AMP_MP_BOTH bfloat16 encode<bfloat16>(float x) {
   return {uint16_t(round_bfloat16(x) >> 16)};
 }
 
-// Nearest, ties to even. From 65520 on it is infinity, as IEEE 754 says: use saturate() first for
-// weights and history, never for gradients, whose overflow has to stay visible.
+// Nearest, ties to even; infinity from 65520 on, as IEEE 754 says. Weights and moments are passed
+// through saturate() first; gradients never are, or their overflow would go unseen.
 template <>
 AMP_MP_BOTH float16 encode<float16>(float x) {
   const uint32_t u = canonical_bits(x), magnitude = u & kMagnitude;
@@ -105,9 +107,10 @@ AMP_MP_BOTH float16_root encode<float16_root>(float x) {
   return {encode<float16>(saturate(sqrtf(x)))};
 }
 
-// Stochastic rounding: up with the probability of what is dropped, so that the mean over steps is
-// right where the nearest value would be the old one for ever. 8 random bits with half a bit more
-// are as good as 16 here. What fits exactly stays as it is, whatever the bits.
+// Stochastic rounding rounds up with a probability proportional to the bits it drops, so the mean
+// over many steps is right; rounding to nearest would return the old value for ever if updates are
+// small. 8 random bits, plus half a unit so that their mean is one half, are as good as 16 here. A
+// number that fits exactly does not change, whatever the random bits.
 AMP_MP_BOTH uint32_t noise_of(uint32_t random) { return random << 8 | 0x80u; }
 
 AMP_MP_BOTH uint32_t round_bfloat16(float x, uint32_t noise) { return canonical_bits(x) + noise; }
@@ -128,9 +131,10 @@ AMP_MP_BOTH float16 encode<float16>(float x, uint32_t random) {
   return {uint16_t(half | ((u >> 16) & 0x8000u))};
 }
 
-// A bfloat16 that is never negative: the dead sign bit is an eighth bit of mantissa. For second
-// moments, rounded stochastically: at beta2 > .997 the nearest value sticks. The unsigned minimum
-// makes the NaNs one, the negative one too.
+// A bfloat16 that is never negative: the sign bit becomes an eighth bit of mantissa. It is for
+// second moments and rounded stochastically, because at beta2 > .997 rounding to nearest would
+// never change the stored value. The unsigned minimum turns every NaN, also a negative one, into
+// 0x7FC00000.
 AMP_MP_BOTH float decode(ue8m8 x) { return from_bits(uint32_t(x.bits) << 15); }
 
 AMP_MP_BOTH uint32_t round_ue8m8(float x, uint32_t noise) {

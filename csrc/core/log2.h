@@ -1,6 +1,6 @@
 #pragma once
-// Powers and logarithms of 2 from + - * / alone: a device's library and a host's differ in the last
-// bit, and a loss scale must not.
+// Powers and logarithms of 2, computed with + - * / alone: the math libraries of host and device
+// differ in the last bit, and the loss scale must be the same on both.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -1,5 +1,5 @@
 #pragma once
-// The only place in core that knows a second compiler exists.
+// Marks functions that are compiled for the host and for CUDA devices.
 #ifdef __CUDACC__
 #define AMP_MP_BOTH __host__ __device__ __forceinline__
 #else

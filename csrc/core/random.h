@@ -1,8 +1,8 @@
 #pragma once
-// Random bits by counter, for stochastic rounding: Philox4x32-10 of Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3" (2011). Bits are a function of seed, step, tensor and element alone:
-// the same on every device and replica, after a resume, for any sharding, and an overflow that is
-// skipped draws none.
+// Random bits for stochastic rounding: Philox4x32-10 of Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3" (2011), which computes them from a counter. They depend on seed, step, tensor
+// and element alone, so they are the same on every device and replica, after a resume and for any
+// sharding; a skipped step uses none.
 #include <cstdint>
 
 #include "core/macros.h"
@@ -11,11 +11,11 @@ namespace amp_mp {
 
 constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxA = 0xD2511F53u, kPhiloxB = 0xCD9E8D57u;  // multipliers
-constexpr uint32_t kWeylA = 0x9E3779B9u, kWeylB = 0xBB67AE85u;      // what the key grows by
-constexpr int kDraw = 16;  // bytes, and elements, of a draw
+constexpr uint32_t kWeylA = 0x9E3779B9u, kWeylB = 0xBB67AE85u;  // added to the key in each round
+constexpr int kDraw = 16;  // bytes of a draw, one for each element
 
-// Everything but the element. Weights have a stream of their own: bits that rounded a moment would
-// be correlated with the update it makes.
+// Everything that random bits depend on except the element. Weights have a stream of their own: the
+// bits that rounded a moment are correlated with the update that the moment makes.
 struct RandomStream {
   uint32_t seed[2], step, tensor, of_weights;
 };
@@ -26,7 +26,8 @@ AMP_MP_BOTH RandomStream random_stream(uint64_t seed, double step, uint32_t tens
       {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(step), tensor, of_weights ? 1u << 31 : 0};
 }
 
-// Byte e % 16 of draw e / 16, counted from the lowest byte of word 0, is element e's.
+// Draw number `index`, 16 bytes. Element e uses byte e % 16 of draw e / 16, counted from the lowest
+// byte of word 0.
 AMP_MP_BOTH void draw(const RandomStream& s, uint64_t index, uint32_t (&word)[4]) {
   uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32) | s.of_weights, c2 = s.tensor,
            c3 = s.step, a = s.seed[0], b = s.seed[1];

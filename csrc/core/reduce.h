@@ -1,6 +1,6 @@
 #pragma once
-// The one order in which squares are summed, the same on every device, for every alignment and
-// thread count, so that the same gradients always give the same norm and the same clip:
+// The order in which squares are summed. It is the same on every device, for every alignment and
+// number of threads, so that the same gradients always give the same norm and the same clipping:
 //
 // - element e of a block of 4,096 is added to float lane e mod 64, in order;
 //
@@ -32,8 +32,8 @@ constexpr int64_t kSpan = int64_t(kBlock) * kSpanBlocks;
 constexpr int kSumLanes = 256;
 constexpr double kTinySquares = 0x1p-100;
 
-// Of a block, a span, a tensor or a whole list. Doubles throughout: these are also the columns of
-// the statistics tensor users see. Counts are exact up to 2^53.
+// Statistics of a block, a span, a tensor or a list. All doubles: they are also the columns of the
+// tensor that Python sees. Counts are exact up to 2^53.
 struct Statistics {
   double sum_squares;  // of the finite elements
   double max_abs;      // largest finite |g|
@@ -59,10 +59,10 @@ AMP_MP_BOTH void add_to(Statistics& total, const Statistics& part) {
   total.non_finite += part.non_finite;
 }
 
-// Spans of a tensor, or tensors of a call, on one thread; a block of threads does the same with a
-// lane a thread (cuda/combine.h).
+// Adds the spans of a tensor, or the tensors of a call, on one thread. cuda/combine.h does the same
+// with a block of threads, one lane for each.
 inline Statistics combine(const Statistics* parts, int64_t count) {
-  if (count == 1) return parts[0];  // what the lanes would give: the others add zeros
+  if (count == 1) return parts[0];  // the same result: the other lanes add zeros
   double lane[kSumLanes] = {};
   Statistics total = {};
   for (int64_t i = 0; i < count; ++i) {

@@ -27,6 +27,7 @@ namespace amp_mp {
   X(PlainSGD, plain_sgd_)               \
   X(LARS, lars_)                        \
   X(Adagrad, adagrad_)                  \
+  X(Adamax, adamax_)                    \
   X(RMSprop, rmsprop_)                  \
   X(PlainRMSprop, plain_rmsprop_)       \
   X(CenteredRMSprop, centered_rmsprop_) \

@@ -1,16 +1,17 @@
 #pragma once
-// A float32 master as the low-precision weight itself and a remainder: 4 or 3 bytes instead of 6.
+// Split masters: a float32 master is stored as the low-precision weight and a remainder, in 4 or 3
+// bytes instead of 6.
 //
-// With bfloat16 weights, `u` being the float's bits, a carry from the remainder rounds the weight:
-//   split32   weight = (u + 0x8000) >> 16, remainder = the low 16 bits, signed
+// With bfloat16 weights the remainder is signed, and `u` are the master's bits:
+//   split32   weight = (u + 0x8000) >> 16, remainder = the low 16 bits of u
 //   split24   the same with u first rounded to 24 bits: worst error 1/512 of a bfloat16 ulp
-// Integers only, and split32 loses nothing. Ties go away from zero: 16 spare bits cannot say which
-// of the 65,537 floats that round to an even bfloat16 is meant.
+// This is integer arithmetic, and split32 is exact. Ties are rounded away from zero: with ties to
+// even, 65,537 floats would round to an even bfloat16, one more than 16 bits can tell apart.
 //
 // With float16 weights, E being the weight's exponent (at least -14):
 //   split32   remainder = (x - weight) in steps of 2^(E - 26): exact from 2^-16 on
 //   split24   the same in steps of 2^(E - 18)
-// Masters saturate at +-65504. A NaN is a NaN in the weight, whatever the remainder.
+// Masters saturate at +-65504. If the weight is NaN, the master is, whatever the remainder.
 #include "core/formats.h"
 
 namespace amp_mp {
@@ -21,8 +22,7 @@ struct Split32 {
   static AMP_MP_BOTH float join(bfloat16 high, int16_t low) {
     return from_bits((uint32_t(high.bits) << 16) + uint32_t(int32_t(low)));
   }
-  // The weight is the upper half of this plus 0x8000, the remainder follows the weight's bits in
-  // it.
+  // `u` of the comment above.
   static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x); }
   static AMP_MP_BOTH void split(float x, bfloat16& high, int16_t& low) {
     const uint32_t u = round(x);
@@ -42,7 +42,7 @@ struct Split24 {
   }
   static AMP_MP_BOTH uint32_t round(float x) {
     const uint32_t u = canonical_bits(x);
-    // The largest finite numbers are cut off: rounded up they would be infinite.
+    // The largest finite numbers are truncated: rounded up they would become infinite.
     return u + ((u & 0x7FFFFF80u) == 0x7F7FFF80u ? 0 : 0x80u);
   }
   static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
@@ -69,7 +69,7 @@ struct SplitWith<int8_t> {
 template <class Rest>
 using SplitOf = typename SplitWith<Rest>::type;
 
-// 2^max(E, -14) of a decoded float16, as bits; infinity and NaN count as E = 15.
+// The bits of 2^max(E, -14), E being the exponent of a decoded float16; 15 for infinity and NaN.
 AMP_MP_BOTH uint32_t binade(float weight) {
   const uint32_t e = to_bits(weight) & kInfinity;
   const uint32_t least = e < (113u << 23) ? 113u << 23 : e;
@@ -81,7 +81,7 @@ AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
   return weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
 }
 
-// x is saturated, weight what it was rounded to. The sum with 1.5 * 2^23 rounds to an integer.
+// x has been saturated and rounded to `weight`. Adding 1.5 * 2^23 rounds to an integer.
 template <class Split>
 AMP_MP_BOTH typename Split::Rest rest_of_float16(float x, float weight) {
   float r = (x - weight) * from_bits(((254u + Split::kStepBits) << 23) - binade(weight));

@@ -1,11 +1,11 @@
-// The inner loops, one source compiled for several instruction sets: AMP_MP_ISA is the namespace
-// and the name, the flags say what the compiler may use. Nothing here but plain loops it
+// The inner loops, compiled once for each instruction set: AMP_MP_ISA is the namespace and the
+// name, the compiler's flags say which instructions it may use. Plain loops that the compiler
 // vectorises.
 //
-// No std containers, no other inline functions than always_inline ones: their out-of-line copies
-// are weak symbols, and the linker could give the AVX-512 one to everybody.
-#include "cpu/apply.h"
+// No std headers, and every inline function is always_inline: an out-of-line copy would be a weak
+// symbol, and the linker could keep the AVX-512 copy for all instruction sets.
 #include "cpu/kernels.h"
+#include "cpu/moments.h"
 
 namespace amp_mp::cpu::AMP_MP_ISA {
 namespace {
@@ -28,7 +28,7 @@ Statistics measure(const Reading& r, int64_t begin, int64_t end) {
       return measure_span(static_cast<const float*>(r.data.data) + begin, end - begin);
     default: break;
   }
-  Statistics total = {};  // masters in two parts
+  Statistics total = {};  // split masters
   alignas(64) float block[kBlock];
   for (int64_t i = begin; i < end; i += kBlock) {
     const int n = int(end - i < kBlock ? end - i : kBlock);
@@ -58,9 +58,9 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 
 #define AMP_MP_NAME2(isa) #isa
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
-#define AMP_MP_APPLY(Rule, op) {apply<Rule>, moments<Rule>},
+#define AMP_MP_LOOPS(Rule, op) {apply<Rule>, moments<Rule>},
 
 extern const Kernels table;
-const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, AMP_MP_FOR_EACH_RULE(AMP_MP_APPLY)};
+const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

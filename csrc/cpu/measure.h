@@ -1,18 +1,19 @@
 #pragma once
-// The measure loop: what core/reduce.h prescribes, 64 elements a turn. Included by loops.cpp.
+// The measure loop: sums squares in the order of core/reduce.h, 64 elements at a time. Included by
+// loops.cpp.
 #include "cpu/convert.h"
 
 namespace amp_mp::cpu {
 namespace {
 
-// A lone stream of reads needs a hint this far ahead to reach the memory's speed (.75 -> .90 of
-// it).
+// A single stream of reads reaches 0.90 of the memory's speed with hints this far ahead, 0.75
+// without.
 constexpr int kPrefetchBytes = 8192;
 
 template <class T>
 AMP_MP_BOTH void prefetch_row(const T* row) {
-  const uintptr_t ahead =
-      reinterpret_cast<uintptr_t>(row) + kPrefetchBytes;  // may lie past the end
+  // An integer, because the address may lie past the end of the array.
+  const uintptr_t ahead = reinterpret_cast<uintptr_t>(row) + kPrefetchBytes;
   for (unsigned i = 0; i < kLanes * sizeof(T); i += 64)
     __builtin_prefetch(reinterpret_cast<const void*>(ahead + i));
 }
@@ -23,8 +24,9 @@ AMP_MP_BOTH uint32_t word_at(const void* row, int j) {
   return word;
 }
 
-// Largest |x| of pairs of 16-bit floats read as words: `even` holds the low half shifted to the
-// top, `odd` the high half with the other below it, which cannot change which high half is largest.
+// Largest |x| of 16-bit floats that are read as 32-bit words, two at a time: `even` holds the low
+// halves shifted to the top, `odd` the high halves. The low bits below a high half are not removed,
+// since they cannot change which high half is the largest.
 struct PairMaxima {
   uint32_t even[kLanes / 2] = {}, odd[kLanes / 2] = {};
 
@@ -44,7 +46,8 @@ struct PairMaxima {
   }
 };
 
-// Adds whole rows of 64 to the lanes; returns the largest |x|, infinity or NaN being the largest.
+// Adds the squares of whole rows of 64 elements to the lanes. Returns the largest |x|, where
+// infinity is larger than any number and NaN larger than infinity.
 AMP_MP_BOTH float add_rows(const float* __restrict x, int rows, float (&lane)[kLanes]) {
   uint32_t most[kLanes] = {};
   float sum[kLanes] = {};
@@ -101,7 +104,7 @@ AMP_MP_BOTH float add_rows(const float16* __restrict x, int rows, float (&lane)[
   return decode(float16{maxima.largest()});
 }
 
-// The careful way: finite elements only, squares in double.
+// Sums the squares of finite elements in double.
 template <class T>
 AMP_MP_OWN Statistics measure_carefully(const T* x, int n) {
   double lane[kLanes] = {};

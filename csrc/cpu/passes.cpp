@@ -7,11 +7,15 @@ namespace {
 
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kSerialElements = 32768;
-constexpr int64_t kAhead = 2;      // tensors
-constexpr int64_t kUnit = kBlock;  // ranges begin at multiples of it
+constexpr int64_t kAhead = 2;  // how many tensors ahead `prefetch` looks
 
-// Calls f(i, begin, end) for consecutive ranges that cover all items, items[i].size elements each,
-// an equal share of elements a thread. Ranges begin at multiples of `unit` inside an item.
+// Consecutive elements of one item. `unit` counts the units of the whole list before the range.
+struct Range {
+  int64_t item, begin, end, unit;
+};
+
+// Cuts all items, items[i].size elements each, into ranges and calls f for each range. Every thread
+// gets an equal share of units of `unit` elements; ranges begin at multiples of `unit`.
 template <class Item, class F>
 void for_each_range(const Item* items, int64_t count, int64_t unit, int threads, const F& f) {
   int64_t units = 0, elements = 0;
@@ -22,15 +26,15 @@ void for_each_range(const Item* items, int64_t count, int64_t unit, int threads,
   if (elements < kSerialElements) threads = 1;
   if (threads > units) threads = units > 0 ? int(units) : 1;
   const auto share = [&](int t) {
-    int64_t first = units * t / threads, last = units * (t + 1) / threads;
-    for (int64_t i = 0; i < count && last > 0; ++i) {
+    const int64_t start = units * t / threads, stop = units * (t + 1) / threads;
+    int64_t before = 0;  // units of the items before item i
+    for (int64_t i = 0; i < count && before < stop; ++i) {
       const int64_t n = ceil_divide(items[i].size, unit);
-      if (first < n) {
-        const int64_t begin = (first > 0 ? first : 0) * unit, end = last * unit;
-        f(i, begin, end < items[i].size ? end : items[i].size);
+      if (start < before + n) {
+        const int64_t first = start > before ? start - before : 0, end = (stop - before) * unit;
+        f(Range{i, first * unit, end < items[i].size ? end : items[i].size, before + first});
       }
-      first -= n;
-      last -= n;
+      before += n;
     }
   };
   if (threads <= 1) return share(0);
@@ -40,9 +44,9 @@ void for_each_range(const Item* items, int64_t count, int64_t unit, int threads,
   for (int t = 0; t < threads; ++t) share(t);
 }
 
-// A model's small tensors lie scattered, too short for the processor to guess the next one's
-// address: its first elements are asked for while this one is updated. (Over large tensors hints
-// cost speed.)
+// Asks for the first elements of a slot while an earlier slot is updated. A model's small tensors
+// lie scattered and are too short for the processor to guess the next address. (In large tensors
+// hints would cost speed.)
 void prefetch(const Slot& slot) {
   constexpr int64_t kElements = 256;
   const int64_t elements = slot.size < kElements ? slot.size : kElements;
@@ -60,30 +64,35 @@ void prefetch(const Slot& slot) {
   for (const Array& state : slot.state) array(state);
 }
 
-// f(i, begin, end) gives the statistics of a span; `tensors` gets each item's and the total.
+// Fills `spans` with f(item, begin, end) of every span, `tensors` with the sum of each item and, in
+// the last element, of all.
 template <class Item, class F>
 void sum_spans(const Item* items, int64_t count, Statistics* spans, Statistics* tensors,
                int threads, const F& f) {
-  // Where an item's spans begin, in its own row until the row gets its result.
-  int64_t first = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    tensors[i].sum_squares = double(first);
-    first += ceil_divide(items[i].size, kSpan);
-  }
-  for_each_range(items, count, kSpan, threads, [&](int64_t i, int64_t begin, int64_t end) {
-    Statistics* out = spans + int64_t(tensors[i].sum_squares) + begin / kSpan;
-    for (; begin < end; begin += kSpan)
-      *out++ = f(i, begin, end < begin + kSpan ? end : begin + kSpan);
+  for_each_range(items, count, kSpan, threads, [&](Range r) {
+    Statistics* out = spans + r.unit;
+    for (; r.begin < r.end; r.begin += kSpan)
+      *out++ = f(r.item, r.begin, r.end < r.begin + kSpan ? r.end : r.begin + kSpan);
   });
   for (int64_t i = 0; i < count; ++i) {
-    const Statistics* own = spans + int64_t(tensors[i].sum_squares);
-    tensors[i] = combine(own, ceil_divide(items[i].size, kSpan));
+    const int64_t n = ceil_divide(items[i].size, kSpan);
+    tensors[i] = combine(spans, n);
+    spans += n;
   }
   tensors[count] = combine(tensors, count);
 }
 
+// Norms of the gradient as the rule sees it, and of the weights.
+Norms norms_of(const NormInputs& inputs, int64_t row, double multiplier) {
+  Norms norms = {};
+  if (inputs.grads) norms.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
+  if (inputs.weights) norms.weight = sqrt(inputs.weights[row].sum_squares);
+  return norms;
+}
+
+// The loops of a rule for this processor.
 template <class Rule>
-struct Loop;  // the apply loop of a rule, out of the table
+struct Loop;
 #define AMP_MP_LOOP(Rule, op)                   \
   template <>                                   \
   struct Loop<Rule> {                           \
@@ -108,22 +117,10 @@ void measure(const Reading* readings, int64_t count, Statistics* spans, Statisti
 
 void copy(const Transfer* transfers, int64_t count, double multiplier, int threads) {
   const auto loop = kernels()->copy;
-  for_each_range(transfers, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
-    loop(transfers[i], begin, end, float(multiplier));
+  for_each_range(transfers, count, kBlock, threads, [&](const Range& r) {
+    loop(transfers[r.item], r.begin, r.end, float(multiplier));
   });
 }
-
-namespace {
-
-// Of the gradient as the rule sees it, and of the weights.
-Norms norms_of(const NormInputs& inputs, int64_t row, double multiplier) {
-  Norms norms = {};
-  if (inputs.grads) norms.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
-  if (inputs.weights) norms.weight = sqrt(inputs.weights[row].sum_squares);
-  return norms;
-}
-
-}  // namespace
 
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
@@ -150,9 +147,10 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
       rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
     }
   }
-  for_each_range(slots, count, kUnit, threads, [&](int64_t i, int64_t begin, int64_t end) {
-    if (i + kAhead < count) prefetch(slots[i + kAhead]);
-    loops.apply(slots[i], begin, end, rules[i], factor(slots[i]), seed(slots[i]));
+  for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
+    const Slot& slot = slots[r.item];
+    if (r.item + kAhead < count) prefetch(slots[r.item + kAhead]);
+    loops.apply(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
   });
 }
 

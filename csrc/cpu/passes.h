@@ -1,20 +1,20 @@
 #pragma once
-// The passes on a CPU: lists of tensors cut over threads. No torch; the caller says how many
-// threads.
+// The passes on a CPU, for csrc/torch to call: lists of tensors, cut over `threads` threads.
 #include "plan.h"
 
 namespace amp_mp::cpu {
 
-// `spans` has room for count_spans(readings, count), `tensors` for count + 1: the last is the
-// total.
+// Number of spans of 65,536 elements, each tensor beginning a new one.
 int64_t count_spans(const Reading* readings, int64_t count);
+
+// `spans` is scratch for count_spans Statistics. `tensors` gets count + 1, the last is the total.
 void measure(const Reading* readings, int64_t count, Statistics* spans, Statistics* tensors,
              int threads);
 
 void copy(const Transfer* transfers, int64_t count, double multiplier, int threads);
 
-// Ticks each slot's clock and updates it. The verdict has been looked at: this step is applied.
-// `rules` has room for count rules.
+// Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
+// this step is not skipped. `rules` is scratch for `count` rules.
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
            const NormInputs& norms, int threads);

@@ -1,5 +1,6 @@
 #pragma once
-// core/random.h for a whole tile: draws side by side in vectors. Included once per instruction set.
+// core/random.h for a whole tile: several draws at once, in vectors. Included once for each
+// instruction set.
 #include "core/random.h"
 #include "cpu/convert.h"
 
@@ -16,8 +17,8 @@ constexpr int kDrawLanes = 2;
 
 typedef uint64_t Wide __attribute__((vector_size(8 * kDrawLanes)));
 
-// The products of the low halves. The one instruction that compilers do not find by themselves: a
-// product of masked 64-bit lanes becomes three.
+// The 64-bit products of the low halves of each lane. An intrinsic, because compilers turn a
+// product of masked 64-bit lanes into three.
 AMP_MP_BOTH Wide multiply(Wide a, Wide b) {
 #if defined(__AVX512F__)
   return Wide(_mm512_mul_epu32(__m512i(a), __m512i(b)));
@@ -30,7 +31,7 @@ AMP_MP_BOTH Wide multiply(Wide a, Wide b) {
 #endif
 }
 
-// Alternating lanes of a and b, the first and the second half of them.
+// a and b interleaved: `low` gets the first half of the result, `high` the second.
 AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 #if defined(__AVX512F__)
   low = __builtin_shuffle(a, b, Wide{0, 8, 1, 9, 2, 10, 3, 11});
@@ -44,12 +45,12 @@ AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 #endif
 }
 
-// Elements drawn for at a time: four vectors of draws have to be under way at once to hide the
-// multiplication's latency (half the speed otherwise).
+// Elements that are drawn for at a time: with fewer than four vectors of draws in flight the
+// multiplication's latency halves the speed.
 constexpr int kDrawnElements = 4 * 8 * kDraw;
 static_assert(kDrawnElements % kTile == 0);
 
-// Bytes of the draws `index` and on, for kDrawnElements elements.
+// Random bytes for kDrawnElements elements, from draw `index` on.
 AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes) {
   constexpr int kBatch = 4;
   Wide lane;
@@ -69,7 +70,7 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
     for (int r = 0; r < kPhiloxRounds; ++r) {
 #pragma GCC unroll 4
       for (int k = 0; k < kBatch; ++k) {
-        // The upper halves of c1 and c3 hold rubbish that no product looks at.
+        // The upper halves of c1 and c3 are not cleared: no product reads them.
         const Wide p = multiply(c0[k], zero + kPhiloxA), q = multiply(c2[k], zero + kPhiloxB);
         c0[k] = (q >> 32) ^ c1[k] ^ uint64_t(a);
         c1[k] = q;
@@ -90,13 +91,13 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
   }
 }
 
-// The random bytes of a tensor's elements, a window at a time. A shard may begin anywhere: its
-// elements keep the bytes they have in the whole tensor.
+// The random bytes of a tensor's elements, drawn for a window at a time. `first` is the index of a
+// shard's element 0 in the whole tensor: sharding does not change an element's bytes.
 class Bytes {
  public:
   AMP_MP_BOTH Bytes(const RandomStream& stream, int64_t first) : stream_(stream), first_(first) {}
 
-  // Of elements `at` to at + kTile; `at` is a multiple of kTile and grows.
+  // Bytes of elements [at, at + kTile). `at` is a multiple of kTile; calls go upwards.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
     if (at < begin_ || at + kTile > begin_ + kDrawnElements) {
       begin_ = at;
@@ -109,7 +110,7 @@ class Bytes {
   AMP_MP_OWN static void fill(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
     draw_many(stream, element / kDraw, bytes);
     if (element % kDraw == 0) return;
-    uint32_t word[4];  // the window's end reaches into one draw more
+    uint32_t word[4];  // the window ends in the middle of another draw
     draw(stream, element / kDraw + kDrawnElements / kDraw, word);
     memcpy(bytes + kDrawnElements, word, sizeof word);
   }

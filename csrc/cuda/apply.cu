@@ -1,5 +1,5 @@
-// One read-modify-write of everything a step touches. A kernel per rule; formats are a tag of the
-// slot, the same for a whole block of threads.
+// The apply pass: reads every array of a step once, updates it and writes it back. There is one
+// kernel for each rule; a slot's formats are a tag, the same for a whole block of threads.
 #include "cuda/passes.h"
 #include "cuda/slot_table.h"
 
@@ -7,8 +7,8 @@ namespace amp_mp::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-// Blocks an SM: with launch bounds of 128 alone ptxas aims at few registers and splits the loads;
-// fewer than four where registers would spill.
+// Blocks per multiprocessor. Without this bound ptxas saves registers and splits the loads; with
+// four, some rules would spill registers.
 template <class Rule>
 constexpr int kBlocks = Rule::kStates > 2 ? 2 : 4;
 template <>
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
   constexpr FormatSet kThird = just(Format::float32);
-  // The loop is the same for all threads: some formats talk to their neighbours.
+  // Every thread runs the same number of iterations, because m8 exchanges numbers between threads.
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     store_history<kMasterFormats>(slot.master, w, at, n, whole,
                                   draws_weights ? slot.random(true, at) : 0);
     if (slot.weight.data) store_history<kGradFormats>(slot.weight, w, at, n, whole);
-    if constexpr (!needs_update_norm<Rule>) {  // its first pass has stored them
+    if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
       const uint64_t random = draws ? slot.random(false, at) : 0;
       if constexpr (Rule::kStates > 0)
         store_history<kStateFormats>(slot.state[0], s0, at, n, whole, random);

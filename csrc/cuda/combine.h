@@ -1,18 +1,18 @@
 #pragma once
-// From the spans that a measuring kernel has left to sums of tensors and of all, in the order of
-// core/reduce.h, with a lane a thread.
+// Adds the sums of spans that a measuring kernel has left, to sums of tensors and of the list, in
+// the order of core/reduce.h: each thread is one of its 256 lanes.
 #include "cuda/pack8.h"
 #include "cuda/passes.h"
 
 namespace amp_mp::cuda {
 
 constexpr int kCombineThreads = kSumLanes;
-constexpr int kCombineBlocks = 128;  // at most: a wave on any GPU
+constexpr int kCombineBlocks = 128;  // at most, so that all run at once on any GPU
 
-// What the threads of a block share while they combine.
+// Memory that the threads of a block share while they combine.
 struct CombineShared {
   Statistics lane[kCombineThreads];
-  int64_t first[kCombineThreads], spans[kCombineThreads];  // of tensors, a tensor a thread
+  int64_t first[kCombineThreads], spans[kCombineThreads];  // of the tensor of each thread
   bool is_last;
 };
 
@@ -21,10 +21,10 @@ __device__ __forceinline__ Statistics shuffle_down(const Statistics& s, int d) {
           __shfl_down_sync(kWarp, s.non_finite, d)};
 }
 
-// The sum of `count` parts by the whole block; valid in its first thread.
+// The sum of `count` parts, computed by the whole block; the first thread gets it.
 __device__ __forceinline__ Statistics combine_block(const Statistics* parts, int64_t count,
                                                     CombineShared& shared) {
-  constexpr int kBatch = 4, kStep = kBatch * kCombineThreads;  // parts in flight, to hide latency
+  constexpr int kBatch = 4, kStep = kBatch * kCombineThreads;  // loads in flight, to hide latency
   Statistics sum = {};
   int64_t i = threadIdx.x;
   for (; i + kStep - kCombineThreads < count; i += kStep) {
@@ -33,11 +33,11 @@ __device__ __forceinline__ Statistics combine_block(const Statistics* parts, int
     for (int b = 0; b < kBatch; ++b) add_to(sum, batch[b]);
   }
   for (; i < count; i += kCombineThreads) add_to(sum, parts[i]);
-  __syncthreads();  // the last use of `shared` is over
+  __syncthreads();  // no thread uses `shared` any more
   shared.lane[threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.x >= 32) return {};
-  constexpr int kRows = kCombineThreads / 32;  // the tree's upper levels within a thread
+  constexpr int kRows = kCombineThreads / 32;  // the tree's upper levels are within a thread
   double squares[kRows];
   for (int r = 0; r < kRows; ++r) {
     const Statistics& own = shared.lane[32 * r + int(threadIdx.x)];
@@ -49,8 +49,8 @@ __device__ __forceinline__ Statistics combine_block(const Statistics* parts, int
   return sum;
 }
 
-// This block's share of the tensors. A tensor of one span is one thread's work, a larger one the
-// whole block's.
+// Combines this block's share of the tensors. One thread copies the sum of a tensor of one span;
+// the whole block adds the spans of a larger one.
 __device__ __forceinline__ void combine_tensors(const SpanSums& list, CombineShared& shared) {
   const int64_t stride = gridDim.x;
   for (int64_t base = blockIdx.x; base < list.count; base += stride * kCombineThreads) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void combine_tensors(const SpanSums& list, CombineSha
   }
 }
 
-// Whether all other blocks have been here: the one block that sees their results. `ticket` was 0
-// when the kernel began.
+// True in the block that calls this last: it sees the results of all other blocks. `ticket` must be
+// 0 when the kernel begins.
 __device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& shared) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -86,13 +86,14 @@ __device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& s
   return shared.is_last;
 }
 
-// The lists' totals, in the last element of each; true in the block that may read everything. Every
-// thread of every block comes here.
+// Combines two lists, of which one may be empty, and writes each total into the list's last
+// element. Returns true in the one block that may read all results. Every thread of the grid must
+// call it.
 __device__ __forceinline__ bool combine_lists(const SpanSums& one, const SpanSums& other,
                                               CombineShared& shared) {
   if (one.spans) combine_tensors(one, shared);
   if (other.spans) combine_tensors(other, shared);
-  // A block alone has one tensor, whose sum its first thread has written and will read.
+  // A single block combines at most one tensor, whose sum the first thread has written and reads.
   if (gridDim.x > 1 && !is_last_block(one.spans ? one.ticket : other.ticket, shared)) return false;
   for (const SpanSums* list : {&one, &other}) {
     if (!list->spans) continue;
@@ -103,7 +104,7 @@ __device__ __forceinline__ bool combine_lists(const SpanSums& one, const SpanSum
   return true;
 }
 
-// A block a tensor, as long as they all run at a time.
+// One block for each tensor, but not more than can run at once.
 inline int64_t combine_blocks(const SpanSums& one, const SpanSums& other) {
   const int64_t a = one.spans ? one.count : 0, b = other.spans ? other.count : 0;
   const int64_t count = a > b ? a : b;

@@ -1,6 +1,6 @@
 #pragma once
-// Eight elements of any format to float32 and back. Reading and decoding are apart: a kernel asks
-// for all its arrays before it looks at the first, or the memory would have one request at a time.
+// Eight elements of any format to float32 and back. Reading and decoding are separate functions, so
+// that a kernel requests all its arrays before it waits for the first.
 #include "cuda/pack8.h"
 
 namespace amp_mp::cuda {
@@ -155,7 +155,7 @@ struct Held {
       const uint32_t other = __shfl_xor_sync(kWarp, most, d, kThreadsOfGroup);
       most = other > most ? other : most;
     }
-    __syncwarp(kWarp);  // one of the four will write the scale that all have read
+    __syncwarp(kWarp);  // all four have read the old scale before one writes the new
     scale = amp_mp::decode(m8_scale(most));
     const float inverse = m8_inverse(scale);
     uint32_t rounded[kPack];
@@ -181,7 +181,7 @@ __device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], 
   held.write(to, at, n, whole);
 }
 
-// As weights and history are stored: float16 saturates.
+// Stores weights or moments, which saturate in float16.
 template <FormatSet Formats>
 __device__ __forceinline__ void store_history(const Array& to, const float (&x)[kPack], int64_t at,
                                               int n, bool whole, uint64_t random = 0) {

@@ -1,5 +1,5 @@
-// to = from * multiplier between any two formats: unscaling in place, gradients to masters, masters
-// to weights.
+// The copy pass: to = from * multiplier between any two formats. It unscales gradients in place,
+// copies gradients to masters and masters to weights.
 #include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/tensor_table.h"
@@ -10,7 +10,7 @@ namespace {
 using CopyTable = TensorTable<4, RandomStream>;
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 4;  // an SM
+constexpr int kBlocks = 4;  // per multiprocessor
 
 __global__ void __launch_bounds__(kThreads, kBlocks)
     copy_kernel(const CopyTable __grid_constant__ table, const Verdict* __restrict__ verdict,
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   bool wide = true;
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   wide = wide && (!is_split(from.format) || is_wide(from.rest));
-  for (int base = 0; base < chunk.size; base += kThreads * kPack) {  // the same for all threads
+  for (int base = 0; base < chunk.size; base += kThreads * kPack) {  // as often in all threads
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;
     const bool whole = wide && n == kPack;

@@ -1,7 +1,6 @@
 #pragma once
-// CUDA under nvcc; under any other compiler the tests' stand-in, which runs the same kernels on a
-// CPU. The only #ifdef of this folder, and no torch header anywhere in it: each file compiles in a
-// second.
+// Under nvcc this is CUDA. Under any other compiler it is the tests' emulator, which runs the same
+// kernels on a CPU.
 #include <cstdint>
 #ifdef __CUDACC__
 #include <cuda_runtime.h>

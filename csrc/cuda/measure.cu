@@ -1,5 +1,5 @@
-// One read of the gradients: what core/reduce.h prescribes. A block of threads owns a span
-// (cuda/span_threads.h).
+// The measure pass: sums the squares of gradients in the order of core/reduce.h. A block of threads
+// sums one span (cuda/span_threads.h).
 #include "cuda/combine.h"
 #include "cuda/convert.h"
 #include "cuda/passes.h"
@@ -11,8 +11,8 @@ namespace {
 
 using MeasureTable = TensorTable<2>;
 
-// Elements of one array, and of a master in two. kBatch: rows in flight, what hides the memory's
-// latency; where reading is long, more than one row would go by way of local memory.
+// Sources of elements: Plain is one array, Joined a split master. kBatch: rows in flight, to hide
+// the memory's latency; with more than one, Joined would need local memory.
 template <class T>
 struct Plain {
   using Raw = T;
@@ -44,7 +44,7 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   const int lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   const bool wide = x.wide();
   float sum[kPack] = {};
-  uint32_t most = 0;  // bits of the largest |x|, infinity and NaN being the largest
+  uint32_t most = 0;  // bits of the largest |x|; NaN is larger than infinity
   auto add = [&](const T(&raw)[kPack]) {
     for (int k = 0; k < kPack; ++k) {
       const float y = decode(raw[k]);
@@ -71,13 +71,13 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
     const uint32_t other = __shfl_xor_sync(kWarp, most, d, kBlockThreads);
     most = other > most ? other : most;
   }
-  // Every thread of a block of 4,096 needs the sum to judge it.
+  // All eight threads of the block need the sum, to decide whether it needs care.
   const double total = add_block_lanes(lane);
   Statistics s = {total, from_bits(most), 0};
   const bool care = needs_care(total, s.max_abs, most >= kInfinity);
   if (!__any_sync(kWarp, care)) return s;
 
-  // Rare. The whole warp stays together for the shuffles; blocks without need keep what they have.
+  // Rare. The whole warp takes part in the shuffles; blocks that need no care keep their sum.
   double again[kPack] = {};
   float largest = 0;
   uint32_t bad = 0;
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
                    int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
   init_span_sums(table, first_span, ticket);
-  if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // nothing but empty tensors
+  if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // all tensors are empty
 
   const Chunk chunk = find_chunk(table);
   const Array g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
   add_blocks(blocks, s, chunk.size, spans + table.chunk_offset + blockIdx.x);
 }
 
-// For who wants the sums and has nothing to decide.
+// Combines outside a step.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(SpanSums sums) {
   __shared__ CombineShared shared;
   combine_lists(sums, SpanSums{}, shared);

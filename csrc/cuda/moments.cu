@@ -1,5 +1,5 @@
-// The first pass of the rules that need their update's norm: advances the moments and measures the
-// direction, in the order of core/reduce.h. Threads are laid out as span_threads.h says.
+// The first pass of rules that need their update's norm (LAMB): advances the moments and sums the
+// squares of the update in the order of core/reduce.h. span_threads.h has the layout of threads.
 #include "cuda/passes.h"
 #include "cuda/slot_table.h"
 #include "cuda/span_threads.h"
@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(kSpanThreads)
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   float sum[kPack] = {};
-  double careful[kPack] = {};  // the moments are gone after one pass, so both sums are made
+  double careful[kPack] = {};  // made in any case: the old moments cannot be read again
   float largest = 0;
   double bad = 0;
-  // As many rows for every block of the span: the formats that talk need whole warps.
+  // Every thread reads as many rows, because m8 exchanges numbers within whole warps.
   for (int row = 0; row < kBlock && row < chunk.size; row += kLanes) {
     const int i = block * kBlock + row + lane0, left = chunk.size - i;
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;

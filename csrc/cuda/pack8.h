@@ -1,5 +1,6 @@
 #pragma once
-// Eight elements a thread, in 16-byte pieces where the addresses allow it, and their random bytes.
+// A thread's eight elements, read and written 16 bytes at a time if the addresses are aligned, and
+// their random bytes.
 #include "core/formats.h"
 #include "cuda/gpu.h"
 #include "plan.h"
@@ -26,7 +27,8 @@ __device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wi
   }
 }
 
-// The random bytes of elements e to e + 7, element e's lowest. A shard may begin anywhere.
+// The random bytes of elements e to e + 7, that of element e in the lowest byte. e need not be a
+// multiple of 8, since a shard may begin anywhere.
 __device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uint64_t e) {
   uint32_t word[4];
   draw(stream, e / kDraw, word);
@@ -38,7 +40,8 @@ __device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uin
   return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
 }
 
-// Bytes of two words in one instruction, as the selector's digits say: 0 to 3 of a, 4 to 7 of b.
+// Picks bytes of two words in one instruction. A digit of the selector names a byte: 0 to 3 of a, 4
+// to 7 of b.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x7632);
 }
@@ -58,7 +61,7 @@ struct Pack8 {
   __device__ __forceinline__ void set_byte(int k, uint32_t x) {
     word[k / 4] |= (x & 0xFFu) << (8 * (k % 4));
   }
-  // From words whose upper halves, lower halves or bytes 1 are meant.
+  // Packs the upper halves, the lower halves or bytes 1 of eight words.
   __device__ __forceinline__ void set_upper(const uint32_t (&x)[kPack]) {
     for (int k = 0; k < kPack; k += 2) word[k / 2] = upper_halves(x[k], x[k + 1]);
   }
@@ -73,7 +76,8 @@ struct Pack8 {
   }
 };
 
-// Width 0 is no array. Element by element where it is the last, partial pack or not aligned.
+// Reads n elements of `width` bytes; a width of 0 means that there is no array. `whole`: n is 8 and
+// the address is aligned, so that they can be read at once.
 __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, int n, bool whole) {
   Pack8 p = {};
   const char* from = static_cast<const char*>(data) + at * width;

@@ -1,4 +1,4 @@
-// What is asked of the CUDA runtime besides launches.
+// Functions of the CUDA runtime that are needed besides launches.
 #include <mutex>
 
 #include "cuda/gpu.h"
@@ -11,7 +11,7 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
     return status == cudaStreamCaptureStatusActive;
-  cudaGetLastError();  // or the next launch would be blamed for it
+  cudaGetLastError();  // clears the error, or the next launch would report it
   return false;
 }
 
@@ -20,7 +20,8 @@ const char* synchronize(void* stream) {
 }
 
 void* allocate_for_both(size_t bytes) {
-  constexpr size_t kSlab = 1 << 16, kAlign = 64;  // pinning takes long: many pieces at a time
+  constexpr size_t kSlab = 1 << 16,
+                   kAlign = 64;  // one allocation for many pieces, since pinning is slow
   static std::mutex mutex;
   static char* slab = nullptr;
   static size_t used = kSlab;

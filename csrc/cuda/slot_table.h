@@ -1,18 +1,20 @@
 #pragma once
-// The slots of an apply pass as a kernel argument, and how a kernel reads them.
+// The slots of an apply or moments pass as a kernel argument, and how a kernel reads them.
 #include "cuda/convert.h"
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 
-// Of the arrays of a slot. kSecond: the weight to write beside the master, or a split master's
-// remainders, never both. After the states, the scales of state 0, the only one that may be in m8.
+// Index of a slot's arrays in the table. kSecond is the weight to write beside the master, or a
+// split master's remainders; a slot never has both. The states are followed by the scales of state
+// 0, the only state that may be stored in m8.
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
-constexpr int kFormatBits = 4;  // of an array in the tag
+constexpr int kFormatBits = 4;  // bits of the tag for each array
 static_assert(kFormatCount <= 1 << kFormatBits && (kState0 + kMaxStates) * kFormatBits <= 32);
 
-struct RandomOrigin {  // of a tensor's elements, for its random bits
+// Where a slot's random bits begin: its index of element 0 in the unsharded tensor.
+struct RandomOrigin {
   int64_t first;
   uint32_t tensor_index;
 };
@@ -26,11 +28,11 @@ __device__ __forceinline__ Format format_of(uint32_t tag, int array) {
   return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
 }
 
-// One slot, as its threads see it.
+// One slot in a kernel.
 template <class Rule>
 struct View {
   Array grad, weight, master, state[kMaxStates] = {};
-  // Looked up where they are needed: held in registers, they would make the kernels spill.
+  // References: copies would stay in registers, and the kernels would spill.
   const SlotRule<Rule>& slot_rule;
   const RandomOrigin& origin;
   bool wide;  // every array starts at a multiple of 16 bytes
@@ -64,7 +66,7 @@ struct View {
   }
 };
 
-// Takes as many slots from `i` on as fit one launch.
+// Fills the table with as many slots as fit one launch, from `i` on, and advances `i`.
 template <class Rule>
 void fill(SlotTable<Rule>& table, const Slot* slots, int64_t& i, int64_t count, int chunk,
           int64_t chunks) {

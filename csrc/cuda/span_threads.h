@@ -1,13 +1,13 @@
 #pragma once
-// How threads share a span of 65,536 elements so that the sum is core/reduce.h's: eight threads own
-// a block of 4,096, each of them eight of its 64 lanes, so that a row of 64 elements is read in
-// 16-byte pieces side by side.
+// How threads share a span of 65,536 elements, in the order of core/reduce.h: eight threads sum a
+// block of 4,096, and each has eight of its 64 lanes. Together they read a row of 64 elements in
+// adjacent 16-byte pieces.
 #include "cuda/pack8.h"
 
 namespace amp_mp::cuda {
 
-constexpr int kBlockThreads = kLanes / kPack;              // threads a block of 4,096
-constexpr int kSpanThreads = kBlockThreads * kSpanBlocks;  // threads a span
+constexpr int kBlockThreads = kLanes / kPack;              // threads for a block of 4,096
+constexpr int kSpanThreads = kBlockThreads * kSpanBlocks;  // threads for a span
 
 // Fills SpanSums' first_span and clears its ticket; the first thread block of each launch does it.
 template <class Table>
@@ -19,8 +19,8 @@ __device__ __forceinline__ void init_span_sums(const Table& table, int64_t* firs
   if (threadIdx.x == 0) *ticket = 0;
 }
 
-// The halving tree over 64 lanes, lane 8 t + k in element k of thread t; all eight
-// threads get the sum.
+// The halving tree over 64 lanes; lane 8 t + k is element k of thread t. All eight threads get the
+// sum.
 __device__ __forceinline__ double add_block_lanes(double (&lane)[kPack]) {
   for (int d = kBlockThreads / 2; d > 0; d /= 2)
     for (int k = 0; k < kPack; ++k) lane[k] += __shfl_down_sync(kWarp, lane[k], d, kBlockThreads);

@@ -1,6 +1,6 @@
 #pragma once
-// A list of tensors as a kernel argument. Passed by value: no copy to the device, no lifetime to
-// keep, and a CUDA graph bakes it in.
+// A list of tensors as a kernel argument. It is passed by value: it needs no copy to the device, no
+// memory to keep alive, and a CUDA graph keeps it.
 #include <new>
 
 #include "cuda/gpu.h"
@@ -13,10 +13,10 @@ constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table, room left f
 // `Extra`: what else a kernel has to know of each tensor.
 struct NoExtra {};
 
-// Block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b. An empty
-// tensor shares its first chunk with the next one and is never the last: it costs nothing and needs
-// no test. One chunk a block and no loop over chunks: the hardware's scheduler balances blocks
-// better.
+// Thread block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b.
+// An empty tensor has the same first_chunk as the next tensor and is never the last: it costs
+// nothing and needs no test. A block takes one chunk instead of looping over several, because the
+// hardware's scheduler balances blocks better.
 template <int Pointers, class Extra = NoExtra>
 struct TensorTable {
   static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Extra)) + 4 + 4;
@@ -29,8 +29,8 @@ struct TensorTable {
   uint32_t tag[kCapacity];  // formats and flags
   int32_t count;
   int32_t chunk;         // elements
-  int64_t first_index;   // of its first tensor among all of the call
-  int64_t chunk_offset;  // of its first chunk among all of the call
+  int64_t first_index;   // index of its first tensor in the call
+  int64_t chunk_offset;  // index of its first chunk in the call
 
   void reset(int64_t index, int64_t chunks, int chunk_elements) {
     count = 0;
@@ -51,7 +51,8 @@ struct TensorTable {
   int32_t blocks() const { return first_chunk[count]; }
 };
 
-// The calling thread's table, for one launch: too large for some stacks, and one for all kernels.
+// Memory for the calling thread's table. Not on the stack, for which it may be too large; all
+// kernels share it, since a launch copies its arguments.
 inline void* memory_of_table() {
   alignas(16) static thread_local unsigned char memory[kArgumentBytes];
   return memory;
@@ -85,9 +86,9 @@ __device__ __forceinline__ Chunk find_chunk(const T& table) {
   return {low, begin, int(left < table.chunk ? left : table.chunk)};
 }
 
-// How many elements of a list a block takes, where any number will do: enough blocks for several
-// waves, so that the last one costs little, but of a large list not so many that starting them does
-// (after an overflow they do nothing else).
+// Elements of a chunk for passes in which any number will do: small enough for several waves of
+// blocks, so that an incomplete last wave costs little; large enough that starting the blocks costs
+// little (after an overflow they do nothing else).
 inline int chunk_elements(int64_t elements, int blocks_per_multiprocessor) {
   constexpr int kLeast = 4096, kMost = 1 << 18, kWaves = 8;
   int device = 0, multiprocessors = 1;

@@ -3,6 +3,7 @@
 #include "torch/arguments.h"
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
+#include "torch/casting/trace.h"
 #include "torch/casting/step_guard.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
@@ -174,11 +175,11 @@ PYBIND11_MODULE(_C, m) {
   });
 
   py::dict operators;
-#define AMP_MP_BIND(Rule, op)                                                                      \
-  operators[#op] = py::cpp_function(                                                               \
-      &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"),       \
-      py::arg("measured") = py::none(), py::arg("inputs") = py::none(), py::arg("measure") = false, \
-      py::call_guard<py::gil_scoped_release>());
+#define AMP_MP_BIND(Rule, op)                                                                \
+  operators[#op] = py::cpp_function(                                                         \
+      &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
+      py::arg("measured") = py::none(), py::arg("inputs") = py::none(),                      \
+      py::arg("measure") = false, py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
   m.attr("operators") = operators;
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Checks at the door: after them the kernels trust their pointers. Each names the tensor and the
-// cure.
+// Checks of tensors. After them the kernels use pointers without further checks. Each error names
+// the tensor, what was found and what to do.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -12,21 +12,21 @@ namespace amp_mp {
 
 using Tensors = std::vector<at::Tensor>;
 
-// "grads[3]", or a name the caller gave.
+// How errors name a tensor: "grads[3]", or "the gradient of layer.weight".
 struct Label {
   const char* argument;
   int64_t index = -1;
-  const std::string* name = nullptr;  // has to outlive the label
+  const std::string* name = nullptr;  // must live as long as the label
   std::string text() const;
 };
 
 std::string describe(const at::Tensor& t);  // "shape [2, 3], dtype Half, device cpu"
 
-// DTensor, FakeTensor, a functorch wrapper: without memory of its own.
+// Whether the tensor is a DTensor, FakeTensor or functorch wrapper, without memory of its own.
 bool is_subclass(const at::Tensor& t);
 
-// A plain strided tensor on a CPU or a CUDA device whose data may be touched through a pointer: not
-// a subclass (DTensor, FakeTensor, functorch), not sparse, not a lazily negated view.
+// Raises unless the tensor's data can be read through a pointer: a dense tensor on a CPU or CUDA
+// device, no subclass.
 void check_plain(const at::Tensor& t, const Label& label);
 
 // dtypes of the tensors that store a format: of the data, and of the second array (Undefined if the
@@ -34,28 +34,28 @@ void check_plain(const at::Tensor& t, const Label& label);
 at::ScalarType dtype_of(Format format);
 at::ScalarType rest_dtype_of(Format format);
 
-// The tensor's format: float32, float16 or bfloat16, anything else is refused.
+// The tensor's format, float32, float16 or bfloat16; raises for other dtypes.
 Format check_format(const at::Tensor& t, const Label& label);
 
-// The tensor's memory, to read from. (Only for reading: it leaves a lazy copy shared.)
+// The tensor's memory, for reading only: writing to it would also change lazy copies.
 Array array_of(const at::Tensor& t, const Label& label);
 
-// What a pass writes to: plain, each element once in memory, and with a version counter to bump.
+// Raises unless a pass can write to the tensor: plain, without gaps or repeated elements, and with
+// a version counter.
 void check_writable(const at::Tensor& t, const Label& label);
 
 void check_device(const at::Tensor& t, const at::Device& device, const Label& label);
 void check_dtype(const at::Tensor& t, at::ScalarType dtype, const Label& label);
 
-// Whether elements of equal index lie at equal offsets in memory.
+// Whether elements of equal index have equal offsets in memory.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
                        const Label& like_label);
 
-// No two of the tensors share memory.
+// Raises if two of the tensors share memory.
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written);
 
-// Tells autograd that the tensor has changed; a backward that still needs the old value then
-// raises.
+// Tells autograd that the tensor has changed, so that a backward that needs the old value raises.
 void bump_version(const at::Tensor& t);
 
 }  // namespace amp_mp

@@ -1,6 +1,5 @@
 #pragma once
-// Where an operation runs: on the CPU, or queued on a device's current stream. Included by the
-// operations alone.
+// Runs an operation on the CPU, or queues it on a CUDA device's current stream.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -25,7 +24,7 @@ inline void* current_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
-// Whether what is queued on the device now goes into a CUDA graph.
+// Whether the device's current stream is being captured by a CUDA graph.
 inline bool is_capturing([[maybe_unused]] const at::Device& device) {
 #ifdef AMP_MP_WITH_CUDA
   return device.is_cuda() && cuda::is_capturing(current_stream(device));
@@ -34,8 +33,8 @@ inline bool is_capturing([[maybe_unused]] const at::Device& device) {
 #endif
 }
 
-// Runs `on_cpu`, or `on_cuda(stream)` with the device current; the latter returns null or a
-// message.
+// Calls `on_cpu`; or `on_cuda(stream)`, which returns null or an error message, with `device` as
+// the current device.
 template <class Cpu, class Cuda>
 void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
   if (device.is_cpu()) return on_cpu();
@@ -50,7 +49,7 @@ void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
 #endif
 }
 
-// A name for the branch that a build without CUDA never runs.
+// The CUDA branch of `on`; a build without CUDA does not compile it.
 #ifdef AMP_MP_WITH_CUDA
 #define AMP_MP_CUDA(call) [&]([[maybe_unused]] void* stream) { return cuda::call; }
 #else

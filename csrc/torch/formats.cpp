@@ -1,4 +1,4 @@
-// Single tensors into stored formats and back, by the same loops that the optimizers use.
+// Encodes and decodes single tensors with the same loops as the optimizers.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
 

@@ -15,9 +15,9 @@
 namespace amp_mp {
 namespace {
 
-constexpr int64_t kBlock = 512;  // rows: enough for the product to outweigh rereading its sum
+constexpr int64_t kBlock = 512;  // rows at a time: enough that reading the sum again costs little
 
-// cuBLAS's numbers: cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t.
+// Values of cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t.
 constexpr int kNormal = 0, kTransposed = 1;
 constexpr int kReal32 = 0, kReal16 = 2, kRealBfloat16 = 14;
 constexpr int kCompute32 = 68;
@@ -31,7 +31,7 @@ int data_type(Format format) {
   }
 }
 
-// [..., columns] as a matrix whose rows are contiguous, at any distance; copied only if need be.
+// [..., columns] as a matrix with contiguous rows, which may be apart; a copy only if necessary.
 at::Tensor rows_of(const at::Tensor& t) {
   const int64_t columns = t.size(-1);
   int64_t count = 1;
@@ -82,9 +82,9 @@ void add_on_cpu(const at::Tensor& sum, const at::Tensor& left, const at::Tensor&
   }
 }
 
-// cuBLAS reads memory by columns: there our sum [out, in] is an [in, out] matrix, the input
-// [rows, in] is [in, rows], the gradient [rows, out] is [out, rows], and sum^T = input^T gradient
-// is "input" times "gradient" transposed.
+// cuBLAS is column-major, so our row-major matrices are transposed for it: the sum [out, in] is an
+// [in, out] matrix, the input [rows, in] is [in, rows], the gradient [rows, out] is [out, rows]. It
+// therefore computes "input" times "gradient" transposed.
 void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right,
                  Gemm::Function gemm, uintptr_t handle) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
@@ -114,7 +114,7 @@ void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor
 }  // namespace
 
 Gemm::Gemm(const std::string& library) {
-  // Stays open: one more reference to what torch keeps for life anyhow.
+  // Never closed: torch keeps the library loaded for the life of the process anyway.
   void* found = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_NOW);
   function = found ? reinterpret_cast<Function>(dlsym(found, "cublasGemmEx")) : nullptr;
   TORCH_CHECK(function, "amp_mp: library ", library,

@@ -1,5 +1,5 @@
 #pragma once
-// Weight gradients of linear layers in float32: low-precision products added to a float32 sum.
+// Weight gradients of linear layers in float32: adds low-precision products to a float32 sum.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace amp_mp {
 
-// cublasGemmEx of a cuBLAS that is in the process already: the running torch's own. Neither its
-// headers nor the library are needed for building. What is declared here is what cuBLAS documents:
-// column-major matrices, enums as ints.
+// cublasGemmEx of the cuBLAS that torch has loaded, found by name, so that building needs neither
+// its headers nor the library. The signature is the documented one with ints for the enums;
+// matrices are column-major.
 class Gemm {
  public:
   using Function = int (*)(void* handle, int transa, int transb, int m, int n, int k,
@@ -18,7 +18,7 @@ class Gemm {
                            int b_type, int ldb, const void* beta, void* c, int c_type, int ldc,
                            int compute_type, int algorithm);
 
-  // library: a name such as "libcublas.so.13"; raises where no such library is loaded.
+  // library: a name such as "libcublas.so.13"; raises if it is not loaded.
   explicit Gemm(const std::string& library);
 
   Function function;
@@ -28,17 +28,17 @@ class Gemm {
 //
 // grad_weight: float32 [out, in], contiguous. grad_output: [..., out] and input: [..., in], of
 // equal leading sizes, both float16, bfloat16 or float32. Products of two float16 or two bfloat16
-// numbers are exact in float32. On a CPU rows are converted 512 at a time: 2 KiB of scratch a
-// column of both.
+// numbers are exact in float32. On a CPU rows are converted 512 at a time, which needs 2 KiB of
+// scratch for each column of grad_output and input.
 //
-// With `gemm` the product is cuBLAS's, on the device and stream of `handle` (cublasHandle_t); CUDA
-// tensors need it.
+// With `gemm` cuBLAS computes the product, on the device and stream of `handle` (cublasHandle_t).
+// CUDA tensors need it.
 void accumulate_weight_grad_(const at::Tensor& grad_weight, const at::Tensor& grad_output,
                              const at::Tensor& input, const std::optional<Gemm>& gemm,
                              uintptr_t handle);
 
-// What becomes of a leaf's gradient in the backward that this thread is in: true where it is added
-// to .grad, false where autograd.grad returns it, nothing where nobody has asked for it.
+// How the backward that is running on this thread uses a leaf's gradient: true if it is added to
+// .grad, false if autograd.grad returns it, nullopt if it is not needed.
 std::optional<bool> accumulates(const at::Tensor& leaf);
 
 }  // namespace amp_mp

@@ -22,7 +22,8 @@ bool has_cuda() {
 
 namespace {
 
-// `device` is theirs; where there are no tensors, the one given.
+// Measures on the device of the tensors, or on `device` if no tensor is defined. `names` are for
+// errors.
 Measurement measure(const Tensors& tensors, at::Device device,
                     const std::vector<std::string>* names) {
   for (const at::Tensor& t : tensors)
@@ -66,7 +67,7 @@ at::Tensor combine(const at::Tensor& rows) {
   const at::Device device = rows.device();
   at::Tensor result = at::empty({count + 1, 3}, rows.options());
   auto* out = data_of<Statistics>(result);
-  // On CUDA every row counts as a tensor of one span.
+  // On CUDA each row is passed as a tensor of one span.
   const auto longs = rows.options().dtype(at::kLong);
   const at::Tensor first = device.is_cuda() ? at::arange(count + 1, longs) : at::Tensor();
   const at::Tensor ticket = device.is_cuda() ? at::zeros({1}, longs) : at::Tensor();

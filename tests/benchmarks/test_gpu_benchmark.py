@@ -33,6 +33,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("gpu_benchmark")
 def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str]) -> None:
     content = json.loads((quick[0] / "cpu.json").read_text())
     assert content["torch"] == torch.__version__
@@ -53,6 +55,8 @@ def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str])
     assert content["targets"] == gpu_report.as_dicts(gpu_report.targets(content["lists"]))
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("gpu_benchmark")
 def test_quick_mode_draws_and_ends_with_the_targets(quick: tuple[Path, str]) -> None:
     picture = (quick[0] / "cpu.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
@@ -205,6 +209,7 @@ def test_a_real_trace_has_its_region() -> None:
     assert found.launches == 0
 
 
+@pytest.mark.slow
 def test_the_check_for_waits_runs(tmp_path: Path) -> None:
     path = tmp_path / "waits.json"
     command = [sys.executable, str(BENCHMARKS / "gpu_syncs.py"), "--device", "cpu"]

@@ -322,6 +322,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="Linux tells memory in /proc")
 def test_memory_is_flat_over_10_000_steps_with_models_made_and_dropped(apex: str) -> None:
     x = torch.randn(32, SIZE, device=apex)

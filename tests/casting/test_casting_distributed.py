@@ -10,18 +10,24 @@ from pathlib import Path
 import distributed
 import pytest
 import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
+    """What distributed.run finds in each of two processes."""
+    path = str(tmp_path_factory.mktemp("ranks") / "rank")
+    torch.multiprocessing.spawn(distributed.run, (2, path), nprocs=2)
+    return [torch.load(f"{path}.{rank}") for rank in range(2)]
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_distributed_models_train_as_alone(wrap: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "rank")
-    torch.multiprocessing.spawn(distributed.train, (1, "alone", path), nprocs=1)
-    torch.multiprocessing.spawn(distributed.train, (2, wrap, path), nprocs=2)
-    alone = torch.load(f"{path}.alone.0")
-    for rank in range(2):
-        found = torch.load(f"{path}.{wrap}.{rank}")
-        assert len(found) == len(alone)
-        for a, b in zip(alone, found, strict=True):
+def test_distributed_models_train_as_alone(ranks: list[dict[str, list[Tensor]]], wrap: str) -> None:
+    for found in ranks:
+        assert len(found[wrap]) == len(found["alone"])
+        for a, b in zip(found["alone"], found[wrap], strict=True):
             # The mean of two equal gradients is exact; a matrix product of the same numbers may add
             # up in another order, and then round to a neighbour in bfloat16.
             torch.testing.assert_close(b, a, rtol=2.0**-7, atol=1e-5)
@@ -29,11 +35,9 @@ def test_distributed_models_train_as_alone(wrap: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["FP16_Optimizer", "amp SGD"])
 def test_masters_agree_on_ranks_that_started_from_different_seeds(
-    kind: str, tmp_path: Path
+    ranks: list[dict[str, list[Tensor]]], kind: str
 ) -> None:
-    path = str(tmp_path / "rank")
-    torch.multiprocessing.spawn(distributed.prepared, (2, kind, path), nprocs=2)
-    first, second = (torch.load(f"{path}.{kind}.{rank}") for rank in range(2))
+    first, second = (found[kind] for found in ranks)
     assert len(first) == len(second) == 4
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -70,6 +70,7 @@ def rows(text: str) -> list[str]:
     return [" ".join(line.split()[:3]) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_ever_and_is_reported_on(tmp_path: Path) -> None:
     path = script(tmp_path)
     out = tmp_path / "new" / "pictures"
@@ -89,6 +90,7 @@ def test_a_script_runs_as_ever_and_is_reported_on(tmp_path: Path) -> None:
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_exit_status_and_the_exception_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +165,7 @@ def test_without_matplotlib_the_tables_are_printed(
         start(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_lines_at_the_top_do_the_same(tmp_path: Path) -> None:
     lines = "from amp_mp import diagnose\ndiagnose.start('pictures')\n"
     done = run(script(tmp_path, "sys.exit(4)", text=lines + SCRIPT))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu.build import build, run, why_unavailable
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_kernels")]
+
 HERE = Path(__file__).resolve().parent
 
 CSRC = HERE.parents[1] / "csrc"

@@ -14,6 +14,8 @@ from test_cuda_kernels import CSRC, SOURCES, run, why_unavailable
 
 from cuda_on_cpu.mutate import Mutant, Original, build_mutant, build_original, with_rules  # isort: skip
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_mutants")]
+
 RULES = ("AdamW", "LAMB")  # those that compare.cpp runs every kind of list with
 RACE = "ThreadSanitizer: data race"
 BEYOND = "heap-buffer-overflow"
@@ -28,37 +30,37 @@ MUTANTS = {
     "no barrier before a group's scale is written": Mutant(
         "convert.h", "__syncwarp(kWarp);", "", "*.cu", "tsan", RACE),
     "no barrier before blocks are added": Mutant(
-        "span_threads.h", "__syncthreads();", "", "measure.cu", "fast", "FAILED measure"),
+        "span_threads.h", "__syncthreads();", "", "measure.cu", "plain", "FAILED measure"),
     "no barrier before lanes are added": Mutant(
         "combine.h", "shared.lane[threadIdx.x] = sum;\n  __syncthreads();",
-        "shared.lane[threadIdx.x] = sum;", "measure.cu", "fast", "FAILED sums of spans"),
+        "shared.lane[threadIdx.x] = sum;", "measure.cu", "plain", "FAILED sums of spans"),
     "no fences around a block's ticket": Mutant(
         "combine.h", f"__threadfence();  // the whole block's writes{TICKET}__threadfence();",
         f"// the whole block's writes{TICKET}", "*.cu", "tsan", RACE),
     "the first block adds what others have not": Mutant(
-        "combine.h", "== gridDim.x - 1", "== 0u", "decide.cu", "fast", "FAILED"),
+        "combine.h", "== gridDim.x - 1", "== 0u", "decide.cu", "plain", "FAILED"),
     "the last span is left out": Mutant(
-        "combine.h", "for (; i < count; i +=", "for (; i + 1 < count; i +=", "measure.cu", "fast",
+        "combine.h", "for (; i < count; i +=", "for (; i + 1 < count; i +=", "measure.cu", "plain",
         "FAILED sums of spans"),
     "a report is sealed before it is written": Mutant(
-        "step_report.h", "(&report.seal) = seal;", "(&report.seal) = 0;", "decide.cu", "fast",
+        "step_report.h", "(&report.seal) = seal;", "(&report.seal) = 0;", "decide.cu", "plain",
         "FAILED a report"),
     "a captured rate is the one of the capture": Mutant(
-        "decide.cu", "read_rate(hyper);", "", "decide.cu", "fast", "FAILED a replayed step"),
+        "decide.cu", "read_rate(hyper);", "", "decide.cu", "plain", "FAILED a replayed step"),
     "the clocks of a skipped step tick": Mutant(
-        "decide.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "decide.cu", "fast",
+        "decide.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "decide.cu", "plain",
         "FAILED a skipped step"),
     "a tail is one too long": Mutant(
         "copy.cu", "kPack ? left :", "kPack ? left + 1 :", "copy.cu", "asan", BEYOND),
     "a tail is one too short": Mutant(
-        "apply.cu", "kPack ? left :", "kPack ? left - 1 :", "apply.cu", "fast", "FAILED apply"),
+        "apply.cu", "kPack ? left :", "kPack ? left - 1 :", "apply.cu", "plain", "FAILED apply"),
     "a tail that is summed again is wide": Mutant(
         "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
     "the tensor before a chunk's": Mutant(
-        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "fast",
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "plain",
         "FAILED copy to"),
     "random bytes of the block before": Mutant(
-        "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "fast", "FAILED apply"),
+        "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "plain", "FAILED apply"),
     "eight bytes are wide": Mutant(
         "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
     "one array is always wide": Mutant(
@@ -67,18 +69,18 @@ MUTANTS = {
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
-        "convert.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "fast", "FAILED apply"),
+        "convert.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
     "copies do not saturate": Mutant(
-        "copy.cu", "clamp ? saturate(x[k] * multiplier) :", "", "copy.cu", "fast",
+        "copy.cu", "clamp ? saturate(x[k] * multiplier) :", "", "copy.cu", "plain",
         "FAILED copy to"),
     "a skipped step writes": Mutant(
         "apply.cu", "!= 0) return;\n  const Chunk", "> 1) return;\n  const Chunk", "apply.cu",
-        "fast", "FAILED a skipped step"),
+        "plain", "FAILED a skipped step"),
     "a skipped step advances the moments": Mutant(
-        "moments.cu", "found_inf != 0", "found_inf > 1", "moments.cu", "fast",
+        "moments.cu", "found_inf != 0", "found_inf > 1", "moments.cu", "plain",
         "FAILED a skipped step"),
     "a skipped copy writes": Mutant(
-        "copy.cu", "found_inf != 0", "found_inf > 1", "copy.cu", "fast", "FAILED a skipped copy"),
+        "copy.cu", "found_inf != 0", "found_inf > 1", "copy.cu", "plain", "FAILED a skipped copy"),
 }
 # fmt: on
 
@@ -86,7 +88,7 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     """The program without a mistake, in the variant that compiles fastest."""
-    if reason := why_unavailable("fast"):
+    if reason := why_unavailable("plain"):
         pytest.skip(f"no build of the CUDA kernels: {reason}")
     return build_original(SOURCES, CSRC, RULES, tmp_path_factory.mktemp("cuda_mutants"))
 
@@ -104,7 +106,7 @@ def programs(original: Original) -> Iterator[dict[str, Future[Path]]]:
 
 
 def test_without_a_mistake_all_is_equal(original: Original) -> None:
-    done = run(original.program, "fast", "quick")
+    done = run(original.program, "plain", "quick")
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout
 
 
@@ -113,21 +115,21 @@ def test_mistake_is_noticed(programs: dict[str, Future[Path]], name: str) -> Non
     mutant = MUTANTS[name]
     if reason := why_unavailable(mutant.variant):
         pytest.skip(reason)
-    done = run(programs[name].result(), mutant.variant, "quick", timeout=100)
+    done = run(programs[name].result(), mutant.variant, "quick", mutant.says, timeout=100)
     output = done.stdout + done.stderr
     assert done.returncode != 0, f"nobody noticed: {name}\n{output[-2000:]}"
     assert mutant.says in output, output[-4000:]
 
 
 def test_a_text_that_has_gone_is_an_error() -> None:
-    mutant = Mutant("span_threads.h", "__syncthreads();", "", "measure.cu", "fast", "")
+    mutant = Mutant("span_threads.h", "__syncthreads();", "", "measure.cu", "plain", "")
     assert mutant.of("a; __syncthreads(); b;") == "a;  b;"
     for source, count in (("a; b;", 0), ("__syncthreads(); __syncthreads();", 2)):
         with pytest.raises(ValueError, match=rf"'__syncthreads\(\);' {count} times, expected once"):
             mutant.of(source)
 
 
-@pytest.mark.parametrize(("shown_by", "variant"), [("gone.cu", "fast"), ("copy.cu", "tsan")])
+@pytest.mark.parametrize(("shown_by", "variant"), [("gone.cu", "plain"), ("copy.cu", "tsan")])
 def test_kernels_that_cannot_show_a_mistake_are_refused(
     original: Original, shown_by: str, variant: str
 ) -> None:

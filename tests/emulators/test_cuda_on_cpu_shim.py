@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu import build as cuda_on_cpu
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_on_cpu")]
+
 # What a variant says about a fault; None where it cannot notice. Plain and ASan builds see wrong
 # values and what the shim itself checks, ASan also sees overflows, TSan races whatever the values.
 VARIANTS = ("plain", "asan", "tsan")

@@ -12,11 +12,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from pretend_gpu.build import build, why_unavailable
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretend_gpu")]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,16 +34,18 @@ FILES = {
     "nn/test_linear_accumulate": 20,
     "nn/test_main_grads": 10,
     "nn/test_main_grads_together": 12,
-    "optim/step/test_measure": 30,
+    "optim/step/test_measure": 20,
     "grad_scaler/test_next_scale": 22,
     "optim/test_optim": 70,
-    "optim/step/test_rules": 600,
+    "optim/step/test_rules": 400,
     "optim/state/test_storage": 130,
 }
 # What is left out, by a part of its name, and why.
 LEFT_OUT = {
     "million": "a kernel's threads take turns: a second each",
     "ten_thousand": "ten thousand steps",
+    "10_000_steps": "ten thousand steps",
+    "unaligned": "test_cuda_kernels.py has unaligned arrays of every format under every rule",
     "comes_to_rest": "thousands of steps",
     "second_moment_follows": "thousands of steps",
     "splits_of": "all numbers of a format",
@@ -84,10 +87,7 @@ def test_the_pretend_gpu_itself() -> None:
 
 
 def test_the_suite_passes_on_it() -> None:
-    files = [f"tests/{name}.py" for name in FILES]
     chosen = "cuda and not (" + " or ".join(LEFT_OUT) + ")"
-    halves = [name for name in files if "rules" in name], [n for n in files if "rules" not in n]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        found = sum(pool.map(lambda names: passed(*names, "-k", chosen), halves), Counter[str]())
+    found = passed(*(f"tests/{name}.py" for name in FILES), "-k", chosen)
     for name, least in FILES.items():
         assert found[Path(name).name] >= least, found

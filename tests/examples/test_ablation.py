@@ -29,6 +29,8 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ablation")
 def test_mixed_precision_follows_float32(runs: dict[str, Run]) -> None:
     """Logits are below 8: a relative error of 2^-11 in each is at most 2^-8 in a loss.
 
@@ -40,12 +42,16 @@ def test_mixed_precision_follows_float32(runs: dict[str, Run]) -> None:
     assert found.validation_loss == pytest.approx(wanted.validation_loss, abs=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ablation")
 def test_without_a_part_of_it_training_falls_behind(runs: dict[str, Run]) -> None:
     for name in ("no loss scaling", "no masters"):
         assert last(runs[name]) > last(runs["float32"]) + 0.3, name
         assert runs[name].validation_loss > runs["float32"].validation_loss + 0.3, name
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ablation")
 def test_each_arm_fails_by_its_own_cause(runs: dict[str, Run]) -> None:
     """Without scaling gradients are 0; without masters updates are lost."""
     for name, run in runs.items():
@@ -53,6 +59,8 @@ def test_each_arm_fails_by_its_own_cause(runs: dict[str, Run]) -> None:
         assert (mean(run.unmoved_weights) > 0.5) == (name == "no masters"), name
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ablation")
 def test_all_arms_start_from_the_same_weights_and_batches(runs: dict[str, Run]) -> None:
     low = {run.train_loss[0] for name, run in runs.items() if name != "float32"}
     assert len(low) == 1
@@ -90,6 +98,7 @@ def test_it_prints_a_table_and_saves_a_picture(
     assert all(arm.name in printed for arm in ablation.ARMS)
 
 
+@pytest.mark.slow
 def test_least_squares_reach_the_exact_solution_through_float16(device: str) -> None:
     """Ten unknowns, ten equations, 6,000 steps of Adam: the weights are the solution's to 0.01.
 

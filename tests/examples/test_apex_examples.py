@@ -175,7 +175,9 @@ def plain_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return ranks("float32/distributed", "float32", tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", *LOW])
+@pytest.mark.slow
+@pytest.mark.xdist_group("apex_ranks")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_two_processes_agree_bit_for_bit_and_follow_float32(
     plain_ranks: list[dict[str, Any]], dtype: str, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_two_processes_agree_bit_for_bit_and_follow_float32(
 # Larger networks.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOW)
 def test_imagenet_reaches_the_accuracy_of_float32(run: Runner, dtype: str) -> None:
     """Of 2,048 digits about 96 % are found, to which chance adds +-0.4 points; twice, hence 2."""

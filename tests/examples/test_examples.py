@@ -112,6 +112,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
         train(Settings(**{**SMALL, "width": 64}, checkpoint=path, resume=True))
 
 
+@pytest.mark.slow
 def test_the_minimal_script_learns_and_is_what_the_readme_shows() -> None:
     script = ROOT / "examples/minimal.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)

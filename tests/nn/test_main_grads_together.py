@@ -147,6 +147,7 @@ def test_threads_that_share_a_weight_lose_nothing() -> None:
         assert (layer.weight.grad == 4 * 20 * 64).all()
 
 
+@pytest.mark.slow
 def test_compiled_models_keep_float32_gradients() -> None:
     layer = nn.Linear(4, 3).to(BFLOAT16)
     x = torch.ones(2, 4, dtype=BFLOAT16)

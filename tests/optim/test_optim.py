@@ -35,6 +35,7 @@ TWINS: dict[str, tuple[type, type, dict[str, Any]]] = {
         torch.optim.Adagrad,
         {"initial_accumulator_value": 1.0, "weight_decay": 0.1, "maximize": True},
     ),
+    "adamax": (amp.optim.Adamax, torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
     "rmsprop": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
     "rmsprop momentum": (
         amp.optim.RMSprop,
@@ -444,6 +445,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device: str) -> None:
     assert raw_bytes(optimizers[0].state_dict()) == before
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements(device: str) -> None:
     """64-bit offsets: a float16 tensor of 2^31 + 3 elements, 4 GiB, measured and copied."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()

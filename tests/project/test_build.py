@@ -33,12 +33,14 @@ def test_build_info_names_what_was_built() -> None:
         assert "sm_" in info["cuda_architectures"]
 
 
+@pytest.mark.slow
 def test_importing_touches_no_cuda() -> None:
     code = "import amp_mp, torch; assert not torch.cuda.is_initialized()"
     done = run(code, PACKAGE.parent, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_foreign_torch_is_one_clear_import_error(tmp_path: Path) -> None:
     copied = tmp_path / "amp_mp"
     shutil.copytree(PACKAGE, copied)
@@ -51,6 +53,7 @@ def test_a_foreign_torch_is_one_clear_import_error(tmp_path: Path) -> None:
     assert "native library is not built" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -72,10 +75,23 @@ def test_a_wrong_build_setting_is_refused_by_name(
     assert message in done.stderr
 
 
+UNOPTIMISED = """#!/bin/bash
+exec g++ "${@/#-O3/-O0}"
+"""
+
+
+@pytest.mark.slow
 def test_a_build_without_cuda_works_and_says_so(tmp_path: Path) -> None:
+    """Where the library was built without CUDA, by make, its objects are linked once more."""
+    env = {**os.environ, "AMP_MP_CUDA": "0", "AMP_MP_WERROR": "1"}
+    if not amp.build_info()["cuda"] and (ROOT / "build/native").exists():
+        env["AMP_MP_OBJECTS"] = "build/native"
+    else:
+        env["CXX"] = str(tmp_path / "compiler")
+        Path(env["CXX"]).write_text(UNOPTIMISED)
+        Path(env["CXX"]).chmod(0o755)
     command = [sys.executable, "setup.py", "build"]
     command += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
-    env = {**os.environ, "AMP_MP_CUDA": "0"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert "0 CUDA kernels" in built.stdout

@@ -75,6 +75,7 @@ def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_kernel_spills_or_is_narrow() -> None:
     if reason := kernel_report.why_unavailable():
         pytest.skip(f"the kernels are not compiled: {reason}")

@@ -1,4 +1,4 @@
-"""What test_casting_distributed.py runs in processes of its own."""
+"""What tests run in several processes that share their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, SIZE = 64, 256
 
 
 def join(rank: int, world: int, path: str) -> None:
-    """Meets the other ranks."""
+    """Makes this process one of `world` that find each other by a file."""
     torch.set_num_threads(1)
     init = f"file://{path}.rendezvous"
     torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
@@ -33,6 +33,15 @@ def leave() -> None:
     os._exit(0)
 
 
+def run(rank: int, world: int, path: str) -> None:
+    """What each process of test_casting_distributed.py does; saves all its results."""
+    join(rank, world, path)
+    found = {wrap: train(wrap) for wrap in ("alone", "ddp", "fsdp2")}
+    found |= {kind: prepared(rank, kind) for kind in ("FP16_Optimizer", "amp SGD")}
+    torch.save(found, f"{path}.{rank}")
+    leave()
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE))
@@ -43,12 +52,11 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
-def train(rank: int, world: int, wrap: str, path: str) -> None:
-    """Two steps, then weights overwritten by hand; saves the weights and the last output.
+def train(wrap: str) -> list[Tensor]:
+    """Weights after two steps, and the output after those were overwritten by hand.
 
     wrap: "ddp", "fsdp2" or "alone"; every rank has the same batch, whose mean gradient is its own.
     """
-    join(rank, world, f"{path}.{wrap}")
     amp.init(device_type="cpu", dtype=LOW, loss_scale=1.0)
     net = model()
     if wrap == "ddp":
@@ -70,16 +78,15 @@ def train(rank: int, world: int, wrap: str, path: str) -> None:
             param.mul_(0.5)
         after = net(x)
     assert not torch.equal(before, after), "the output after a change by hand is a stale one"
-    torch.save([*weights, after], f"{path}.{wrap}.{rank}")
-    leave()
+    amp.uninstall()
+    return [*weights, after]
 
 
-def prepared(rank: int, world: int, kind: str, path: str) -> None:
-    """Masters and weights after some steps of ranks that start from different seeds.
+def prepared(rank: int, kind: str) -> list[Tensor]:
+    """This rank's masters and weights after some steps of ranks that start from different seeds.
 
-    DDP sends rank 0's rounded weights to all; saves what this rank has in the end.
+    DDP sends rank 0's rounded weights to all.
     """
-    join(rank, world, f"{path}.{kind}")
     torch.manual_seed(rank)
     net = nn.parallel.DistributedDataParallel(amp.prepare(nn.Linear(8, 8), LOW))
     if kind == "FP16_Optimizer":
@@ -96,5 +103,4 @@ def prepared(rank: int, world: int, kind: str, path: str) -> None:
         masters = optimizer.param_groups[0]["params"]
     else:
         masters = [state["master"] for state in optimizer.state.values()]
-    torch.save([t.detach() for t in (*masters, *net.parameters())], f"{path}.{kind}.{rank}")
-    leave()
+    return [t.detach() for t in (*masters, *net.parameters())]

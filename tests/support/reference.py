@@ -171,6 +171,25 @@ def adagrad(
     return w - rate * (g / (np.sqrt(total) + F32(eps))), total
 
 
+def adamax(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    u: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[Floats, Floats, Floats]:
+    """Kingma & Ba 2015, algorithm 2, in torch's form. Returns w, m, u."""
+    g = g + F32(weight_decay) * w
+    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
+    u = np.maximum(F32(betas[1]) * u, np.abs(g) + F32(eps))
+    return w - F32(lr / (1 - clock.beta1_power)) * (m / u), m, u
+
+
 def rmsprop(
     g: Floats,
     w: Floats,

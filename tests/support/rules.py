@@ -35,6 +35,7 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
         amp.optim.Adagrad,
         {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
     ),
+    "adamax": (amp.optim.Adamax, {**ADAM, "lr": 2e-3}),
     "rmsprop": (amp.optim.RMSprop, {**RMSPROP, "momentum": 0.0}),
     "rmsprop momentum": (amp.optim.RMSprop, RMSPROP),
     "centered": (amp.optim.RMSprop, {**CENTERED, "momentum": 0.0}),
@@ -59,7 +60,7 @@ PRESETS = {
     "tiny": ("split24", "m8", "ue8m8"),
 }
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
-FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg")
+FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 
 
 def formats_of(
@@ -136,6 +137,7 @@ class Expected:
             return reference.lamb(g, w, *states, clock, stored=stored, **numbers)
         rules = {
             amp.optim.Adagrad: reference.adagrad,
+            amp.optim.Adamax: reference.adamax,
             amp.optim.LARS: reference.lars,
             amp.optim.NovoGrad: reference.novograd,
         }

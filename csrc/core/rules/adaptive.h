@@ -106,6 +106,35 @@ struct CenteredRMSprop {
   }
 };
 
+// Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 2, in torch's form:
+// eps is added to |g|. States: m = exp_avg, u = exp_inf.
+struct Adamax {
+  static constexpr int kStates = 2, kSquares = -1;
+  float beta1, one_minus_beta1, beta2, eps, weight_decay;
+  float step_size;  // lr / (1 - beta1^t)
+
+  static AMP_MP_BOTH Adamax at(const Hyper& h, const Clock& c) {
+    return {.beta1 = float(h.beta1),
+            .one_minus_beta1 = float(1 - h.beta1),
+            .beta2 = float(h.beta2),
+            .eps = float(h.eps),
+            .weight_decay = float(h.weight_decay),
+            .step_size = float(h.lr / (1 - c.beta1_power))};
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& u) const {
+    // add the gradient of the L2 penalty
+    g = g + weight_decay * w;
+    // update the first moment
+    m = beta1 * m + one_minus_beta1 * g;
+    // update the infinity norm, a decaying maximum of |g|; a NaN is the largest
+    const float decayed = beta2 * u, size = fabsf(g) + eps;
+    u = size > decayed || size != size ? size : decayed;
+    // correct the bias of the first moment and take the step; u has none
+    w = w - step_size * (m / u);
+  }
+};
+
 // Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2. State:
 // m = exp_avg.
 struct Lion {

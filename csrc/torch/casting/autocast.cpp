@@ -16,8 +16,8 @@ namespace {
 
 using c10::DispatchKey;
 
-// Never destroyed: threads may still be in a kernel when the process ends, and the dispatcher may
-// be gone by then.
+// Never destroyed: when the process ends, threads may still be in a kernel, and the dispatcher may
+// be destroyed already.
 using Entries = std::map<std::pair<std::string, std::string>, std::unique_ptr<Entry>>;
 std::mutex& mutex = *new std::mutex;
 Entries& entries = *new Entries;  // by device and operator
@@ -30,7 +30,7 @@ DispatchKey key_of(const std::string& device) {
   return device == "cpu" ? DispatchKey::AutocastCPU : DispatchKey::AutocastCUDA;
 }
 
-// Null where the running torch has no such operator.
+// Null if the running torch has no such operator.
 Entry* find_or_register(const std::string& device, const std::string& name) {
   const auto known = entries.find({device, name});
   if (known != entries.end()) return known->second.get();
@@ -55,7 +55,7 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
     entry->writes = entry->writes || written;
   }
   entry->operands = operands_of(op->schema());
-  // torch warns once that a kernel is overridden; that is the point here.
+  // Silences torch's warning that a kernel is overridden, which is intended here.
   struct Silent : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } silent;
@@ -87,7 +87,7 @@ std::string set_policy(const std::string& device, const std::string& op,
   if (!entry) return "";
   auto wanted = OpPolicy(found - names.begin());
   if (wanted == OpPolicy::low_precision_if_large && device == "cpu" && !has_fast_bfloat16())
-    wanted = OpPolicy::stock;  // its products are slow at any size: torch's choice
+    wanted = OpPolicy::stock;  // without bfloat16 instructions: torch's choice
   return names[size_t(entry->policy.exchange(wanted))];
 }
 

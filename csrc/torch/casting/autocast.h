@@ -1,23 +1,23 @@
 #pragma once
-// The op-policy table inside torch's own autocast: boxed kernels, registered by operator name under
-// the AutocastCPU and AutocastCUDA dispatch keys. Whichever way an operator is called (torch.,
-// Tensor., F., a module, C++), it comes by here while autocast is on, and only then.
+// The table that gives each operator a policy, inside torch's own autocast: kernels are registered
+// by operator name under the AutocastCPU and AutocastCUDA dispatch keys. They are called while
+// autocast is on, in whichever way the operator is called (torch., Tensor., F., a module, C++).
 //
-// Registering writes the dispatcher's tables, which nothing synchronises with calls in flight: do
-// it before worker threads start. Changing the policy of a registered operator is an atomic store.
+// Registering changes the dispatcher's tables without any lock: do it before worker threads start.
+// Changing the policy of a registered operator is an atomic store.
 #include <string>
 #include <vector>
 
 namespace amp_mp::casting {
 
 enum class OpPolicy : int {
-  stock,                   // what torch's autocast does with it
-  unchanged,               // no casts, as if it were on no list
+  stock,                   // what torch's own autocast does
+  unchanged,               // no casts, as an operator on no list
   low_precision,           // to the autocast dtype
-  float32,                 // low precision to float32
+  float32,                 // low-precision arguments to float32
   widest,                  // to the widest dtype among the arguments
   set_output_dtype,        // arguments as they are, `dtype=` float32 unless given
-  banned,                  // refuses low-precision arguments
+  banned,                  // raises if an argument is low precision
   bfloat16_only,           // to the autocast dtype if that is bfloat16, else to float32
   low_precision_if_large,  // matrix products on a CPU: in float32 where that is faster (product.h)
 };
@@ -29,27 +29,16 @@ struct Row {
   std::string op, policy;
 };
 
-// Sets an operator's policy, registering our kernel for it first if need be. `device` is "cpu" or
-// "cuda", `op` a name such as "aten::mm" or "aten::pow.Tensor_Scalar". Returns the policy it had,
-// or an empty string where the running torch has no such operator (lists are written for several
-// versions).
+// Sets an operator's policy; registers a kernel for the operator if it has none yet. `device` is
+// "cpu" or "cuda", `op` a name such as "aten::mm" or "aten::pow.Tensor_Scalar". Returns the policy
+// that the operator had, or an empty string if the running torch has no such operator (the lists
+// are written for several versions of torch).
 std::string set_policy(const std::string& device, const std::string& op, const std::string& policy);
 
-// The operators that have our kernel, by name.
+// All registered operators.
 std::vector<Row> policies(const std::string& device);
 
-// Takes every kernel of ours out again: the dispatch tables are as before. Single-threaded use.
+// Removes all registered kernels: the dispatch tables are as before. Not thread-safe.
 void uninstall();
-
-// Reports casts while on: all of them to a list that take_log() empties, or those that are
-// computed, not found in the cache, to stderr.
-enum class Trace : int { off, print, record };
-void set_trace(Trace trace);
-
-struct Cast {
-  std::string op, argument, from, to;
-  bool cached;  // nothing was computed
-};
-std::vector<Cast> take_log();
 
 }  // namespace amp_mp::casting

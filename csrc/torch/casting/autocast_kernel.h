@@ -1,5 +1,5 @@
 #pragma once
-// What runs when an operator that has a policy is called while autocast is on.
+// The kernels that run while autocast is on, for operators that have a policy.
 #include <torch/library.h>
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace amp_mp::casting {
 
-// What is known of one operator on one device type. Never freed: kernels may still be running.
+// One operator on one device type. Never freed: kernels may still be running.
 struct Entry {
   std::string name;
   at::DeviceType device;
@@ -20,12 +20,35 @@ struct Entry {
   std::atomic<OpPolicy> policy{OpPolicy::stock};
   std::optional<c10::SafeKernelFunction> stock;  // torch's own autocast kernel, if it has one
   int dtype_argument = -1;                       // index of `dtype`, if the schema has one
-  std::vector<bool> written;                     // arguments that are written: in-place, out=
-  bool writes = false;
-  Operands operands;  // of a matrix product
+  std::vector<bool> written;  // for each argument, whether the operator writes it (in-place, out=)
+  bool writes = false;        // whether it writes any argument
+  Operands operands;          // of a matrix product
+
+  // Whether autocast may cast this tensor: floating point but not double, on the entry's device.
+  bool is_eligible(const at::Tensor& t) const {
+    return t.defined() && t.is_floating_point() && t.scalar_type() != at::kDouble &&
+           t.device().type() == device;
+  }
+
+  // Whether OpPolicy::low_precision_if_large looks at sizes: only for bfloat16 on a CPU. Float16 is
+  // slower there at any size.
+  bool depends_on_size(at::ScalarType low) const {
+    return low == at::kBFloat16 && device == at::kCPU && operands.left >= 0;
+  }
 };
 
-// The kernel to register. It looks at the entry's policy at every call.
+// A boxed kernel, which fits every operator. It reads the entry's policy at each call.
+struct BoxedKernel : c10::OperatorKernel {
+  explicit BoxedKernel(Entry* entry) : e(entry) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack);
+  Entry* e;
+};
+
+// An unboxed kernel for the products that have one (autocast_product.cpp), else nullopt.
+std::optional<torch::CppFunction> product_kernel(Entry* entry, const c10::OperatorHandle& op);
+
+// The kernel to register.
 torch::CppFunction kernel_of(Entry* entry, const c10::OperatorHandle& op);
 
 }  // namespace amp_mp::casting

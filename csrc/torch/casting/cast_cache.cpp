@@ -2,22 +2,18 @@
 
 #include <ATen/CachedTensorUtils.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include <atomic>
 #include <mutex>
 #include <optional>
-#include <type_traits>
 #include <unordered_map>
 
+#include "torch/casting/cast_link.h"
 #include "torch/device.h"
 
 namespace amp_mp::casting {
 namespace {
 
-using torch::autograd::Node;
-using torch::autograd::variable_list;
 using Owner = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 struct Entry {
@@ -25,75 +21,31 @@ struct Entry {
   int64_t version;
   const void* memory;
   at::Tensor copy;  // detached
-  // The same memory with history. Weak: its graph holds the leaf, and an owner could never expire.
-  // What a forward pass saves keeps it alive for the rest of the pass; making it anew casts
-  // nothing.
+  // The same memory with autograd history. Weak, because its graph holds the leaf: a strong
+  // reference would keep the leaf alive for ever. A forward pass keeps it alive while it needs it;
+  // linking the copy again casts nothing.
   std::optional<Owner> linked;
-  bool differentiated = false;  // a gradient came this way
-  bool written = false;         // by the optimizer's step that is under way
-};
-
-struct Key {
-  const c10::TensorImpl* tensor;
-  at::ScalarType dtype;
-  bool operator==(const Key&) const = default;
+  bool differentiated = false;  // a gradient has gone through `linked`
+  bool written = false;         // by the current optimizer step
 };
 
 struct Hash {
-  size_t operator()(const Key& key) const {
+  size_t operator()(const CastKey& key) const {
     return std::hash<const void*>()(key.tensor) * 31 + size_t(key.dtype);
   }
 };
 
-using Entries = std::unordered_map<Key, Entry, Hash>;
+using Entries = std::unordered_map<CastKey, Entry, Hash>;
 
-// Never destroyed: at the end of the process tensors would outlive what they need to be freed.
-// While the lock is held nothing is computed and no tensor freed: either may need Python's lock,
-// whose holder may be waiting for this one.
+// Never destroyed: at the end of the process the allocators of the tensors may be gone already.
+// While the mutex is held nothing is computed and no tensor freed: either may need Python's lock,
+// whose holder may be waiting for the mutex.
 std::mutex& mutex = *new std::mutex;
 Entries& entries = *new Entries;
-// Tensors that are never cached, and whether there are any.
+// Tensors that are never cached, and whether there are any: the usual case needs no lock.
 using Refused = std::unordered_map<const c10::TensorImpl*, Owner>;
 Refused& refused = *new Refused;
 std::atomic<bool> some_refused = false;
-
-// The history of a cast: gradients in the leaf's dtype. Saves nothing for backward.
-struct CastBackward : Node {
-  explicit CastBackward(const Key& k) : key(k) {}
-  Key key;  // not followed: the leaf may be gone
-
-  variable_list apply(variable_list&& grads) override {
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      const auto found = entries.find(key);
-      if (found != entries.end()) found->second.differentiated = true;
-    }
-    return {grads[0].defined() ? grads[0].to(at::kFloat) : at::Tensor()};
-  }
-  std::string name() const override { return "AmpCastBackward"; }
-};
-
-// torch moved nodes from shared_ptr to intrusive_ptr; this is right with either.
-using NodePointer = decltype(torch::autograd::Edge::function);
-
-template <class Pointer>
-Pointer make_node(const Key& key) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new CastBackward(key), [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<CastBackward>(key);
-  }
-}
-
-// A copy that exists already, with the history of a cast from the leaf. By hand, since a custom
-// autograd::Function costs five times as much, at every pass and weight.
-at::Tensor link(const at::Tensor& leaf, const at::Tensor& copy) {
-  NodePointer node = make_node<NodePointer>({leaf.unsafeGetTensorImpl(), copy.scalar_type()});
-  node->set_next_edges(torch::autograd::collect_next_edges(leaf));
-  at::Tensor linked = copy.detach();
-  torch::autograd::set_history(linked, node);
-  return linked;
-}
 
 size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
@@ -113,13 +65,15 @@ bool is_refused(const at::Tensor& t) {
   return found != refused.end() && !found->second.expired();
 }
 
-// A gradient that came and has been dropped was used by somebody, maybe through `.data`.
+// A gradient that has come and been dropped was used, perhaps by an update through `.data`, which
+// advances no version counter.
 bool is_current(const Entry& e, const at::Tensor& t) {
   return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr() &&
          !(e.differentiated && !t.grad().defined());
 }
 
-// Moves entries out that `gone` says, for the caller to free without the lock.
+// Removes the entries for which `gone` is true and returns them, so that the caller can free them
+// after it has released the mutex.
 template <class F>
 std::vector<Entry> take_if(const F& gone) {
   std::vector<Entry> taken;
@@ -133,8 +87,8 @@ std::vector<Entry> take_if(const F& gone) {
   return taken;
 }
 
-// The copy that is current, with history if asked for; undefined if there is none.
-at::Tensor find(const at::Tensor& tensor, const Key& key, bool with_grad) {
+// The current copy, with autograd history if with_grad; undefined if there is none.
+at::Tensor find(const at::Tensor& tensor, const CastKey& key, bool with_grad) {
   at::Tensor copy;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -156,13 +110,19 @@ at::Tensor find(const at::Tensor& tensor, const Key& key, bool with_grad) {
 
 }  // namespace
 
+void mark_differentiated(const CastKey& key) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = entries.find(key);
+  if (found != entries.end()) found->second.differentiated = true;
+}
+
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   if (tensor.scalar_type() == dtype) return tensor;
-  // A copy that a CUDA graph reads or makes belongs to the graph.
+  // During capture a copy's memory belongs to the CUDA graph, and must not be cached.
   if (!is_cacheable(tensor, dtype) || is_capturing(tensor.device()) || is_refused(tensor))
     return tensor.to(dtype);
   const bool with_grad = at::GradMode::is_enabled();
-  const Key key{tensor.unsafeGetTensorImpl(), dtype};
+  const CastKey key{tensor.unsafeGetTensorImpl(), dtype};
   if (at::Tensor found = find(tensor, key, with_grad); found.defined()) {
     if (cached) *cached = true;
     return found;
@@ -174,9 +134,9 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   std::vector<Entry> old;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    // Tensors that are gone are forgotten whenever the table would have to grow.
+    // Entries of freed tensors are removed whenever the table would have to grow.
     if (entries.size() == entries.bucket_count())
-      old = take_if([](const Key&, const Entry& e) { return e.owner.expired(); });
+      old = take_if([](const CastKey&, const Entry& e) { return e.owner.expired(); });
     const auto [place, is_new] = entries.try_emplace(key, std::move(entry));
     if (!is_new) old.push_back(std::exchange(place->second, std::move(entry)));
   }
@@ -220,13 +180,13 @@ void never_cache(const Tensors& tensors) {
   for (const at::Tensor& t : tensors)
     refused.insert_or_assign(t.unsafeGetTensorImpl(), Owner(t.getIntrusivePtr()));
   some_refused = true;
-  old = take_if([](const Key& key, const Entry&) { return refused.contains(key.tensor); });
+  old = take_if([](const CastKey& key, const Entry&) { return refused.contains(key.tensor); });
 }
 
 void optimizer_stepped() {
   std::vector<Entry> old;
   const std::lock_guard<std::mutex> lock(mutex);
-  old = take_if([](const Key&, const Entry& e) { return !e.written; });
+  old = take_if([](const CastKey&, const Entry& e) { return !e.written; });
   for (auto& [key, entry] : entries) entry.written = false;
 }
 

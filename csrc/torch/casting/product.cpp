@@ -11,9 +11,10 @@ using c10::IValue;
 constexpr int kRows = 12, kEven = 12, kRagged = 6;
 constexpr int16_t never = 0x7fff;
 
-// The K from which bfloat16 is faster, for M = 1, 2, 4, ... rows and N columns. NormInputs on an
-// AMD Zen 5 (AVX512-BF16), torch 2.13, one thread; `benchmarks/products.py --calibrate` prints it
-// anew. Only what is ragged, no multiple of 4, has columns of its own: float32 is slower at it.
+// The depth K from which bfloat16 is faster, for M = 1, 2, 4, ... rows and N columns. Measured on
+// an AMD Zen 5 (AVX512-BF16), torch 2.13, one thread; `benchmarks/products.py --calibrate` measures
+// it again. Ragged N, no multiple of 4, have a table of their own, because float32 is slower for
+// them.
 constexpr int16_t kEvenTable[kRows][kEven] = {
     // N = 1, 2, 4, ..., 2048
     {never, never, never, never, never, never, never, never, never, never, never, never},
@@ -44,10 +45,10 @@ constexpr int16_t kRaggedTable[kRows][kRagged] = {
     {never, 96, 4, 32, 24, 12},
     {never, 3, 2, 16, 8, 2},
 };
-// Products of less never pay, whatever their shape: spares most small ones the logarithms.
+// Smaller products M * N * K are never faster; the check saves most small products the logarithms.
 constexpr int64_t kLeastWork = 32768;
 
-// A place between two rows or columns of a table.
+// A position between two rows or columns of a table.
 struct TablePosition {
   int index;
   float fraction;
@@ -66,7 +67,7 @@ TablePosition between_ragged(int64_t size) {
   return {index, std::clamp((std::log2(float(size)) - low) / (high - low), 0.0f, 1.0f)};
 }
 
-// Log2 of the table's K at a place, linear in the logarithms of M and N.
+// Log2 of the table's K at a position, interpolated linearly in the logarithms of M and N.
 template <int Columns>
 float threshold(const int16_t (&table)[kRows][Columns], TablePosition row, TablePosition column) {
   const auto log = [&](int r, int c) { return std::log2(float(table[r][c])); };
@@ -81,10 +82,11 @@ bool is_symbolic(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// While a graph is compiled for sizes yet unknown: the question becomes one guard, rows >= so many,
-// and the graph holds for all sizes with the same answer.
+// While torch.compile traces with unknown sizes: finds the number of rows from which the answer is
+// yes, and guards on rows >= that number, so that the graph is valid for all sizes with the same
+// answer.
 bool has_many_rows(const c10::SymInt& m, int64_t n, int64_t k) {
-  int64_t small = 1, large = int64_t(1) << (kRows - 1);  // beyond the table nothing changes
+  int64_t small = 1, large = int64_t(1) << (kRows - 1);  // the last row counts for larger M too
   if (!is_large(large, n, k)) return false;
   while (large - small > 1) {
     const int64_t middle = (small + large) / 2;
@@ -97,7 +99,7 @@ bool is_large_symbolic(const at::Tensor& left, const at::Tensor& right, bool tra
   if (left.dim() == 0 || right.dim() < 2) return false;
   const auto sizes = right.sym_sizes();
   const size_t last = sizes.size() - 1;
-  // The weight's sizes are known in general; where they are not, the graph is for this one.
+  // A weight's sizes are usually known; if not, the graph is specialised to the current ones.
   const int64_t n = sizes[transposed ? last - 1 : last].guard_int(__FILE__, __LINE__);
   const int64_t k = sizes[transposed ? last : last - 1].guard_int(__FILE__, __LINE__);
   if (k == 0) return false;
@@ -119,10 +121,10 @@ Operands operands_of(const c10::FunctionSchema& schema) {
   for (int i = 0; i < found.arguments; ++i) {
     const c10::Argument& argument = schema.arguments()[size_t(i)];
     if (!is_plain_tensor(argument)) continue;
-    if (base.ends_with("_cell")) {  // its largest product: the input's
+    if (base.ends_with("_cell")) {  // its largest product is the input's
       if (i == 0) found.left = i;
       if (argument.name() == "w_ih") found.right = i;
-    } else {  // what is added comes before the factors, as in addmm
+    } else {  // the factors are the last two tensors; addmm has a summand before them
       found.left = found.right;
       found.right = i;
     }
@@ -137,7 +139,7 @@ bool is_large(int64_t m, int64_t n, int64_t k) {
   const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
   const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
                             : threshold(kEvenTable, row, between_powers(n, kEven));
-  constexpr float kRounding = 0.15f;  // sizes between those of the table are interpolated
+  constexpr float kRounding = 0.15f;  // tolerance of the interpolation
   return std::log2(float(k)) + kRounding >= from;
 }
 

@@ -2,6 +2,7 @@
 
 from amp_mp.optim.adagrad import Adagrad
 from amp_mp.optim.adam import Adam
+from amp_mp.optim.adamax import Adamax
 from amp_mp.optim.adamw import AdamW
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.lamb import LAMB
@@ -19,6 +20,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "FusedOptimizer",
     "Lion",
     "MemoryReport",

@@ -5,30 +5,36 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers
-
-ADAGRAD = Rule(
-    "adagrad_",
-    numbers("lr", "lr_decay", "eps", "weight_decay"),
-    (State("sum", "square", initial="initial_accumulator_value"),),
-)
 
 
 class Adagrad(FusedOptimizer):
     """Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), as torch.optim.Adagrad.
 
         g = g + weight_decay w
-        s = s + g^2, from initial_accumulator_value on
+        s = s + g^2
         w = w - lr / (1 + (t - 1) lr_decay) * g / (sqrt(s) + eps)
 
-    Arguments are torch's, how the sum is stored, `sum`, and what all fused optimizers take: see
-    FusedOptimizer. State: step, sum, and master or remainder for low-precision parameters.
+    Args:
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-2.
+        lr_decay: how fast the learning rate falls with the steps. Default 0.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        initial_accumulator_value: what s starts from. Default 0.
+        eps: added to the denominator. Default 1e-10.
+        sum: how s is stored; see memory below.
 
-    Raises ValueError for an argument out of range.
+    State: step, sum (s), and master or remainder for low-precision parameters.
     """
 
-    rules = (ADAGRAD,)
+    rules = (
+        Rule(
+            "adagrad_",
+            numbers("lr", "lr_decay", "eps", "weight_decay"),
+            (State("sum", "square", initial="initial_accumulator_value"),),
+        ),
+    )
 
     def __init__(
         self,
@@ -38,22 +44,10 @@ class Adagrad(FusedOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
-        *,
-        sum: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, (), eps, weight_decay)
-        for name, value in (
-            ("lr_decay", lr_decay),
-            ("initial_accumulator_value", initial_accumulator_value),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, found {value!r}")
         defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
+            **{"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps},
             "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
         }
-        super().__init__(params, defaults, {"sum": sum}, options)
+        super().__init__(params, defaults, options)

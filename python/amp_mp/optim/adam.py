@@ -1,4 +1,4 @@
-"""Adam: the decay joins the gradient."""
+"""Adam: the weight decay is added to the gradient."""
 
 from typing import Any, Unpack
 
@@ -17,8 +17,12 @@ class Adam(AdamW):
         v = beta2 v + (1 - beta2) g^2
         w = w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Everything else as AdamW, which is also what decoupled_weight_decay=True gives in torch;
-    weight_decay is 0 by default.
+    Args:
+        weight_decay: what is added to the gradient, times the weight. Default 0. (For torch's
+            decoupled_weight_decay=True use AdamW.)
+        params, lr, betas, eps, amsgrad, exp_avg, exp_avg_sq: see AdamW.
+
+    State: as AdamW's.
     """
 
     rules = (Rule("adam_", NUMBERS, MOMENTS), Rule("amsgrad_adam_", NUMBERS, AMSGRAD_STATES))
@@ -31,19 +35,6 @@ class Adam(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        *,
-        exp_avg: str | None = None,
-        exp_avg_sq: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            **options,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers, same_in_all_groups
 
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
@@ -20,15 +20,20 @@ class AdamW(FusedOptimizer):
         v = beta2 v + (1 - beta2) g^2
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    With amsgrad the largest v so far takes v's place in the last line (Reddi et al. 2018).
+    t counts the parameter's own steps. Where betas change between steps, beta^t is the product of
+    the betas of all steps.
 
-    Arguments are torch's, how the moments are stored, `exp_avg`, `exp_avg_sq`, and what all fused
-    optimizers take: see FusedOptimizer.
-    State: step, beta_powers, exp_avg, exp_avg_sq, max_exp_avg_sq with amsgrad, and master or
-    remainder for low-precision parameters. A late parameter has its own step count. betas may
-    change between steps: the bias corrections use the product of those that were in force.
+    Args:
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of m and v. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: the weights shrink by lr times this at each step. Default 0.01.
+        amsgrad: use the largest v so far in the last line (Reddi et al. 2018). Default False.
+        exp_avg, exp_avg_sq: how m and v are stored; see memory below.
 
-    Raises ValueError for an argument out of range.
+    State: step, beta_powers, exp_avg (m), exp_avg_sq (v), max_exp_avg_sq with amsgrad, and master
+    or remainder for low-precision parameters.
     """
 
     rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
@@ -41,21 +46,10 @@ class AdamW(FusedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        exp_avg: str | None = None,
-        exp_avg_sq: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, betas, eps, weight_decay)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
-        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        super().__init__(params, defaults, formats, options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad}, options)
 
     def rule(self) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""

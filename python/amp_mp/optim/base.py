@@ -14,24 +14,18 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment
-from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_options
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_numbers, check_options
+from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
-from amp_mp.optim.state.formats import check_low_precision, resolve
+from amp_mp.optim.state.formats import check_low_precision, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.step.handed import Handed, Measured
 from amp_mp.optim.step.protocols import Scaler
 from amp_mp.optim.step.run import StepRunner
 from amp_mp.optim.step.step_report import StepLog, StepReport
 
-# The attributes that a pickle of an optimizer holds besides torch's own.
-PICKLED = (
-    "max_grad_norm",
-    "check_overflow",
-    "_step_supports_amp_scaling",
-    "_own_defaults",
-    "_chosen",
-)
+# Attributes in a pickle besides torch's own.
+PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -46,43 +40,29 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     handed: Handed | None = None  # by a loss scaler, to the step under way
     attachment: Attachment | None = None
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        formats: Mapping[str, str | None],
-        options: Options,
-    ) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         """Raises TypeError or ValueError naming the argument.
 
-        formats: how the states are stored, by name, as the user gave it; None or absent for the
-        default. options: the arguments that all fused optimizers take.
+        defaults: the rule's own numbers. options: the arguments that all fused optimizers take, and
+        how single states are stored.
         """
-        check_options(type(self).__name__, options)
+        kinds = kinds_of(self.rules)
+        choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
+        check_options(type(self).__name__, choosable, options)
+        check_numbers(defaults)
+        given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
         self._step_supports_amp_scaling = options.get("amp_scaling", True)
-        self._chosen = {"master": options.get("master")} | {
-            n: formats.get(n) for n in self._kinds()
-        }
-        stored = resolve(options.get("memory"), self._chosen, self._kinds())
-        defaults = {
-            **defaults,
-            "maximize": options.get("maximize", False),
-            **stored,
-            "rounding": options.get("rounding", "nearest"),
-            "seed": options.get("seed", 0),
-        }
+        self._chosen = {name: given.get(name) for name in ("master", *kinds)}
+        stored = resolve(options.get("memory"), self._chosen, kinds)
+        shared = {"maximize": False, "rounding": "nearest", "seed": 0}
+        defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._runner = StepRunner()
         super().__init__(params, defaults)
         everything = [p for group in self.param_groups for p in group["params"]]
         check_low_precision(stored["master"], everything)
-
-    @classmethod
-    def _kinds(cls) -> dict[str, str]:
-        """What each state of any of the rules holds (rule.py, State)."""
-        return {state.name: state.kind for rule in cls.rules for state in rule.states}
 
     def __init_subclass__(cls) -> None:
         """Adds the shared arguments to the class's docstring, so that help() explains them all."""
@@ -103,8 +83,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
-    # The step.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
@@ -112,10 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Raises ValueError or TypeError, before anything is changed, where a gradient is sparse or of
         another shape, dtype or device than it can have, or where two parameters share memory.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         handed = self.handed or Handed.by_torch(self)
         if self.attachment is not None and self.attachment.releases:
             self.attachment.finish(handed)
@@ -142,8 +118,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
-        asked = self.max_grad_norm is not None or self.check_overflow
-        return asked or self.rule().needs_norms
+        clips = self.max_grad_norm is not None
+        return clips or self.check_overflow or self.rule().needs_norms
 
     def measure(self) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
@@ -171,31 +147,24 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return self.attachment is not None and self.attachment.releases
 
     def last_report(self, wait: bool = False) -> StepReport | None:
-        """What the last step did; without waiting, the last step whose report is on the host.
+        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
 
-        Args:
-            wait: wait for the device where its report has not arrived yet. After a replay of a CUDA
-                graph the device is always asked.
-
-        Returns:
-            number, skipped, grad_norm, max_abs, loss_scale; None if there is no report.
+        wait: wait for the device until the last step's report is on the host. Otherwise the report
+        is of the last step that has arrived there.
         """
         return self.log.newest(wait)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step found an overflow and so changed nothing. Waits for the device.
-
-        Attached with release=True: whether any parameter was skipped.
-        """
+        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
         report = self.last_report(wait=True)
         return report is not None and report.skipped
 
     @property
     def grad_norm(self) -> float | None:
-        """Global 2-norm of the last step's true gradients (unscaled, before clipping).
+        """2-norm of the last step's true gradients (unscaled, before clipping); waits for the step.
 
-        inf after an overflow; None where the gradients were not measured. Waits for the device.
+        inf after an overflow; None where the gradients were not measured.
         """
         report = self.last_report(wait=True)
         return report.grad_norm if report is not None else None
@@ -220,35 +189,28 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 (under DistributedDataParallel: averaged). `step` handles the optimizer's others.
             release: step each parameter right then and free its gradient (DistributedDataParallel
                 keeps it). Every backward steps; `step` only ends the iteration.
-            measure: read each gradient while it is in the cache, so that `step` need not. Exactly
-                one of release and measure must be True.
+            measure: read each gradient while it is in the cache. Either this or release is True.
             scaler: the amp_mp.GradScaler of the losses; with release only.
-            clip: what max_grad_norm means with release, where the norm of all gradients is not
-                known in time. "parameter" clips each gradient by its own norm, "previous" by the
-                norm of the last step without overflow (at first as "parameter").
+            clip: how max_grad_norm clips with release, where the norm of all gradients is known too
+                late: each gradient by its own norm ("parameter"), or by the norm of the last step
+                without overflow ("previous", at first as "parameter").
 
-        Returns:
-            The attachment; `remove()` or the end of a `with` block ends it.
-
+        Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        attach(self, model, release=release, measure=measure, scaler=scaler, clip=clip)
-        assert self.attachment is not None
+        self.attachment = attach(self, model, release, measure, scaler, clip, self._detach)
         return self.attachment
 
-    # State.
+    def _detach(self, attachment: Attachment) -> None:
+        if self.attachment is attachment:
+            self.attachment = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.
 
         The group may have formats of its own, by `memory` or by name.
         """
-        own = {name: param_group.get(name) for name in self._chosen}
-        memory = param_group.pop("memory", None)
-        if memory is not None or any(own.values()):
-            given = {name: own[name] or self._chosen[name] for name in own}
-            stored = resolve(memory, own if memory is not None else given, self._kinds())
-            param_group.update({n: s for n, s in stored.items() if memory or own[n]})
+        resolve_group(param_group, self._chosen, kinds_of(self.rules))
         super().add_param_group(param_group)
         self.forget()
 
@@ -265,10 +227,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state as the optimizer of torch.optim with the same name has it, for float32 weights.
+        """The state dict for the optimizer of torch.optim with the same name and float32 weights.
 
-        States are decoded to float32; masters are left out: they are the float32 weights
-        (amp_mp.float32_state_dict).
+        States are decoded to float32. The float32 weights themselves are the masters:
+        amp_mp.float32_state_dict.
         """
         return torch_state_dict(self, self.rule(), {*self._chosen, "rounding", "seed"})
 
@@ -284,4 +246,4 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}

@@ -5,15 +5,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers
-
-LAMB_RULE = Rule(
-    "lamb_",
-    numbers("lr", "betas", "eps", "weight_decay", "always_adapt"),
-    (State("exp_avg", "moment"), State("exp_avg_sq", "square")),
-    needs_norms=True,
-)
 
 
 class LAMB(FusedOptimizer):
@@ -21,17 +14,31 @@ class LAMB(FusedOptimizer):
 
         m, v: as Adam
         r = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w
-        w = w - lr |w| / |r| r, the ratio of a tensor's 2-norms, 1 where one of them is 0
+        w = w - lr |w| / |r| r
+
+    |w| / |r| is the ratio of a tensor's 2-norms, and 1 where one of them is 0.
 
     Args:
-        params, lr, betas, eps, weight_decay: as torch.optim.AdamW, with the paper's defaults.
-        always_adapt: False leaves the ratio out for groups without weight decay, as Apex does.
-        exp_avg, exp_avg_sq and what all fused optimizers take: see FusedOptimizer.
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        betas: decay rates of m and v. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-6.
+        weight_decay: what is added to the update, times the weight. Default 0.01.
+        always_adapt: False leaves out the ratio in groups without weight decay, as Apex does.
+            Default True.
+        exp_avg, exp_avg_sq: how m and v are stored; see memory below.
 
-    State as AdamW's. Raises ValueError for an argument out of range.
+    State: as AdamW's.
     """
 
-    rules = (LAMB_RULE,)
+    rules = (
+        Rule(
+            "lamb_",
+            numbers("lr", "betas", "eps", "weight_decay", "always_adapt"),
+            (State("exp_avg", "moment"), State("exp_avg_sq", "square")),
+            needs_norms=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -42,17 +49,7 @@ class LAMB(FusedOptimizer):
         weight_decay: float = 1e-2,
         *,
         always_adapt: bool = True,
-        exp_avg: str | None = None,
-        exp_avg_sq: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, betas, eps, weight_decay)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "always_adapt": always_adapt,
-        }
-        formats = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        super().__init__(params, defaults, formats, options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "always_adapt": always_adapt}, options)

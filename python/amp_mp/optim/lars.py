@@ -1,48 +1,48 @@
-"""LARS and LARC: SGD with a rate for each layer."""
+"""LARS and LARC: SGD with a learning rate for each layer."""
 
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers
 
-LARS_RULE = Rule(
-    "lars_",
-    numbers(
-        *("lr", "momentum", "dampening", "weight_decay", "nesterov", "clip", "eps"),
-        trust_coefficient="trust",
-    ),
-    (State("momentum_buffer", "moment"),),
-    needs_norms=True,
-)
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "clip", "eps")
 
 
 class LARS(FusedOptimizer):
     """You, Gitman & Ginsburg, "Large batch training of convolutional networks" (2017).
 
-    SGD with momentum, on gradients that are scaled tensor by tensor, in the form of Apex's
-    LARC(SGD(...)):
+    SGD with momentum on gradients that are scaled tensor by tensor, as Apex's LARC(SGD(...)):
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + eps)
-        g = ratio (g + weight_decay w); g as it is where |w| or |g| is 0
+        g = ratio (g + weight_decay w); unchanged where |w| or |g| is 0
         b = g at a parameter's first step, else momentum b + (1 - dampening) g
         w = w - lr (g + momentum b if nesterov else b)
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov: as torch.optim.SGD.
-        trust_coefficient: of the ratio.
-        clip: True is LARC: the ratio is min(ratio / lr, 1), so a layer's rate is lr at most.
-        eps: added to the denominator.
-        momentum_buffer and what all fused optimizers take: see FusedOptimizer.
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        momentum, dampening, nesterov: as torch.optim.SGD. Default 0.9, 0, False.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        trust_coefficient: factor of the ratio. Default 0.02.
+        clip: True is LARC: the ratio is min(ratio / lr, 1), so that no layer's rate exceeds lr.
+            Default False.
+        eps: added to the ratio's denominator. Default 1e-8.
+        momentum_buffer: how b is stored; see memory below.
 
-    State: step, momentum_buffer, and master or remainder for low-precision parameters.
-
-    Raises ValueError for an argument out of range.
+    State: step, momentum_buffer (b), and master or remainder for low-precision parameters.
     """
 
-    rules = (LARS_RULE,)
+    rules = (
+        Rule(
+            "lars_",
+            numbers(*NUMBERS, trust_coefficient="trust"),
+            (State("momentum_buffer", "moment"),),
+            needs_norms=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -56,26 +56,8 @@ class LARS(FusedOptimizer):
         trust_coefficient: float = 0.02,
         clip: bool = False,
         eps: float = 1e-8,
-        momentum_buffer: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, (), eps, weight_decay)
-        for name, value in (("momentum", momentum), ("trust_coefficient", trust_coefficient)):
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, found {value!r}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                "nesterov needs momentum > 0 and dampening = 0, "
-                f"found {momentum!r} and {dampening!r}"
-            )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "clip": clip,
-            "eps": eps,
-        }
-        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, options)
+        values = (lr, momentum, dampening, weight_decay, nesterov, clip, eps)
+        defaults = dict(zip(NUMBERS, values, strict=True))
+        super().__init__(params, {**defaults, "trust_coefficient": trust_coefficient}, options)

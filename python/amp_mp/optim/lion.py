@@ -5,10 +5,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers
-
-LION = Rule("lion_", numbers("lr", "betas", "weight_decay"), (State("exp_avg", "moment"),))
 
 
 class Lion(FusedOptimizer):
@@ -18,19 +16,19 @@ class Lion(FusedOptimizer):
         m = beta2 m + (1 - beta2) g
         w = (1 - lr weight_decay) w - lr sign(c)
 
-    Every element moves by lr: take a tenth to a third of AdamW's, and that much more weight decay.
+    Every element moves by lr: use a third to a tenth of AdamW's lr, and 3 to 10 times its decay.
 
     Args:
-        params, lr, weight_decay: as torch.optim.AdamW.
-        betas: of the direction and of the average.
-        exp_avg and what all fused optimizers take: see FusedOptimizer.
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-4.
+        betas: decay rates of the direction c and of the average m. Default (0.9, 0.99).
+        weight_decay: the weights shrink by lr times this at each step. Default 0.
+        exp_avg: how m is stored; see memory below.
 
-    State: step, exp_avg, and master or remainder for low-precision parameters.
-
-    Raises ValueError for an argument out of range.
+    State: step, exp_avg (m), and master or remainder for low-precision parameters.
     """
 
-    rules = (LION,)
+    rules = (Rule("lion_", numbers("lr", "betas", "weight_decay"), (State("exp_avg", "moment"),)),)
 
     def __init__(
         self,
@@ -38,10 +36,7 @@ class Lion(FusedOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        exp_avg: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, betas, 0.0, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, {"exp_avg": exp_avg}, options)
+        super().__init__(params, defaults, options)

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule, State, numbers
 
 
@@ -13,9 +13,6 @@ def _numbers(group: Group) -> dict[str, Any]:
     found = numbers("lr", "betas", "eps", "weight_decay")(group)
     found["dampening"] = found["beta1"] if group["grad_averaging"] else 0.0
     return found
-
-
-NOVOGRAD = Rule("novograd_", _numbers, (State("exp_avg", "moment"),), needs_norms=True)
 
 
 class NovoGrad(FusedOptimizer):
@@ -26,16 +23,20 @@ class NovoGrad(FusedOptimizer):
         w = w - lr m
 
     Args:
-        params, lr, eps, weight_decay: as torch.optim.AdamW.
-        betas: the paper's defaults.
-        grad_averaging: True multiplies what joins m by 1 - beta1, as NVIDIA's versions do.
-        exp_avg and what all fused optimizers take: see FusedOptimizer.
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-2.
+        betas: decay rates of m and v. Default (0.95, 0.98), the paper's.
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: what is added to m, times the weight. Default 0.
+        grad_averaging: multiply what is added to m by 1 - beta1, as NVIDIA's versions do. Default
+            False.
+        exp_avg: how m is stored; see memory below.
 
-    State: step, layer (v, a number a tensor), exp_avg, and master or remainder for low-precision
-    parameters. Raises ValueError for an argument out of range.
+    State: step, layer (v, one number per tensor), exp_avg (m), and master or remainder for
+    low-precision parameters.
     """
 
-    rules = (NOVOGRAD,)
+    rules = (Rule("novograd_", _numbers, (State("exp_avg", "moment"),), needs_norms=True),)
 
     def __init__(
         self,
@@ -46,15 +47,7 @@ class NovoGrad(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         grad_averaging: bool = False,
-        exp_avg: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        check_ranges(lr, betas, eps, weight_decay)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-        }
-        super().__init__(params, defaults, {"exp_avg": exp_avg}, options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "grad_averaging": grad_averaging}, options)

@@ -1,6 +1,6 @@
-"""The arguments that every fused optimizer takes, their documentation, and checks of ranges."""
+"""The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -41,8 +41,8 @@ SHARED_ARGUMENTS = """
     """
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments that every fused optimizer takes; see FusedOptimizer."""
+class SharedOptions(TypedDict, total=False):
+    """Keyword arguments of every fused optimizer, explained in SHARED_ARGUMENTS."""
 
     maximize: bool
     max_grad_norm: float | None
@@ -58,13 +58,32 @@ class Options(TypedDict, total=False):
     differentiable: bool
 
 
-def check_options(name: str, options: Options) -> None:
-    """Raises TypeError or ValueError naming the argument; name: the optimizer's."""
-    unknown = set(options) - set(Options.__annotations__)
+class Options(SharedOptions, total=False):
+    """With the formats of states; an optimizer takes those of its own states."""
+
+    exp_avg: str | None
+    exp_avg_sq: str | None
+    momentum_buffer: str | None
+    square_avg: str | None
+    sum: str | None
+
+
+NOT_NEGATIVE = (
+    *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
+    *("initial_accumulator_value", "trust_coefficient"),
+)
+
+
+def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
+    """Raises TypeError or ValueError naming the argument.
+
+    name: the optimizer's. states: those whose format may be chosen.
+    """
+    known = SharedOptions.__annotations__
+    unknown = set(options) - set(known) - set(states)
     if unknown:
         raise TypeError(
-            f"{name} has no argument {sorted(unknown)[0]!r}; it takes its "
-            f"own and {', '.join(Options.__annotations__)}"
+            f"{name} has no argument {min(unknown)!r}; it takes its own and {', '.join(known)}"
         )
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not there; use torch.optim")
@@ -79,18 +98,23 @@ def check_options(name: str, options: Options) -> None:
         raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
 
 
-def check_ranges(lr: Any, betas: Iterable[float], eps: float, weight_decay: float) -> None:
-    """Raises ValueError naming the argument; a tensor lr has to have one element."""
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the number of a rule that is out of range."""
+    lr = numbers["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(
             f"lr must be a number or a tensor of one element, found shape {tuple(lr.shape)}"
         )
-    if not float(lr) >= 0:
-        raise ValueError(f"lr must not be negative, found {lr!r}")
-    for i, beta in enumerate(betas):
+    for name in NOT_NEGATIVE:
+        if not float(numbers.get(name, 0.0)) >= 0:
+            raise ValueError(f"{name} must not be negative, found {numbers[name]!r}")
+    for i, beta in enumerate(numbers.get("betas", ())):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}] must be in [0, 1), found {beta!r}")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, found {eps!r}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, found {weight_decay!r}")
+    if not 0 <= numbers.get("alpha", 0.0) < 1:
+        raise ValueError(f"alpha must be in [0, 1), found {numbers['alpha']!r}")
+    if numbers.get("nesterov") and (numbers["momentum"] <= 0 or numbers["dampening"] != 0):
+        raise ValueError(
+            "nesterov needs momentum > 0 and dampening = 0, "
+            f"found {numbers['momentum']!r} and {numbers['dampening']!r}"
+        )

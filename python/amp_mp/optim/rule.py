@@ -4,7 +4,7 @@ An optimizer class lists its rules; the step, the state, the checkpoints and gra
 the rule in force and never ask for the class.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ def numbers(*names: str, **renamed: str) -> Callable[[Group], dict[str, Any]]:
         return found | {native: group[name] for name, native in renamed.items()}
 
     return of
+
+
+def kinds_of(rules: Iterable[Rule]) -> dict[str, str]:
+    """The kind of each state that any of the rules has, by the state's name."""
+    return {state.name: state.kind for rule in rules for state in rule.states}
 
 
 def same_in_all_groups(groups: list[Group], name: str) -> bool:

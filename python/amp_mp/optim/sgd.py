@@ -5,18 +5,18 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.options import Options, check_ranges
+from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule, State, has_momentum, numbers
+
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+BUFFER = (State("momentum_buffer", "moment"),)
 
 
 def _numbers(group: Group) -> dict[str, Any]:
-    found = numbers("lr", "momentum", "dampening", "weight_decay", "nesterov")(group)
+    found = numbers(*NUMBERS)(group)
     if not group["momentum"]:
         found["dampening"] = 0.0  # a group without momentum in an optimizer that has some
     return found
-
-
-BUFFER = (State("momentum_buffer", "moment"),)
 
 
 class SGD(FusedOptimizer):
@@ -31,15 +31,21 @@ class SGD(FusedOptimizer):
         b = momentum b + lr g
         w = w - (lr g + momentum b if nesterov else b)
 
-    Equal where lr is constant and nothing is rounded. In float16 lr g may vanish where g does not:
-    see docs/fp16_momentum.md. A buffer of one form is lr times one of the other.
+    Both are equal where lr is constant and nothing is rounded: a buffer of the scaled form is lr
+    times the other. In float16 lr g may vanish where g does not: see docs/fp16_momentum.md.
 
-    Arguments are torch's, how the buffer is stored, `momentum_buffer`, and what all fused
-    optimizers take: see FusedOptimizer.
-    State: step, momentum_buffer unless no group has momentum, and master or remainder for
+    Args:
+        params: parameters or param_groups.
+        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        momentum: decay rate of b. Default 0: no b.
+        dampening: reduces what is added to b. Default 0.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        nesterov: Nesterov's momentum; needs momentum > 0 and dampening = 0. Default False.
+        momentum_form: "unscaled" or "scaled", which has no dampening. Default "unscaled".
+        momentum_buffer: how b is stored; see memory below.
+
+    State: step, momentum_buffer (b) if a group has momentum, and master or remainder for
     low-precision parameters.
-
-    Raises ValueError for an argument out of range.
     """
 
     rules = (
@@ -57,7 +63,6 @@ class SGD(FusedOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        momentum_buffer: str | None = None,
         momentum_form: str = "unscaled",
         **options: Unpack[Options],
     ) -> None:
@@ -70,22 +75,8 @@ class SGD(FusedOptimizer):
                 f'momentum_form="scaled" has no dampening, found dampening={dampening!r}'
             )
         self.momentum_form = momentum_form
-        check_ranges(lr, (), 0.0, weight_decay)
-        if not momentum >= 0:
-            raise ValueError(f"momentum must not be negative, found {momentum!r}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                "nesterov needs momentum > 0 and dampening = 0, "
-                f"found {momentum!r} and {dampening!r}"
-            )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, {"momentum_buffer": momentum_buffer}, options)
+        values = (lr, momentum, dampening, weight_decay, nesterov)
+        super().__init__(params, dict(zip(NUMBERS, values, strict=True)), options)
 
     def rule(self) -> Rule:
         """With a momentum buffer if any group has momentum, in the form of momentum_form."""
@@ -95,5 +86,4 @@ class SGD(FusedOptimizer):
         return unscaled if self.momentum_form == "unscaled" else scaled
 
     def __getstate__(self) -> dict[str, Any]:
-        """As the base's, and the form of the momentum."""
         return {**super().__getstate__(), "momentum_form": self.momentum_form}

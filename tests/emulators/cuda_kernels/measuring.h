@@ -1,6 +1,8 @@
 #pragma once
 // Measuring on both sides, and the expectations that all comparisons share.
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 
 #include "cuda/combine.h"
 #include "cuda/passes.h"
@@ -9,10 +11,14 @@
 namespace {
 
 int failures = 0;
+const char* stop_at = nullptr;  // part of a failure's text: that failure ends the program
 
 void expect(bool holds, const char* what, const char* detail, size_t where) {
   if (holds) return;
-  if (failures++ < 20) std::fprintf(stderr, "FAILED %s, %s, tensor %zu\n", what, detail, where);
+  char text[256];
+  std::snprintf(text, sizeof text, "FAILED %s, %s, tensor %zu", what, detail, where);
+  if (failures++ < 20) std::fprintf(stderr, "%s\n", text);
+  if (stop_at && std::strstr(text, stop_at)) std::exit(1);
 }
 
 bool same(const Statistics& a, const Statistics& b) { return !std::memcmp(&a, &b, sizeof a); }

@@ -59,8 +59,8 @@ def build_original(
     header = copy / "core/rules.h"
     header.write_text(with_rules(header.read_text(), rules))
     sources = [copy / s.relative_to(csrc) if s.is_relative_to(csrc) else s for s in sources]
-    program = build(sources, out, "fast", [copy], DEFINES)
-    return Original(copy, out, program, objects_of(sources, out, "fast"))
+    program = build(sources, out, "plain", [copy], DEFINES)
+    return Original(copy, out, program, objects_of(sources, out, "plain"))
 
 
 def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:

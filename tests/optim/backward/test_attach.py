@@ -30,6 +30,7 @@ RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (amp.optim.Adam, {"check_overflow": True}),
     "SGD": (amp.optim.SGD, {"momentum": 0.9}),
     "Adagrad": (amp.optim.Adagrad, {}),
+    "Adamax": (amp.optim.Adamax, {}),
     "RMSprop": (amp.optim.RMSprop, {}),
     "Lion": (amp.optim.Lion, {}),
     "LAMB": (amp.optim.LAMB, {}),
@@ -801,6 +802,7 @@ def ranks(rank: int, world: int, path: str) -> None:
     distributed.leave()
 
 
+@pytest.mark.slow
 def test_replicas_that_step_in_the_hook_equal_plain_ones_bit_for_bit(tmp_path: Path) -> None:
     path = str(tmp_path / "rank")
     torch.multiprocessing.spawn(ranks, (2, path), nprocs=2)

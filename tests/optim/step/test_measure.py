@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import helpers
 import numpy as np
 import pytest
 import reference
 import torch
 from helpers import DTYPES, RAGGED, array, on, random
 
-import amp_mp as amp
 from amp_mp import _C
 
 CASES = {
@@ -101,58 +95,3 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
         assert rows(tensors) == expected
     finally:
         torch.set_num_threads(before)
-
-
-DIGEST = """
-import hashlib, sys, numpy, torch
-sys.path.insert(0, sys.argv[1])
-import amp_mp as amp
-from amp_mp import _C
-from helpers import DTYPES, on, random
-digest = hashlib.sha256()
-for dtype in DTYPES.values():
-    params = [torch.nn.Parameter(on("cpu", random(n, n), dtype, 1)) for n in (1, 65, 4097, 70001)]
-    for kind in (amp.optim.AdamW, amp.optim.Adam, amp.optim.SGD):
-        optimizer = kind(params, lr=0.01, max_grad_norm=1.0)
-        for step in range(3):
-            for p in params:
-                p.grad = on("cpu", random(p.numel(), step, special=step == 1), dtype)
-            optimizer.step()
-            digest.update(repr(optimizer.grad_norm).encode())
-    for p in params:
-        digest.update(p.detach().view(torch.uint8).numpy().tobytes())
-    x = random(200000, 3, 1e3)
-    low = torch.empty(x.size, dtype=dtype)
-    _C.copy_([low], [torch.from_numpy(x)])
-    digest.update(low.view(torch.uint8).numpy().tobytes())
-print(amp.build_info()["cpu"], digest.hexdigest())
-"""
-
-
-def digest(isa: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST, os.path.dirname(helpers.__file__)],
-        env={**os.environ, "AMP_MP_CPU": isa},
-        capture_output=True,
-        text=True,
-    )
-    if "AMP_MP_CPU must be" in done.stderr:
-        return [isa, "not supported by this processor"]
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def test_every_instruction_set_gives_the_same_bits() -> None:
-    results = dict(digest(isa) for isa in ("baseline", "avx2", "avx512"))
-    supported = {r for r in results.values() if not r.startswith("not")}
-    assert "baseline" in results
-    assert len(supported) == 1, results
-
-
-def test_an_unknown_instruction_set_is_refused() -> None:
-    code = [sys.executable, "-c", "import amp_mp"]
-    env = {**os.environ, "AMP_MP_CPU": "sse9"}
-    done = subprocess.run(code, env=env, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "AMP_MP_CPU must be baseline, avx2 or avx512" in done.stderr
-    assert amp.build_info()["cpu"] in ("baseline", "avx2", "avx512")

@@ -88,6 +88,7 @@ def test_float32_weights_may_have_compact_states(device: str, rule: str, memory:
     check(device, rule, "float32", "bfloat16", SHAPES, memory=memory, master="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
 @pytest.mark.parametrize("rule", LAYERWISE)
 def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str | None) -> None:
@@ -109,6 +110,7 @@ def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str | None) 
         assert state["layer"].item() == pytest.approx(want.clock.layer, rel=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ELEMENTWISE)
 @pytest.mark.parametrize("weight", DTYPES)
 @pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])

@@ -8,9 +8,21 @@ from torch import Tensor
 
 from amp_mp import _C
 
-MASTERS = ("float32", "split32", "split24", "none")
-MOMENTS = ("float32", "bfloat16", "float16", "m8")
-SQUARES = ("float32", "bfloat16", "float16", "float16_root", "ue8m8")
+# The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
+# stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
+NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
+_PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
+_STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
+_SPLITS = {name.split("_")[1]: f for name, f in _PLAIN.items() if f["split"]}
+MASTERS = ("float32", *_SPLITS, "none")
+MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
+SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
+# What a state of each kind (rule.py, State) may be stored as.
+KINDS = {"moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
+# The dtype of a state's data, and of a split master's remainders with its name.
+DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
+REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
+GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
 # What `memory=` stands for: a master, first moments, sums of squares.
 PRESETS = {
@@ -18,21 +30,6 @@ PRESETS = {
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
 }
-# What a state of each kind (rule.py, State) may be stored as.
-KINDS = {"moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
-GROUP = 32  # elements that share a scale in m8
-
-# The dtype of each format's first array.
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float16_root": torch.float16,
-    "ue8m8": torch.int16,
-    "m8": torch.int8,
-}
-REST_DTYPES = {"split32": torch.int16, "split24": torch.int8}
-REST_FORMATS = {dtype: name for name, dtype in REST_DTYPES.items()}
 
 
 def resolve(
@@ -62,6 +59,18 @@ def resolve(
     return formats
 
 
+def resolve_group(
+    param_group: dict[str, Any], chosen: Mapping[str, str | None], kinds: Mapping[str, str]
+) -> None:
+    """Replaces the `memory` of a new param_group, and completes the formats that it names."""
+    own = {name: param_group.get(name) for name in chosen}
+    memory = param_group.pop("memory", None)
+    if memory is not None or any(own.values()):
+        given = own if memory is not None else {name: own[name] or chosen[name] for name in own}
+        stored = resolve(memory, given, kinds)
+        param_group.update({n: s for n, s in stored.items() if memory or own[n]})
+
+
 def has_groups(param: Tensor) -> bool:
     """Whether m8's groups of 32 fit into a parameter's rows as they lie in memory.
 
@@ -74,7 +83,8 @@ def has_groups(param: Tensor) -> bool:
 
 def format_of(declared: str, param: Tensor) -> str:
     """The format in which a state of the declared format is stored for this parameter."""
-    return "bfloat16" if declared == "m8" and not has_groups(param) else declared
+    grouped = NATIVE_FORMATS[declared]["group"] > 1
+    return "bfloat16" if grouped and not has_groups(param) else declared
 
 
 def native_name(format: str) -> str:
@@ -89,15 +99,17 @@ def split_name(format: str, dtype: torch.dtype) -> str:
 
 def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
     """A zero state in the format, shaped like the parameter, and its scales if it has them."""
-    data = torch.zeros_like(param, dtype=DTYPES[format], memory_format=torch.preserve_format)
-    if format != "m8":
+    entry = NATIVE_FORMATS[format]
+    data = torch.zeros_like(param, dtype=entry["dtype"], memory_format=torch.preserve_format)
+    if entry["rest_dtype"] is None:
         return data, None
-    return data, torch.zeros(param.numel() // GROUP, dtype=torch.bfloat16, device=param.device)
+    count = param.numel() // entry["group"]
+    return data, torch.zeros(count, dtype=entry["rest_dtype"], device=param.device)
 
 
 def new_rest(format: str, param: Tensor) -> Tensor:
     """Zero remainders of a split master."""
-    dtype = REST_DTYPES[format]
+    dtype = _SPLITS[format]["rest_dtype"]
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
 

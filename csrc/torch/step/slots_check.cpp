@@ -1,0 +1,82 @@
+// The checks of an optimizer's tensors when they are gathered.
+#include "torch/step/slots.h"
+
+namespace amp_mp {
+namespace {
+
+void check_length(size_t found, size_t wanted, const char* argument) {
+  TORCH_CHECK_VALUE(found == wanted, "amp_mp: ", argument, " has ", found,
+                    " elements, but there are ", wanted, " parameters");
+}
+
+}  // namespace
+
+void Slots::check_lengths() const {
+  const size_t n = own_.params.size();
+  check_length(own_.masters.size(), n, "masters");
+  check_length(own_.scales.size(), n, "scales");
+  check_length(own_.stochastic.size(), n, "stochastic");
+  check_length(own_.clocks.size(), n, "clocks");
+  check_length(own_.groups.size(), n, "groups");
+  check_length(own_.tensor_indices.size(), n, "tensor_indices");
+  check_length(own_.firsts.size(), n, "firsts");
+  check_length(own_.names.size(), n, "names");
+  for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
+  for (const auto& f : own_.formats) check_length(f.size(), n, "a list of formats");
+  TORCH_CHECK_VALUE(own_.formats.size() == own_.states.size(), "amp_mp: ", own_.states.size(),
+                    " states, but ", own_.formats.size(), " lists of formats");
+  TORCH_CHECK_VALUE(own_.states.size() <= size_t(kMaxStates), "amp_mp: ", own_.states.size(),
+                    " states, at most ", kMaxStates, " are supported");
+  for (size_t i = 1; i < n; ++i)
+    TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
+}
+
+void Slots::check() const {
+  std::vector<std::pair<at::Tensor, Label>> written;
+  for (int64_t i = 0; i < size(); ++i) {
+    const std::string* name = &own_.names[size_t(i)];
+    const Label param{"the weight", i, name}, master{"the master", i, name},
+        state{"the state", i, name}, scale{"the scales", i, name}, clock{"the step count", i, name};
+    const at::Tensor &p = own_.params[i], &m = own_.masters[i], &s = own_.scales[i],
+                     &c = own_.clocks[i];
+    const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
+                                      const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, dtype, label);
+      check_same_layout(t, p, label, param);
+      written.emplace_back(t, label);
+    };
+    const auto check_numbers = [&](const at::Tensor& t, at::ScalarType dtype, int64_t count,
+                                   const Label& label) {
+      check_writable(t, label);
+      check_device(t, device_, label);
+      check_dtype(t, dtype, label);
+      TORCH_CHECK_VALUE(t.numel() == count && t.is_contiguous(), "amp_mp: ", label.text(),
+                        " must hold ", count, " contiguous numbers, found ", describe(t));
+      written.emplace_back(t, label);
+    };
+    check_writable(p, param);
+    check_device(p, device_, param);
+    const Format format = check_format(p, param);
+    written.emplace_back(p, param);
+    if (m.defined()) {
+      const at::ScalarType dtype = m.scalar_type();
+      const bool is_rest = (dtype == at::kShort || dtype == at::kChar) && format != Format::float32;
+      check_like_param(m, is_rest ? dtype : at::kFloat, master);
+    }
+    for (size_t k = 0; k < own_.states.size(); ++k)
+      check_like_param(own_.states[k][i], dtype_of(own_.formats[k][i]), state);
+    for (size_t k = 0; k < own_.states.size(); ++k) {
+      if (own_.formats[k][i] != Format::m8) continue;
+      TORCH_CHECK_VALUE(k == 0 && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),
+                        " (", describe(p), ") cannot be m8: only a rule's first state can, with ",
+                        "scales, and with a multiple of ", kGroup, " elements");
+      check_numbers(s, at::kBFloat16, p.numel() / kGroup, scale);
+    }
+    check_numbers(c, at::kDouble, int64_t(sizeof(Clock) / sizeof(double)), clock);
+  }
+  check_no_overlap(written);
+}
+
+}  // namespace amp_mp

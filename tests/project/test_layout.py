@@ -1,0 +1,193 @@
+"""How the package is laid out: imports without circles, small files, names that stay in their file.
+
+A room is a folder of python/amp_mp. docs/design.md says what each of them holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python/amp_mp"
+NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
+
+PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 8000
+SHARED = {"amp_mp.dtypes", "amp_mp._C", "amp_mp.text_table"}  # what every room may import
+RETIRED = (
+    *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),
+    *("originals", "outcome"),
+)
+
+
+def module_name(path: Path) -> str:
+    """amp_mp.optim.base for python/amp_mp/optim/base.py, amp_mp.optim for its __init__.py."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def imported(name: str) -> set[str]:
+    """Modules of amp_mp that a module imports, also in functions and under TYPE_CHECKING."""
+    folder = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = folder.split(".")[: len(folder.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in MODULES or full in SHARED else base)
+    return {module for module in found if module.split(".")[0] == "amp_mp"} - {name}
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_imports_make_no_circle() -> None:
+    graph = {name: imported(name) for name in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("these modules import one another: " + " <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("below", ["amp_mp.scaling", "amp_mp.casting"])
+def test_the_lowest_rooms_import_no_other_room(below: str) -> None:
+    wrong = {
+        name: others
+        for name in MODULES
+        if room(name) == below
+        and (others := {m for m in imported(name) - SHARED if room(m) != below})
+    }
+    assert not wrong
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Functions, classes, and variables and attributes that a module assigns."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def belongs_to_self(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        value = value.func
+    return isinstance(value, ast.Name) and value.id in ("self", "cls", "super")
+
+
+def test_private_names_are_used_in_their_own_file_alone() -> None:
+    defined = {name: defined_in(tree) for name, tree in TREES.items()}
+    ours = set().union(*defined.values())
+    wrong = [
+        f"{MODULES[name].relative_to(ROOT)}:{node.lineno}: {node.attr}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match("_[a-z]", node.attr)
+        and node.attr in ours - defined[name]
+        and not belongs_to_self(node.value)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_python_files_are_short() -> None:
+    sizes = {str(path.relative_to(ROOT)): lines_of(path) for path in MODULES.values()}
+    assert {path: n for path, n in sizes.items() if n > PYTHON_LINES} == {}
+    assert sum(sizes.values()) <= PACKAGE_LINES
+
+
+def test_native_files_are_short_or_say_why_not() -> None:
+    """A longer file's comment at the top has a sentence with "because" in it."""
+    sizes = {path: lines_of(path) for path in NATIVE}
+    wrong = {
+        str(path.relative_to(ROOT)): n
+        for path, n in sizes.items()
+        if n > NATIVE_LINES and "because" not in comment_at_the_top(path)
+    }
+    assert not wrong
+
+
+def comment_at_the_top(path: Path) -> str:
+    found = re.match(r"(?:#pragma once\n|\s+|//.*\n)*", path.read_text())
+    return found[0] if found else ""
+
+
+@pytest.mark.slow
+def test_import_loads_neither_dynamo_nor_sympy() -> None:
+    """Both take seconds. torch alone loads neither."""
+    heavy = ("torch._dynamo", "sympy")
+    code = f"import sys, amp_mp; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    """Every name in a file with its line; comments and strings are left out."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NAME:
+                yield token.start[0], token.string
+        return
+    blank = r'//.*|/\*[\s\S]*?\*/|"(?:\\.|[^"\\\n])*"'
+    code = re.sub(blank, lambda m: "\n" * m[0].count("\n"), text)
+    for number, line in enumerate(code.splitlines(), 1):
+        for name in re.findall(r"[A-Za-z_]\w*", line):
+            yield number, name
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_retired_names_do_not_come_back(word: str) -> None:
+    """One word for one thing: these were second names, or names that explained nothing."""
+    files = [*MODULES.values(), *NATIVE]
+    assert [p.name for p in files if p.stem == word.lower()] == []
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files
+        for number, name in identifiers(path)
+        if name.strip("_") == word
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("int a = 1;  // b\n", ["int", "a"]),
+        ('f("b \\" c");\n/* d\n e */ g\n', ["f", "g"]),
+    ],
+)
+def test_comments_and_strings_have_no_identifiers(
+    tmp_path: Path, text: str, names: list[str]
+) -> None:
+    path = tmp_path / "x.cpp"
+    path.write_text(text)
+    assert [name for _, name in identifiers(path)] == names
