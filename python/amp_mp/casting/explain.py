@@ -25,7 +25,6 @@ class CastTable(list[Cast]):
     """Casts in the order in which they were made; prints as a table."""
 
     def __str__(self) -> str:
-        """One line per cast."""
         rows = ((*cast[:4], "cached" if cast.cached else "") for cast in self)
         return aligned(("operator", "argument", "from", "to", ""), rows)
 

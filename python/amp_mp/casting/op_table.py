@@ -19,10 +19,9 @@ _overrides: dict[tuple[str, str], str] = {}  # what users have set, on top of an
 
 
 class PolicyTable(dict[str, str]):
-    """Operators by overload, and the policy of each; prints as a table."""
+    """Operators by overload, and the policy of each; prints as a table by policy and name."""
 
     def __str__(self) -> str:
-        """One line per operator, by policy and name."""
         rows = sorted(self.items(), key=lambda row: (row[1], row[0]))
         return aligned(("operator", "policy"), rows)
 
