@@ -83,8 +83,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
-    # The step.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
@@ -191,19 +189,21 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 (under DistributedDataParallel: averaged). `step` handles the optimizer's others.
             release: step each parameter right then and free its gradient (DistributedDataParallel
                 keeps it). Every backward steps; `step` only ends the iteration.
-            measure: read each gradient while it is in the cache, so that `step` need not. Exactly
-                one of release and measure must be True.
+            measure: read each gradient while it is in the cache. Either this or release is True.
             scaler: the amp_mp.GradScaler of the losses; with release only.
-            clip: what max_grad_norm means with release, where the norm of all gradients is not
-                known in time. "parameter" clips each gradient by its own norm, "previous" by the
-                norm of the last step without overflow (at first as "parameter").
+            clip: how max_grad_norm clips with release, where the norm of all gradients is known too
+                late: each gradient by its own norm ("parameter"), or by the norm of the last step
+                without overflow ("previous", at first as "parameter").
 
-        Returns:
-            The attachment; `remove()` or the end of a `with` block ends it.
-
+        Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        return attach(self, model, release=release, measure=measure, scaler=scaler, clip=clip)
+        self.attachment = attach(self, model, release, measure, scaler, clip, self._detach)
+        return self.attachment
+
+    def _detach(self, attachment: Attachment) -> None:
+        if self.attachment is attachment:
+            self.attachment = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.
