@@ -16,16 +16,7 @@ class Backoff(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 1
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "step_factor",
-        "step_window",
-        "iteration",
-        "last_overflow",
-    )
+    _kind = "backoff"
 
     def __init__(
         self,
@@ -73,19 +64,7 @@ class Hysteresis(ScalePolicy):
         ValueError: naming the argument that is out of range.
     """
 
-    _kind = 2
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "refill_on_growth",
-        "growth_tracker",
-        "hysteresis_tracker",
-    )
+    _kind = "hysteresis"
 
     def __init__(
         self,
@@ -139,21 +118,7 @@ class LogMax(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 3
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "log_max",
-        "beta1",
-        "beta2",
-        "overflow_std_dev",
-        "mean",
-        "slow_mean",
-        "slow_square",
-        "missing",
-        "slow_missing",
-    )
+    _kind = "log_max"
     needs_max_abs = True
 
     def __init__(
@@ -198,8 +163,7 @@ class AdaptiveGradScale(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 4
-    _fields = ("scale", "scale_min", "scale_max", "target")
+    _kind = "adaptive"
     needs_max_abs = True
 
     def __init__(
