@@ -176,6 +176,51 @@ class AdaptiveGradScale(ScalePolicy):
         _check_bounds(values)
 
 
+class Tolerance(ScalePolicy):
+    """fairseq's DynamicLossScaler: an occasional overflow skips its step but keeps the scale.
+
+    On overflow the scale is divided by step_factor only if overflows / steps >= tolerance, counted
+    since the scale last changed. It is multiplied by step_factor after step_window steps without
+    overflow, and stays in [scale_min, scale_max]. A tolerance of 0 lowers it at every overflow.
+
+    Raises ValueError naming the argument that is out of range.
+    """
+
+    _kind = "tolerance"
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        step_factor: float = 2.0,
+        step_window: int = 2000,
+        tolerance: float = 0.05,
+        scale_min: float = 1e-4,
+        scale_max: float = NO_CEILING,
+    ) -> None:
+        super().__init__(
+            scale=init_scale,
+            scale_min=scale_min,
+            scale_max=scale_max,
+            step_factor=step_factor,
+            step_window=step_window,
+            tolerance=tolerance,
+            iteration=0,
+            last_overflow=-1,
+            last_rescale=-1,
+            overflows=0,
+        )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        _check_bounds(values)
+        if check_scale(values["step_factor"], "step_factor") <= 1:
+            raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
+        _check_finite(values["tolerance"], "tolerance")
+        if not 0 <= values["tolerance"] <= 1:
+            raise ValueError(f"tolerance must be in [0, 1], found {values['tolerance']!r}")
+        _check_whole(values, "step_window")
+        _check_counts(values, "iteration", "last_overflow", "last_rescale", "overflows")
+
+
 def _check_bounds(values: dict[str, Any]) -> None:
     """Raises ValueError unless scale_min <= scale <= scale_max, all finite and above 0."""
     low = check_scale(values["scale_min"], "scale_min")
