@@ -9,13 +9,15 @@ that unscale, clip, update and cast in one native pass, on CPU and CUDA.
     optimizer = amp.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
 """
 
+# ruff: noqa: E402 (the library is loaded after the check of torch's version)
+
 import torch
 
 from amp_mp._version import __version__
 
 
 def _check_torch() -> None:
-    """A library built for one torch crashes in another: say so before it is loaded."""
+    """Raises ImportError where the library was built for another torch, in which it would crash."""
     try:
         from amp_mp import _built_for
     except ImportError as error:
@@ -34,12 +36,11 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import diagnose, formats, nn, optim, scaling  # noqa: E402
-from amp_mp._C import build_info  # noqa: E402
-from amp_mp.apex import (  # noqa: E402
+from amp_mp import diagnose, formats, nn, optim, scaling
+from amp_mp._C import build_info
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
+from amp_mp.apex.fp16_utils import (
     BN_convert_float,
-    FP16_Optimizer,
-    init,
     master_params,
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -47,7 +48,8 @@ from amp_mp.apex import (  # noqa: E402
     prep_param_lists,
     tofp16,
 )
-from amp_mp.casting import (  # noqa: E402
+from amp_mp.apex.handle import init
+from amp_mp.casting import (
     autocast,
     backward,
     clear_cache,
@@ -63,73 +65,29 @@ from amp_mp.casting import (  # noqa: E402
     set_policy,
     uninstall,
 )
-from amp_mp.compat import (  # noqa: E402
-    MixedPrecisionOptimizerWrapper,
-    TypedTensor,
-    l1,
-    l2_half,
-    l2_sum,
-    mixed_precision,
-    mp_regularizer_wrapper,
-    shift_for_scale,
-)
-from amp_mp.grad_scaler import GradScaler  # noqa: E402
-from amp_mp.model import (  # noqa: E402
-    convert_network,
-    float32_state_dict,
-    keep_fp32,
-    load_float32_state_dict,
-    prepare,
-)
-from amp_mp.nn import attach_main_grads  # noqa: E402
+from amp_mp.compat.openseq2seq import MixedPrecisionOptimizerWrapper, mixed_precision
+from amp_mp.compat.regularizers import l1, l2_half, l2_sum, mp_regularizer_wrapper
+from amp_mp.compat.shift_for_scale import shift_for_scale
+from amp_mp.compat.typed_tensor import TypedTensor
+from amp_mp.grad_scaler.grad_scaler import GradScaler
+from amp_mp.model.convert import convert_network, keep_fp32
+from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
+from amp_mp.model.prepare import prepare
+from amp_mp.nn import attach_main_grads
 
-# Their names before they moved to rooms of their own, which `scaling` must not import.
+# Two names that `scaling` had before they moved to packages that it must not import.
 scaling.GradScaler = GradScaler  # type: ignore[attr-defined]
 scaling.shift_for_scale = shift_for_scale  # type: ignore[attr-defined]
 
+# fmt: off
 __all__ = [
-    "BN_convert_float",
-    "FP16_Optimizer",
-    "GradScaler",
-    "MixedPrecisionOptimizerWrapper",
-    "TypedTensor",
-    "__version__",
-    "attach_main_grads",
-    "autocast",
-    "backward",
-    "build_info",
-    "clear_cache",
-    "convert_network",
-    "diagnose",
-    "disable_casts",
-    "explain",
-    "float32_state_dict",
-    "float_function",
-    "formats",
-    "half_function",
-    "init",
-    "keep_fp32",
-    "l1",
-    "l2_half",
-    "l2_sum",
-    "load_float32_state_dict",
-    "master_params",
-    "master_params_to_model_params",
-    "mixed_precision",
-    "model_grads_to_master_grads",
-    "mp_regularizer_wrapper",
-    "network_to_half",
-    "nn",
-    "optim",
-    "policies",
-    "prep_param_lists",
-    "prepare",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scaling",
-    "set_policy",
-    "tofp16",
-    "uninstall",
+    "BN_convert_float", "FP16_Optimizer", "GradScaler", "MixedPrecisionOptimizerWrapper",
+    "TypedTensor", "__version__", "attach_main_grads", "autocast", "backward", "build_info",
+    "clear_cache", "convert_network", "diagnose", "disable_casts", "explain",
+    "float32_state_dict", "float_function", "formats", "half_function", "init", "keep_fp32", "l1",
+    "l2_half", "l2_sum", "load_float32_state_dict", "master_params",
+    "master_params_to_model_params", "mixed_precision", "model_grads_to_master_grads",
+    "mp_regularizer_wrapper", "network_to_half", "nn", "optim", "policies", "prep_param_lists",
+    "prepare", "promote_function", "register_float_function", "register_half_function",
+    "register_promote_function", "scaling", "set_policy", "tofp16", "uninstall",
 ]

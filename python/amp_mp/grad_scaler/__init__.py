@@ -3,7 +3,3 @@
 `grad_scaler` is the class. `scale_update` decides where the loss scale's numbers are written after
 a step, so that neither the host waits nor an extra kernel runs.
 """
-
-from amp_mp.grad_scaler.grad_scaler import GradScaler
-
-__all__ = ["GradScaler"]

@@ -1,14 +1,10 @@
 """Converts a whole model to a dtype, and marks what stays float32 in every conversion."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
-from amp_mp.model.prepare import MARKS, NORMALISATIONS, compute_in_float32, select
-
-Kept = Iterable[type[nn.Module] | str]
+from amp_mp.model.prepare import MARKS, Kept, compute_in_float32, named_tensors, select
 
 
 def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
@@ -31,9 +27,7 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
     modules, tensors = select(model, patterns_or_types)
     whole = set(map(id, modules))
     for module in model.modules():
-        own: dict[str, Tensor] = {}
-        own.update(module.named_parameters(recurse=False, remove_duplicate=False))
-        own.update(module.named_buffers(recurse=False, remove_duplicate=False))
+        own = named_tensors(module, recurse=False)
         marks = {name for name, tensor in own.items() if id(tensor) in tensors}
         if id(module) in whole:
             marks.add("")
@@ -54,19 +48,13 @@ def convert_network(
     Args:
         model: in place. What is kept in it is float32 afterwards, or float64 as it was.
         dtype: torch.float16, torch.bfloat16 or torch.float32.
-        keep_fp32: module types, and fnmatch patterns over the names of modules, parameters and
-            buffers. Default: normalisation layers. What the function keep_fp32 has marked is kept
-            as well. A kept module computes in float32 and returns the dtype it was given.
-
-    Raises:
-        ValueError: dtype is another one, or a pattern matches nothing.
-        TypeError: keep_fp32 holds something that is neither type nor string.
+        keep_fp32: what stays float32, as for `prepare`; errors as there, too.
     """
     if dtype not in NATIVE:
         raise ValueError(
             f"dtype must be torch.float16, torch.bfloat16 or torch.float32, found {dtype}"
         )
-    kept_modules, kept = select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    kept_modules, kept = select(model, keep_fp32)
     for tensor in (*model.parameters(), *model.buffers()):
         target = torch.promote_types(tensor.dtype, torch.float32) if id(tensor) in kept else dtype
         if not tensor.is_floating_point() or tensor.dtype == target:

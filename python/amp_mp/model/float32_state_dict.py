@@ -21,9 +21,9 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
     result = {}
     for name, value in model.state_dict(keep_vars=True).items():
         master = masters.get(value) if isinstance(value, nn.Parameter) else None
-        kept = value if master is None else master
-        low = kept.dtype in LOW_PRECISION
-        result[name] = kept.detach().to(torch.float32 if low else kept.dtype, copy=True)
+        exact = value if master is None else master
+        dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
+        result[name] = exact.detach().to(dtype, copy=True)
     return result
 
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,16 +23,17 @@ NORMALISATIONS: tuple[type[nn.Module], ...] = (
 # saves the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
 MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
-# What the keep_fp32 function leaves on a module: names of its own parameters and buffers to stay
-# float32, "" for all of it. Names and not ids, so that copies and pickles have it.
+# The attribute that the function keep_fp32 sets on a module: the names of its own parameters and
+# buffers that stay float32, "" for all of them. Names and not ids, so that copies have the marks.
 MARKS = "_amp_mp_keep_fp32"
 
+Kept = Iterable[type[nn.Module] | str]
 
-def prepare(
-    model: nn.Module,
-    dtype: torch.dtype,
-    keep_fp32: Iterable[type[nn.Module] | str] | None = None,
-) -> nn.Module:
+# The dtype that a kept module was given, between its two hooks.
+_entered: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+
+
+def prepare(model: nn.Module, dtype: torch.dtype, keep_fp32: Kept | None = None) -> nn.Module:
     """Turns a float32 model's parameters and buffers into `dtype`, in place, and returns the model.
 
     The float32 values are kept: the first amp_mp optimizer that steps a parameter starts its master
@@ -43,8 +45,8 @@ def prepare(
             already in low precision stay. Parameter objects stay the same, so optimizers, ties and
             hooks live on.
         dtype: torch.bfloat16 or torch.float16.
-        keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules
-            and parameters ("head", "blocks.*.norm1"). Default: normalisation layers. What
+        keep_fp32: what stays float32: module types, and fnmatch patterns over the names of modules,
+            parameters and buffers ("head", "blocks.*.norm1"). Default: normalisation layers. What
             amp_mp.keep_fp32 has marked stays as well. A kept module computes in float32 and returns
             the dtype it was given.
 
@@ -54,7 +56,7 @@ def prepare(
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
-    kept_modules, kept = select(model, NORMALISATIONS if keep_fp32 is None else keep_fp32)
+    kept_modules, kept = select(model, keep_fp32)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype != torch.float32 or id(tensor) in kept:
             continue
@@ -76,49 +78,48 @@ def compute_in_float32(modules: Iterable[nn.Module]) -> None:
         module.register_forward_hook(_leave_float32)
 
 
-def select(
-    model: nn.Module, wanted: Iterable[type[nn.Module] | str]
-) -> tuple[list[nn.Module], set[int]]:
-    """The modules that stay float32, wanted or marked, and the ids of all their tensors.
+def select(model: nn.Module, wanted: Kept | None) -> tuple[list[nn.Module], set[int]]:
+    """The modules that stay float32, wanted or marked, and the ids of all tensors that do.
 
-    Raises as `prepare` does for an entry that is no type or string, or matches nothing.
+    wanted: as `prepare` takes keep_fp32, and errors as there.
     """
-    if isinstance(wanted, str | type):
-        wanted = [wanted]
+    wanted = NORMALISATIONS if wanted is None else wanted
     modules: dict[int, nn.Module] = {}
-    tensors: set[int] = set()
-    named: dict[str, Tensor] = {}  # a tied weight has several names
-    named.update(model.named_parameters(remove_duplicate=False))
-    named.update(model.named_buffers(remove_duplicate=False))
-    for entry in wanted:
+    kept: set[int] = set()
+    tensors = named_tensors(model)
+    for entry in [wanted] if isinstance(wanted, str | type) else wanted:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
         elif isinstance(entry, str):
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
-            matching = fnmatch.filter(named, entry)
+            matching = fnmatch.filter(tensors, entry)
             if not found and not matching:
                 raise ValueError(
                     f"keep_fp32: {entry!r} matches no module or parameter of the model"
                 )
             modules |= found
-            tensors |= {id(named[name]) for name in matching}
+            kept |= {id(tensors[name]) for name in matching}
         else:
             raise TypeError(f"keep_fp32 takes nn.Module types and strings, found {entry!r}")
     for module in model.modules():
         marks = vars(module).get(MARKS, ())
         if "" in marks:
             modules[id(module)] = module
-        tensors |= {id(getattr(module, name, None)) for name in marks if name}
+        kept |= {id(getattr(module, name, None)) for name in marks if name}
     for module in modules.values():
-        tensors |= {id(t) for t in (*module.parameters(), *module.buffers())}
-    return list(modules.values()), tensors
+        kept |= set(map(id, named_tensors(module).values()))
+    return list(modules.values()), kept
 
 
-def _enter_float32(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Casts low-precision inputs up, unless the module itself does."""
-    inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_low(a)]
+def named_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """The module's parameters and buffers by name; a tied weight has several names."""
+    options: dict[str, Any] = {"recurse": recurse, "remove_duplicate": False}
+    return {**dict(module.named_parameters(**options)), **dict(module.named_buffers(**options))}
+
+
+def _enter_float32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casts low-precision inputs to float32, unless the module can mix dtypes itself."""
+    inputs = [a for a in (*args, *kwargs.values()) if _is_low(a)]
     native = isinstance(module, MIXING) and all(a.device.type == "cpu" for a in inputs)
     if not inputs or native:
         _entered.pop(module, None)
@@ -127,20 +128,17 @@ def _enter_float32(
     return tuple(map(_up, args)), {name: _up(a) for name, a in kwargs.items()}
 
 
-def _leave_float32(module: nn.Module, _args: object, output: object) -> object:
+def _leave_float32(module: nn.Module, _args: Any, output: Any) -> Any:
+    """Casts the output back to the dtype of the module's inputs."""
     dtype = _entered.pop(module, None)
     if dtype is not None and isinstance(output, Tensor) and output.dtype == torch.float32:
         return output.to(dtype)
     return output
 
 
-# The dtype a kept module was given, between its two hooks.
-_entered: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+def _up(value: Any) -> Any:
+    return value.float() if _is_low(value) else value
 
 
-def _up(value: object) -> object:
-    return value.float() if isinstance(value, Tensor) and _is_low(value) else value
-
-
-def _is_low(tensor: Tensor) -> bool:
-    return tensor.dtype in LOW_PRECISION
+def _is_low(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOW_PRECISION
