@@ -57,7 +57,8 @@ clean:
 build: $(VENV)/built
 
 $(VENV)/built: $(VENV)/tools $(NATIVE)
-	AMP_MP_WERROR=1 MAX_JOBS=$(JOBS) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) \
+	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(VENV)/tools: pyproject.toml

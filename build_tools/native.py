@@ -193,7 +193,8 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Compile and link amp_mp._C, and note the torch version that it was built for."""
         cuda = find_cuda()
-        temp = ROOT / self.build_temp
+        # pip makes a new folder for every build; AMP_MP_OBJECTS names one that lasts.
+        temp = ROOT / (os.environ.get("AMP_MP_OBJECTS") or self.build_temp)
         temp.mkdir(parents=True, exist_ok=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(jobs) as pool:

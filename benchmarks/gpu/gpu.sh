@@ -71,8 +71,7 @@ spread() { [ "$workers" = 1 ] && echo "-n $1 --max-worker-restart=20 --timeout-m
 # On the GPU. Left out: what runs the kernels on the CPU, and what builds the library once more.
 # shellcheck disable=SC2046
 part cuda_tests 120 "${tests[@]}" $(spread 6) --session-timeout=100 -k cuda \
-  --ignore=tests/emulators --ignore=tests/project/test_build.py \
-  --junitxml="$logs/cuda_tests.xml"
+  --ignore=tests/emulators --ignore=tests/project/test_build.py
 
 part host_waits 40 "$python" benchmarks/gpu/gpu_syncs.py --json "$logs/host_waits.json"
 part benchmark 175 "$python" benchmarks/gpu/gpu_step.py --seconds 145
@@ -99,8 +98,7 @@ left=$((total - SECONDS))
 # shellcheck disable=SC2046
 part other_tests "$left" "${tests[@]}" $(spread 12) --session-timeout=$((left * 8 / 10)) \
   -k 'not cuda' --ignore=tests/project --ignore=tests/examples --ignore=tests/benchmarks \
-  --ignore=tests/emulators --ignore=tests/casting/test_casting_distributed.py \
-  --junitxml="$logs/other_tests.xml"
+  --ignore=tests/emulators --ignore=tests/casting/test_casting_distributed.py
 
 finish
 exit $?

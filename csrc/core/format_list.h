@@ -110,7 +110,7 @@ constexpr FormatSet formats_where(const F& holds) {
   return set;
 }
 
-constexpr FormatSet just(Format f) { return 1u << int(f); }
+AMP_MP_BOTH constexpr FormatSet just(Format f) { return 1u << int(f); }
 
 // The formats that have at least one of the properties.
 constexpr FormatSet formats_with(uint32_t properties) {

@@ -4,6 +4,7 @@
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/trace.h"
+#include "torch/casting/step_guard.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
 #include "torch/step/step.h"
@@ -159,6 +160,7 @@ PYBIND11_MODULE(_C, m) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   c.def("clear_cache", &casting::clear, ReleaseGil());
   c.def("optimizer_stepped", &casting::optimizer_stepped, ReleaseGil());
+  c.def("guard_steps", &casting::guard_steps);
   c.def("cached", [] {
     py::dict rows;
     for (const auto& [tensor, copy] : casting::cached()) rows[py::cast(tensor)] = copy;

@@ -228,7 +228,7 @@ class Operator(Protocol):
 operators: dict[str, Operator]
 
 class casting:  # noqa: N801 (a submodule)
-    """The op-policy table: csrc/torch/casting/autocast.h and cast_cache.h."""
+    """The op-policy table: csrc/torch/casting/autocast.h, cast_cache.h, step_guard.h."""
 
     @staticmethod
     def policy_names() -> list[str]: ...
@@ -242,6 +242,8 @@ class casting:  # noqa: N801 (a submodule)
     def clear_cache() -> None: ...
     @staticmethod
     def optimizer_stepped() -> None: ...
+    @staticmethod
+    def guard_steps() -> None: ...
     @staticmethod
     def cached() -> dict[Tensor, Tensor]: ...
     @staticmethod

@@ -159,6 +159,45 @@ def test_a_weight_cast_before_a_step_is_not_stale_after_it(
     assert found == [16.0, 12.0, 8.0]
 
 
+@pytest.mark.parametrize("fails_in", ["the step", "the closure"])
+@pytest.mark.parametrize("name", ["torch SGD", "torch AdamW", "amp SGD", "amp AdamW"])
+def test_casts_are_on_again_after_a_step_that_raised(
+    start: Start, device: str, name: str, fails_in: str
+) -> None:
+    """Also while the exception is kept, whose traceback holds every frame of the step."""
+    start(dtype=torch.bfloat16)
+    weight = weight_on(device)
+    optimizer = OPTIMIZERS[name]([weight])
+
+    def closure() -> Tensor:
+        if fails_in == "the closure":
+            raise RuntimeError("no more data")
+        loss = product(weight).sum()
+        amp.backward(loss)
+        weight.data = torch.ones(3, 3, device=device)  # no longer of the gradient's shape
+        return loss
+
+    kept: Exception | None = None
+    try:
+        optimizer.step(closure)
+    except (RuntimeError, ValueError) as error:
+        kept = error
+    assert kept is not None
+    assert product(weight_on(device)).dtype == torch.bfloat16
+
+
+def test_a_failed_step_outside_a_region_leaves_casts_off(device: str) -> None:
+    with amp.autocast(device, torch.bfloat16):
+        weight = weight_on(device)
+
+    def closure() -> Tensor:
+        raise RuntimeError("no more data")
+
+    with pytest.raises(RuntimeError, match="no more data"):
+        torch.optim.SGD([weight]).step(closure)
+    assert not torch.is_autocast_enabled(device)
+
+
 def test_autocast_is_torchs_own_with_the_fast_dtype(device: str) -> None:
     weight = weight_on(device)
     region = amp.autocast(device)

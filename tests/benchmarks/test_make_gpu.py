@@ -112,19 +112,14 @@ def test_exit_statuses_become_words(name: str, status: str, log: str, wanted: st
     assert gpu_summary.Part(name, 1, found).failed == wanted.startswith("FAILED")
 
 
-def test_a_suites_counts_and_failures_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "cuda_tests.xml"
-    path.write_text(
-        '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1">'
-        '<testcase classname="tests.test_x" name="a"/><testcase classname="t" name="b"/>'
-        '<testcase classname="tests.test_x" name="bad[cuda]"><failure>no</failure></testcase>'
-        '<testcase classname="t" name="worse"><error/></testcase>'
-        '<testcase classname="t" name="not"><skipped/></testcase></testsuite></testsuites>'
+def test_a_suites_counts_and_failures_are_read() -> None:
+    log = (
+        "..F [100%]\nE   FAILED to be equal\n==== short test summary info ====\n"
+        "FAILED tests/test_x.py::bad[cuda-a b] - assert 1 == 2\nERROR tests/test_y.py::worse\n"
+        "==== 1 failed, 2 passed, 1 skipped, 1 error in 3.21s ====\n"
     )
-    assert gpu_summary.suite(path) == {
-        "passed": 2,
-        "failed": 2,
-        "skipped": 1,
-        "failures": ["tests.test_x::bad[cuda]", "t::worse"],
+    assert gpu_summary.suite(log) == {
+        "counts": "1 failed, 2 passed, 1 skipped, 1 error in 3.21s",
+        "failures": ["tests/test_x.py::bad[cuda-a b]", "tests/test_y.py::worse"],
     }
-    assert gpu_summary.suite(tmp_path / "none.xml") is None
+    assert gpu_summary.suite("..F [ 50%]\n") is None

@@ -938,8 +938,8 @@ def test_only_what_is_given_is_logged() -> None:
 
 
 def test_without_tensorboard_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from amp_mp.diagnose import tensorboard
+    from amp_mp.diagnose.plot import writer
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match="not installed: pip install tensorboard"):
-        tensorboard.writer("runs")
+        writer("runs")

@@ -34,7 +34,7 @@ FILES = {
     "nn/test_linear_accumulate": 20,
     "nn/test_main_grads": 10,
     "nn/test_main_grads_together": 12,
-    "optim/step/test_measure": 30,
+    "optim/step/test_measure": 20,
     "grad_scaler/test_next_scale": 22,
     "optim/test_optim": 70,
     "optim/step/test_rules": 400,

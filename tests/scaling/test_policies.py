@@ -427,7 +427,7 @@ def log_max_overflows(spread: float, steps: int) -> tuple[list[bool], int]:
     training, is told only that there was an overflow.
     """
     exponents = np.random.default_rng(11).normal(-4.0, spread, steps)
-    told, trained = (LogMax(scale_min=2.0**-40, scale_max=2.0**40)._state for _ in range(2))
+    told, trained = (LogMax(scale_min=2.0**-40, scale_max=2.0**40).state_tensor for _ in range(2))
     update_told, update_trained = (_C.ScaleUpdate(policy=state) for state in (told, trained))
     yes, no = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 0.0))
     largest = torch.empty((), dtype=torch.float64)

@@ -1,8 +1,7 @@
 """What scripts for Apex use: amp.init with its handle, FP16_Optimizer and fp16_utils.
 
-`handle` is amp.init, `scale_loss` the block in which a scaled loss goes backward. `fp16_optimizer`
-wraps any torch optimizer; its masters are `swapped_masters`, or `fused_masters` around one of
-amp_mp's. `fp16_utils` has the functions for training loops that keep masters by hand.
+An FP16_Optimizer keeps its masters in `swapped_masters` around a torch optimizer, and in
+`fused_masters` around one of amp_mp's.
 """
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer

@@ -16,7 +16,7 @@ from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.scaling.nonfinite import nonfinite_gradients
 from amp_mp.scaling.observe import OverflowCounter, update_scale
-from amp_mp.scaling.policies import ScalePolicy, Static
+from amp_mp.scaling.policies import ScalePolicy
 
 
 class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
@@ -69,23 +69,18 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         check_overflow: bool = False,
     ) -> None:
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
-        self._masters = self._make_masters(init_optimizer)
-        self.optimizer = init_optimizer
-        self.loss_scaler = policy
-        self.dynamic_loss_scale = not isinstance(policy, Static)
-        self._checks = self.dynamic_loss_scale or check_overflow
+        masters = self._make_masters(init_optimizer)
+        super().__init__(init_optimizer, masters, policy, check_overflow)
         self._overflows = OverflowCounter()
-        self.overflow = False
         self._max_abs = 0.0  # the largest true |g| of the last backward
-        self.first_closure_call_this_step = True
         if verbose:
-            masters = sum(map(len, self._masters.fp32_from_fp16_groups))
-            own = sum(map(len, self._masters.fp32_from_fp32_groups))
-            print(f"FP16_Optimizer: {masters} parameters with float32 masters, {own} float32")
+            low = sum(map(len, self.fp32_from_fp16_groups))
+            own = sum(map(len, self.fp32_from_fp32_groups))
+            print(f"FP16_Optimizer: {low} parameters with float32 masters, {own} float32")
 
     def _make_masters(self, optimizer: torch.optim.Optimizer) -> Masters:
-        """amp_mp's optimizers have masters of their own, others get theirs replaced."""
-        if isinstance(optimizer, FusedOptimizer):
+        """For subclasses: which kind of masters an optimizer gets."""
+        if isinstance(optimizer, FusedOptimizer):  # it keeps masters itself
             return FusedMasters(optimizer)
         return SwappedMasters(optimizer)
 
@@ -149,12 +144,9 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         a lower scale; RuntimeError where the scale cannot fall any more.
         """
         before = self.loss_scale
-        if self._checks:
-            update_scale(
-                self.loss_scaler, self._overflows, self.overflow, self._max_abs, self._describe
-            )
-        else:
-            self.loss_scaler.update(self.overflow, self._max_abs)
+        update_scale(
+            self.loss_scaler, self._overflows, self.overflow, self._max_abs, self._describe
+        )
         if self.overflow:
             self._report(before)
             return None
@@ -164,8 +156,8 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
 
     def _describe(self, scale: float) -> str:
         """Which of the model's gradients are inf or NaN."""
-        pairs = named_parameters([self.optimizer])
-        model = [(name, self._masters.model_param(param)) for name, param in pairs]
+        pairs = named_parameters(self.optimizer)
+        model = ((name, self._masters.model_param(param)) for name, param in pairs)
         return str(nonfinite_gradients(model, scale))
 
     def _report(self, before: float) -> None:
@@ -191,7 +183,6 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
                     )
                 self._report(before)
                 loss = closure()
-            self._masters.closure_done()
             return loss
 
         self.first_closure_call_this_step = True
@@ -202,9 +193,4 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
 
     def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
         """Clears the gradients of masters and model parameters; the second spelling is torch's."""
-        drop = set_grads_to_None or set_to_none
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for param in (*params, *(p for group in self._masters.fp16_groups for p in group)):
-            if param.grad is not None:
-                param.grad = None if drop else param.grad.detach().zero_()
-        self._masters.drop_gradients()
+        self._masters.zero_grad(drop=set_grads_to_None or set_to_none)

@@ -5,21 +5,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_mp.apex.loss_scale import LossScale
 from amp_mp.apex.masters import Masters
 from amp_mp.scaling.lookup import from_state_dict
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 
-class WrappedOptimizer:
+class WrappedOptimizer(LossScale):
     """An optimizer with masters and a loss scale, without its steps."""
 
-    optimizer: torch.optim.Optimizer
-    loss_scaler: ScalePolicy
-    dynamic_loss_scale: bool
-    overflow: bool
-    first_closure_call_this_step: bool
-    _masters: Masters
-    _checks: bool
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Masters, policy: ScalePolicy, checks: bool
+    ) -> None:
+        """checks: look for overflows also where the scale is static."""
+        super().__init__(policy)
+        self.optimizer = optimizer
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self._masters = masters
+        self._checks = self.dynamic_loss_scale or checks
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -37,22 +42,13 @@ class WrappedOptimizer:
         return self._masters.fp32_from_fp32_groups
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the next loss; can be set (ValueError if out of range)."""
-        return self.loss_scaler.scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler.scale = value
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's, holding masters (the model's parameters in amp_mp's own)."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's, keyed by masters."""
+        """The wrapped optimizer's, keyed by what is in its param_groups."""
         return self.optimizer.state
 
     @property
@@ -71,7 +67,7 @@ class WrappedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
-        inner = snapshot(self.optimizer.state_dict())
+        inner = _snapshot(self.optimizer.state_dict())
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -88,13 +84,13 @@ class WrappedOptimizer:
         Raises ValueError, before anything is changed, where groups or shapes differ, or something
         is missing. The loss scale becomes the snapshot's, also if it is of another kind.
         """
-        needed = {"loss_scaler", "overflow", "optimizer_state_dict", "fp32_from_fp16"}
-        missing = sorted((needed | {"first_closure_call_this_step"}) - state_dict.keys())
+        needed = {"loss_scaler", "overflow", "first_closure_call_this_step", "fp32_from_fp16"}
+        missing = sorted((needed | {"optimizer_state_dict"}) - state_dict.keys())
         if missing:
             raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
         self._masters.check(state_dict["fp32_from_fp16"])
         policy = from_state_dict(state_dict["loss_scaler"])
-        self.optimizer.load_state_dict(snapshot(state_dict["optimizer_state_dict"]))
+        self.optimizer.load_state_dict(_snapshot(state_dict["optimizer_state_dict"]))
         if type(policy) is type(self.loss_scaler):
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         else:  # the snapshot's kind counts, as in Apex
@@ -106,20 +102,19 @@ class WrappedOptimizer:
         self._masters.load(state_dict["fp32_from_fp16"])
 
     def __getstate__(self) -> Any:
-        """Refuses, as Apex's: a pickled copy would not belong to its model."""
+        # As Apex's. A pickled copy would not belong to its model.
         raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
 
     def __setstate__(self, state: Any) -> None:
-        """Refuses, as Apex's."""
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
 
 
-def snapshot(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     """A copy in which every tensor is cloned, also inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {k: snapshot(v) for k, v in value.items()}
+        return {k: _snapshot(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(snapshot(v) for v in value)
+        return type(value)(_snapshot(v) for v in value)
     return value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amp_mp.apex.gradients import copy_all_
+from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network
 from amp_mp.optim.state.masters import take_original
@@ -39,19 +39,15 @@ def prep_param_lists(
     """
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
-        return params, [nn.Parameter(_master(p)) for p in params]
+        return params, [nn.Parameter(take_original(p)) for p in params]
     kinds = {(p.dtype, p.device) for p in params}
     if len(kinds) > 1:
         raise ValueError(
             f"flat_master needs parameters of one dtype and device, found {len(kinds)} kinds: "
             f"{sorted(map(str, kinds))}"
         )
-    flat = nn.Parameter(torch.cat([_master(p).reshape(-1) for p in params]))
+    flat = nn.Parameter(torch.cat([take_original(p).reshape(-1) for p in params]))
     return params, [flat]
-
-
-def _master(param: Tensor) -> Tensor:
-    return param.detach().clone() if param.dtype == torch.float32 else take_original(param)
 
 
 @torch.no_grad()
@@ -59,27 +55,21 @@ def model_grads_to_master_grads(
     model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
 ) -> None:
     """Copies gradients to the masters, in float32; absent ones are None, or 0 in a flat master."""
-    if flat_master:
-        (flat,) = master_params
-        if flat.grad is None:
-            flat.grad = torch.empty_like(flat)
-        pieces = _pieces(flat.grad, model_params)
-        for param, piece in zip(model_params, pieces, strict=True):
-            if param.grad is None:
-                piece.zero_()
-    else:
-        pieces = []
+    if not flat_master:
         for param, master in zip(model_params, master_params, strict=True):
-            if param.grad is None:
-                master.grad = None
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            pieces.append(master.grad)
-    grads = [p.grad for p in model_params]
-    if flat_master:
-        pieces = [piece for piece, grad in zip(pieces, grads, strict=True) if grad is not None]
-    copy_all_(pieces, [grad for grad in grads if grad is not None])
+            make_gradient(param, master)
+        targets, sources = gradients_of(master_params), gradients_of(model_params)
+        return copy_all_(zip(targets, sources, strict=True))
+    (flat,) = master_params
+    if flat.grad is None:
+        flat.grad = torch.empty_like(flat)
+    copies = []
+    for piece, param in zip(_pieces(flat.grad, model_params), model_params, strict=True):
+        if param.grad is None:
+            piece.zero_()
+        else:
+            copies.append((piece, param.grad))
+    return copy_all_(copies)
 
 
 @torch.no_grad()
@@ -88,7 +78,7 @@ def master_params_to_model_params(
 ) -> None:
     """Rounds the masters into the parameters; float16 saturates at +-65504."""
     masters = _pieces(master_params[0], model_params) if flat_master else master_params
-    copy_all_(list(model_params), [m.detach() for m in masters], saturate=True)
+    copy_all_(zip(model_params, masters, strict=True), saturate=True)
 
 
 def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
@@ -109,12 +99,9 @@ def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
 
 
 class tofp16(nn.Module):  # noqa: N801 (Apex's name)
-    """A layer that casts its input to low precision, unless that is no floating-point tensor.
+    """A layer that casts its input to `dtype`, unless the input is no floating-point tensor.
 
     A plain cast: what is beyond float16 becomes inf.
-
-    Args:
-        dtype: of the output.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
@@ -126,7 +113,7 @@ class tofp16(nn.Module):  # noqa: N801 (Apex's name)
         return input.to(self.dtype) if input.is_floating_point() else input
 
     def extra_repr(self) -> str:
-        """The dtype."""
+        """For torch's printed text: the dtype."""
         return str(self.dtype)
 
 

@@ -1,18 +1,13 @@
-"""FP16_Optimizer around one of amp_mp's optimizers, which keeps masters itself.
-
-Nothing is copied: gradients stay in the model, scaled, and the optimizer's one pass unscales,
-clips, updates and rounds.
-"""
+"""The masters of an FP16_Optimizer around one of amp_mp's optimizers, which keeps its own."""
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_mp.apex.masters import check_dtypes, check_masters
+from amp_mp.apex.masters import Masters
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.init import init_states
@@ -21,84 +16,56 @@ from amp_mp.optim.step.handed import Handed, Measured
 from amp_mp.scaling.observe import observe
 
 
-class FusedMasters:
-    """The masters in a fused optimizer's state (masters.py, Masters).
+class FusedMasters(Masters):
+    """The masters in a fused optimizer's state.
 
-    The param_groups keep the model's parameters, whose `.grad` carries the scale until the step.
+    Nothing is copied: the gradients stay in the model and carry the scale until the step, which
+    unscales, clips, updates and rounds in one pass.
     """
 
+    _optimizer: FusedOptimizer
+
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        """Makes the state of all trainable parameters; TypeError for a dtype without masters."""
         self._optimizer = optimizer
         self._scale = 1.0  # that the gradients carry
-        self._clip: float | None = None  # the norm for the next step
-        self._measured: Measured | None = None  # what the last read of the gradients found
+        self._max_norm: float | None = None  # to which the next step clips
+        self._measured: Measured | None = None  # statistics of the gradients as they are now
         self.refresh()
 
     def refresh(self) -> None:
-        """Gives a master to every trainable low-precision parameter that has none."""
+        """As Masters.refresh; makes the whole state of every trainable parameter."""
+        super().refresh()
         optimizer = self._optimizer
-        for index, group in enumerate(optimizer.param_groups):
-            check_dtypes(index, group["params"])
         init_states(optimizer.rule(), optimizer.param_groups, optimizer.state)
-
-    def _trainable(self, low: bool) -> list[list[Tensor]]:
-        return [
-            [p for p in g["params"] if p.requires_grad and (p.dtype in LOW_PRECISION) == low]
-            for g in self._optimizer.param_groups
-        ]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """The model's low-precision parameters."""
-        return self._trainable(low=True)
+        """The model's low-precision parameters, also those without masters (master="none")."""
+        groups = self.groups()
+        return [[p for p in g if p.requires_grad and p.dtype in LOW_PRECISION] for g in groups]
 
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters; empty with master="none". Split masters are decoded copies, to be read."""
-        return [[m for _, m in self._decoded(params)] for params in self.fp16_groups]
-
-    def _decoded(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """As in Masters; split masters are decoded copies, to be read only."""
         state = self._optimizer.state
-        pairs = [(p, master_of(p, state[p])) for p in params]
-        return [(p, master) for p, master in pairs if master is not None]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The model's float32 parameters, which need no masters."""
-        return self._trainable(low=False)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Every low-precision parameter with its master."""
-        return self._decoded([p for params in self.fp16_groups for p in params])
-
-    def model_param(self, param: Tensor) -> Tensor:
-        """The parameter itself."""
-        return param
-
-    # Gradients.
-
-    def backward(self, scale: float, collects: bool) -> AbstractContextManager[None]:
-        """Nothing to prepare."""
-        return nullcontext()
+        groups = [[(p, master_of(p, state[p])) for p in params] for params in self.fp16_groups]
+        return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
 
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
-        self._clip, self._scale, self._measured = None, scale, None
+        self._max_norm, self._scale, self._measured = None, scale, None
         if not checks:
             return False, 0.0
         self._measured = self._optimizer.measure()
         return observe(self._measured.totals(), scale)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
-        """Has the next step clip by the gradients' 2-norm; other norms are clipped at once."""
+        """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
-            params = [p for group in self._optimizer.param_groups for p in group["params"]]
-            norm = float(nn.utils.clip_grad_norm_(params, max_norm * self._scale, norm_type))
+            norm = nn.utils.clip_grad_norm_(self.params(), max_norm * self._scale, norm_type)
             if self._measured is not None:
                 self._measured = self._optimizer.measure()  # the gradients have changed
-            return norm / self._scale
-        self._clip = max_norm if self._clip is None else min(max_norm, self._clip)
+            return float(norm) / self._scale
+        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
         if self._measured is None:
             self._measured = self._optimizer.measure()
         squares = sum(float(total[0]) for total in self._measured.totals().values())
@@ -106,57 +73,47 @@ class FusedMasters:
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""
-        return [
-            [None if p.grad is None else p.grad.detach().float() / self._scale for p in g["params"]]
-            for g in self._optimizer.param_groups
-        ]
-
-    def drop_gradients(self) -> None:
-        """Nothing to do: the next `collect` starts anew."""
-
-    # Steps.
+        groups = super().gradients()
+        return [[None if g is None else g.float() / self._scale for g in group] for group in groups]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step, which unscales and clips; with a closure, after it has run."""
+
+        def evaluate() -> Any:
+            assert closure is not None
+            loss = closure()
+            self._optimizer.handed = self._handed()  # known only now, inside the step
+            return loss
+
         try:
             if closure is None:
                 return self._optimizer.step_with(self._handed())
-            return self._optimizer.step_with(Handed(), closure)
+            return self._optimizer.step_with(Handed(), evaluate)
         finally:
-            self._clip, self._measured = None, None
-
-    def closure_done(self) -> None:
-        """Passes on what the closure's gradients carry, inside the step."""
-        self._optimizer.handed = self._handed()
+            self._max_norm, self._measured = None, None
 
     def _handed(self) -> Handed:
-        return Handed(self._scale, measured=self._measured, max_norm=self._clip)
+        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm)
 
     def to_model(self) -> None:
-        """Nothing to do: the optimizer has written the parameters."""
-
-    # Snapshots.
+        """Does nothing: the step has written the parameters."""
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """The masters in the optimizer's snapshot, so that a file has each of them once."""
         found = []
-        for group, own in zip(optimizer["param_groups"], self._optimizer.param_groups, strict=True):
-            rows = zip(group["params"], own["params"], strict=True)
-            low = [(p, optimizer["state"].get(i, {})) for i, p in rows if p.dtype in LOW_PRECISION]
-            masters = [master_of(p, state) for p, state in low]
+        for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
+            states = [optimizer["state"].get(index, {}) for index in saved["params"]]
+            rows = zip(params, states, strict=True)
+            masters = [master_of(p, state) for p, state in rows if p.dtype in LOW_PRECISION]
             found.append([m for m in masters if m is not None])
         return found
 
-    def check(self, saved: list[list[Tensor]]) -> None:
-        """Raises ValueError if a snapshot of the masters has other groups or shapes."""
-        check_masters(saved, self.fp32_from_fp16_groups)
-
     @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
-        """Copies a checked snapshot into the masters."""
+        """As in Masters; split masters, which were decoded, are encoded again."""
         self.refresh()  # the snapshot may come from an optimizer that keeps no masters of its own
-        groups = zip(self._optimizer.param_groups, self.fp16_groups, saved, strict=True)
-        for own, params, values in groups:
-            for (param, _), value in zip(self._decoded(params), values, strict=True):
-                master = torch.empty_like(param, dtype=torch.float32).copy_(value)
-                set_master(own["master"], param, self._optimizer.state[param], master)
+        groups = zip(self._optimizer.param_groups, self.grouped_pairs(), saved, strict=True)
+        for group, pairs, values in groups:
+            for (param, master), value in zip(pairs, values, strict=True):
+                master.copy_(value)
+                set_master(group["master"], param, self._optimizer.state[param], master)

@@ -1,4 +1,4 @@
-"""Gradients that carry the loss scale: kept apart from unscaled ones, checked, unscaled once."""
+"""Functions for gradients that carry the loss scale, and for masters' gradients."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.scaling.observe import by_device, measure, observe
+from amp_mp.scaling.observe import by_device
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -24,11 +24,11 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def scaled_backward(params: Iterable[Tensor]) -> Iterator[None]:
+def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
     """Sets existing, unscaled gradients aside during the block and adds them back at its end.
 
-    Inside the block backward makes scaled gradients only, so that none is unscaled twice. An
-    exception in the block restores the earlier gradients.
+    Inside the block all gradients are scaled, so that none is unscaled twice. An exception in the
+    block restores the earlier gradients.
     """
     aside = [(p, p.grad) for p in params]
     for param, _ in aside:
@@ -44,34 +44,35 @@ def scaled_backward(params: Iterable[Tensor]) -> Iterator[None]:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-@torch.no_grad()
-def unscale_(grads: list[Tensor], scale: float) -> tuple[bool, float]:
-    """Divides the gradients by the scale in place, after observing them (scaling/observe.py)."""
-    seen = observe(measure(grads), scale)
-    copy_all_(grads, grads, multiplier=1.0 / scale)
-    return seen
+def make_gradient(param: Tensor, master: Tensor) -> None:
+    """Gives the master a gradient of the parameter's kind, to be filled: dense, sparse or None."""
+    grad = param.grad
+    if grad is None:
+        master.grad = None
+    elif grad.is_sparse:
+        values = torch.empty_like(grad.values(), dtype=torch.float32)
+        master.grad = torch.sparse_coo_tensor(
+            grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+        )
+    elif master.grad is None or master.grad.is_sparse:
+        master.grad = torch.empty_like(master)
 
 
 def copy_all_(
-    to: list[Tensor], from_: list[Tensor], multiplier: float = 1.0, saturate: bool = False
+    pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0, saturate: bool = False
 ) -> None:
-    """to[i] = from_[i] * multiplier, over several devices; saturate clamps float16 to +-65504."""
-    for indices in by_device(to).values():
-        _C.copy_(
-            [to[i] for i in indices],
-            [from_[i] for i in indices],
-            multiplier=multiplier,
-            saturate=saturate,
-        )
+    """target = source * multiplier for all pairs; saturate clamps float16 to +-65504."""
+    rows = list(pairs)
+    for indices in by_device([target for target, _ in rows]).values():
+        targets, sources = [rows[i][0] for i in indices], [rows[i][1] for i in indices]
+        _C.copy_(targets, sources, multiplier=multiplier, saturate=saturate)
 
 
-def named_parameters(optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
+def named_parameters(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """Every parameter with its name, if the optimizer was given names, else with its position."""
-    found = []
-    for optimizer in optimizers:
-        for index, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                place = f"parameter {position} of group {index}"
-                found.append((given[position] if given else place, param))
+    found: list[tuple[str, Tensor]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        params = group["params"]
+        places = (f"parameter {i} of group {index}" for i in range(len(params)))
+        found += zip(group.get("param_names") or places, params, strict=True)
     return found

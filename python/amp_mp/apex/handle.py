@@ -1,7 +1,7 @@
 """Apex's amp.init and its handle: casts for a whole script, and scale_loss."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.optim_wrapper import OptimWrapper
-from amp_mp.apex.scale_loss import scaled_loss
+from amp_mp.apex.loss_scale import LossScale
+from amp_mp.apex.scale_loss import OptimWrapper, scaled_loss
 from amp_mp.casting.autocast import disable_casts, resolve
 from amp_mp.casting.explain import set_verbose
 from amp_mp.casting.op_table import install
@@ -57,9 +57,9 @@ def init(
     if not enabled:
         return NoOpHandle()
     device, low = resolve(device_type, dtype)
-    preset = Backoff(init_scale=2.0**16)
-    default = "dynamic" if low == torch.float16 else 1.0
-    policy = make_policy(default if loss_scale is None else loss_scale, preset)
+    if loss_scale is None:
+        loss_scale = "dynamic" if low == torch.float16 else 1.0
+    policy = make_policy(loss_scale, dynamic=Backoff(init_scale=2.0**16))
     install(policies, device, allow_banned)
     set_verbose(verbose)
     if verbose:
@@ -77,10 +77,9 @@ class NoOpHandle:
         """False."""
         return False
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """The loss itself."""
-        yield loss
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
+        """Yields the loss itself."""
+        return nullcontext(loss)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         """A wrapper that scales nothing."""
@@ -91,32 +90,12 @@ class NoOpHandle:
         """Empty."""
         return {}
 
-    def _clear_cache(self) -> None:
-        """Nothing to do."""
+    def _clear_cache(self) -> None: ...
 
     def _disable_casts(self) -> Any:
-        """A block like any other."""
         return nullcontext()
 
-    def _deactivate(self) -> None:
-        """Nothing to do."""
-
-
-class DefaultScaler:
-    """The handle's loss scale under Apex's name for it."""
-
-    def __init__(self, policy: ScalePolicy) -> None:
-        """policy: what keeps the scale."""
-        self._policy = policy
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the next loss; can be set (ValueError unless finite and above 0)."""
-        return self._policy.scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self._policy.scale = value
+    def _deactivate(self) -> None: ...
 
 
 class AmpHandle:
@@ -130,7 +109,7 @@ class AmpHandle:
         self.dtype = dtype
         self.has_cache = caching
         self.loss_scaler = policy
-        self._default_scaler: DefaultScaler | None = DefaultScaler(policy)
+        self._default_scaler: LossScale | None = LossScale(policy)  # Apex's name
         self._before = (
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
@@ -150,10 +129,9 @@ class AmpHandle:
         """Whether casts are on here and now: not after _deactivate, nor inside scale_loss."""
         return self._active and torch.is_autocast_enabled(self.device_type)
 
-    @contextmanager
     def scale_loss(
         self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]
-    ) -> Iterator[Tensor]:
+    ) -> AbstractContextManager[Tensor]:
         """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
 
         On exit the gradients of the optimizer's parameters are divided by the scale, in place and
@@ -175,20 +153,13 @@ class AmpHandle:
                 "handle.scale_loss cannot be used after handle.wrap_optimizer: every wrapped "
                 "optimizer has loss scales of its own. Call scale_loss of the wrapped optimizer"
             )
-        with scaled_loss(loss, optimizer, self.loss_scaler, self.device_type) as scaled:
-            yield scaled
+        return scaled_loss(loss, optimizer, self.loss_scaler, self.device_type)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer with a loss scale of its own for each of its losses.
+        """The torch.optim.Optimizer with a loss scale of its own for each of its losses.
 
-        From then on scale_loss is that of the wrapped optimizers; the handle's own raises.
-
-        Args:
-            optimizer: a torch.optim.Optimizer.
-            num_loss: how many losses go backward between two steps.
-
-        Raises:
-            TypeError, ValueError: another optimizer or count.
+        num_loss of them go backward between two steps. From then on use the wrapped optimizers'
+        scale_loss; the handle's own raises. TypeError or ValueError: another optimizer or count.
         """
         wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
         self._default_scaler = None

@@ -1,4 +1,4 @@
-"""The loss-scale arguments of Apex's FP16_Optimizer."""
+"""Apex's names for the loss scale, and the arguments that describe it."""
 
 from typing import Any
 
@@ -7,19 +7,32 @@ from amp_mp.scaling.lookup import make_policy
 from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, check_scale
 
 
+class LossScale:
+    """A policy, `loss_scaler`, whose scale can be read and set as `loss_scale`."""
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.loss_scaler = policy
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss. Can be set within the policy's bounds (ValueError)."""
+        return self.loss_scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.scale = value
+
+
 def apex_policy(
     static: float,
     dynamic: bool,
     arguments: dict[str, Any] | None,
     loss_scale: float | str | ScalePolicy | None,
 ) -> ScalePolicy:
-    """The policy that the scale arguments of Apex's FP16_Optimizer describe.
+    """The policy that the scale arguments of FP16_Optimizer describe, see there.
 
-    Its dynamic scale starts at 2^32, halves on overflow but not below 1, doubles after 1000 steps
-    without one, and has no ceiling.
-
-    Raises:
-        ValueError: an unknown name in the arguments, or a number that is not finite and above 0.
+    Raises ValueError for an unknown name in the arguments, or a number that is not finite and
+    above 0.
     """
     given = dict(arguments or {})
     start = check_scale(given.pop("init_scale", 2.0**32), "dynamic_loss_args['init_scale']")
@@ -31,7 +44,7 @@ def apex_policy(
         )
     try:
         preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
-    except ValueError as error:  # Apex's names are others
+    except ValueError as error:  # it names Backoff's arguments, not Apex's
         raise ValueError(f"dynamic_loss_args: {error}") from None
     if loss_scale is not None:
         return make_policy(loss_scale, preset)

@@ -1,88 +1,131 @@
-"""What an FP16_Optimizer needs of its masters, and the checks that both kinds share."""
+"""What an FP16_Optimizer asks of its masters, and what both kinds of masters share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import NATIVE
 
 
-class Masters(Protocol):
-    """The masters and gradients of an FP16_Optimizer; the lists have one list per param_group."""
+class Masters(ABC):
+    """The float32 masters of an optimizer's low-precision parameters, and the gradients.
+
+    A list of lists has one list per param_group. `scale` is the loss scale that the model's
+    gradients carry; the true gradients are those divided by it.
+    """
+
+    _optimizer: Optimizer
+
+    def refresh(self) -> None:
+        """Gives a master to every trainable low-precision parameter that has none.
+
+        Raises TypeError, before anything is changed, for a trainable parameter that is neither
+        float16, bfloat16 nor float32.
+        """
+        for index, params in enumerate(self.groups()):
+            for position, param in enumerate(params):
+                if param.requires_grad and param.dtype not in NATIVE:
+                    raise TypeError(
+                        f"parameter {position} of group {index} (shape {tuple(param.shape)}) has "
+                        f"dtype {param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
+                    )
+
+    def groups(self) -> list[list[Tensor]]:
+        """The lists of parameters in the optimizer's param_groups, themselves."""
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def params(self) -> list[Tensor]:
+        """All parameters in the optimizer's param_groups."""
+        return [param for params in self.groups() for param in params]
+
+    @abstractmethod
+    def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Every low-precision parameter that has a master, with this master."""
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """`grouped_pairs` in a single list."""
+        return [pair for pairs in self.grouped_pairs() for pair in pairs]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The model's low-precision parameters."""
+        return [[param for param, _ in pairs] for pairs in self.grouped_pairs()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Their masters."""
+        return [[master for _, master in pairs] for pairs in self.grouped_pairs()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The model's float32 parameters, which need no masters."""
+        """The model's trainable float32 parameters, which need no masters."""
+        return [[p for p in params if self._is_own_master(p)] for params in self.groups()]
 
-    def refresh(self) -> None:
-        """Gives a master to every trainable low-precision parameter that has none."""
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Every low-precision parameter with its master."""
+    def _is_own_master(self, param: Tensor) -> bool:
+        is_own = param.dtype == torch.float32 and self.model_param(param) is param
+        return is_own and param.requires_grad
 
     def model_param(self, param: Tensor) -> Tensor:
-        """The model's parameter of one in the param_groups."""
+        """The model's parameter that stands behind one in the param_groups."""
+        return param
 
     def backward(self, scale: float, collects: bool) -> AbstractContextManager[None]:
-        """Surrounds backward on a loss times `scale`, and `collect` if it follows at once."""
+        """A block for the backward pass, and for `collect` if it follows at once (`collects`)."""
+        return nullcontext()
 
+    @abstractmethod
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
-        """Takes the model's gradients over; with `checks` returns overflow and largest true |g|."""
+        """Takes over the model's gradients.
 
+        With `checks` returns whether one is inf or NaN, and the largest finite true |g|.
+        """
+
+    @abstractmethod
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients."""
+        grads = [[param.grad for param in params] for params in self.groups()]
+        return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    def drop_gradients(self) -> None:
-        """Called when the gradients are zeroed."""
+    def zero_grad(self, drop: bool) -> None:
+        """Sets the gradients of masters and parameters to 0, or to None with `drop`."""
+        for param in self.params():
+            for each in {param, self.model_param(param)}:
+                if each.grad is not None:
+                    each.grad = None if drop else each.grad.detach().zero_()
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step."""
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
-    def closure_done(self) -> None:
-        """Called inside a step when its closure has made the gradients."""
-
+    @abstractmethod
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters."""
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """Copies of the masters; optimizer: a snapshot of the wrapped optimizer's state dict."""
+        return [[m.detach().clone() for m in masters] for masters in self.fp32_from_fp16_groups]
 
     def check(self, saved: list[list[Tensor]]) -> None:
         """Raises ValueError if a snapshot of the masters has other groups or shapes."""
+        shapes = [[tuple(m.shape) for m in group] for group in saved]
+        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
+        if shapes != own:
+            raise ValueError(
+                f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
+                f"this optimizer has {own}; nothing was loaded"
+            )
 
+    @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
         """Copies a checked snapshot into the masters."""
-
-
-def check_masters(saved: list[list[Tensor]], masters: list[list[Tensor]]) -> None:
-    """Raises ValueError if saved masters have other groups or shapes than the present ones."""
-    shapes = [[tuple(m.shape) for m in group] for group in saved]
-    own = [[tuple(m.shape) for m in group] for group in masters]
-    if shapes != own:
-        raise ValueError(
-            f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "
-            f"this optimizer has {own}; nothing was loaded"
-        )
-
-
-def check_dtypes(index: int, params: list[Tensor]) -> None:
-    """Raises TypeError for a trainable parameter of a dtype that cannot have a master."""
-    for position, param in enumerate(params):
-        if param.requires_grad and param.dtype not in NATIVE:
-            raise TypeError(
-                f"parameter {position} of group {index} (shape {tuple(param.shape)}) has dtype "
-                f"{param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
-            )
+        for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+            for master, value in zip(masters, values, strict=True):
+                master.copy_(value)

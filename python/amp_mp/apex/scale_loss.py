@@ -1,10 +1,13 @@
-"""The block in which a scaled loss goes backward, and the skipped step after an overflow."""
+"""The block in which a scaled loss goes backward, and the skipped step after an overflow.
+
+OptimWrapper is what handle.wrap_optimizer returns: an optimizer with a scale for each loss.
+"""
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,11 +16,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.gradients import gradients_of, named_parameters, scaled_backward, unscale_
+from amp_mp.apex.gradients import copy_all_, gradients_of, named_parameters, set_aside
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.scaling.nonfinite import nonfinite_gradients
-from amp_mp.scaling.observe import OverflowCounter, update_scale
+from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -27,33 +30,44 @@ logger = logging.getLogger("amp_mp")
 def scaled_loss(
     loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], policy: ScalePolicy, device_type: str
 ) -> Iterator[Tensor]:
-    """Yields loss times scale, casts off; on exit unscales, moves the scale, maybe skips a step.
-
-    See AmpHandle.scale_loss.
-    """
+    """The block of AmpHandle.scale_loss, with a loss scale and the device type of the casts."""
     optimizers = _checked(optimizer)
     with torch.autocast(device_type, enabled=False):
         if isinstance(policy, Static) and policy.scale == 1:
             yield loss
             return
-        params = _parameters(optimizers)
-        with scaled_backward(params), _warning_if_unscaled(loss):
-            yield loss.float() * policy.scale
-            found_inf, max_abs = unscale_(gradients_of(params), policy.scale)
-        before = policy.scale
-        is_first = _observe(policy, found_inf, max_abs, optimizers)
-    if found_inf:
-        if is_first:
-            logger.warning(
-                "Gradient overflow, skipping update, reducing loss scale from %g to %g",
-                before,
-                policy.scale,
-            )
-        for each in optimizers:
-            skip_next_step(each)
+        scale, params = policy.scale, _parameters(optimizers)
+        with set_aside(params), _warning_if_unscaled(loss):
+            yield loss.float() * scale
+            grads = gradients_of(params)
+            found_inf, max_abs = observe(measure(grads), scale)
+            with torch.no_grad():
+                copy_all_(zip(grads, grads, strict=True), multiplier=1.0 / scale)
+        is_first = _update_scale(policy, found_inf, max_abs, optimizers)
+    if not found_inf:
+        return
+    if is_first:
+        message = "Gradient overflow, skipping update, reducing loss scale from %g to %g"
+        logger.warning(message, scale, policy.scale)
+    for each in optimizers:
+        skip_next_step(each)
 
 
-def _observe(
+class _Iteration(NamedTuple):
+    """What a policy was told since the last step of any optimizer, and its state before that."""
+
+    steps: int
+    policy_before: dict[str, Any]
+    counter_before: OverflowCounter
+    counter: OverflowCounter
+    found_inf: bool
+    max_abs: float
+
+
+_iterations: WeakKeyDictionary[ScalePolicy, _Iteration] = WeakKeyDictionary()
+
+
+def _update_scale(
     policy: ScalePolicy, found_inf: bool, max_abs: float, optimizers: list[Optimizer]
 ) -> bool:
     """Moves the scale once per iteration: several losses before a step count as one.
@@ -62,38 +76,24 @@ def _observe(
     goes back to the scale at the iteration's start and counts all losses together. Returns whether
     this is the iteration's first overflow.
     """
-    overflows = _overflows.get(policy, OverflowCounter())
     last = _iterations.get(policy)
+    counter = OverflowCounter() if last is None else last.counter
     is_first = found_inf
     if last is not None and last.steps == steps_taken():
         is_first = found_inf and not last.found_inf
         found_inf, max_abs = found_inf or last.found_inf, max(max_abs, last.max_abs)
-        policy.load_state_dict(last.policy)
-        overflows = last.overflows
+        policy.load_state_dict(last.policy_before)
+        counter = last.counter_before
     _iterations[policy] = _Iteration(
-        steps_taken(), policy.state_dict(), copy.copy(overflows), found_inf, max_abs
+        steps_taken(), policy.state_dict(), copy.copy(counter), counter, found_inf, max_abs
     )
-    _overflows[policy] = overflows
 
     def describe(scale: float) -> str:
-        return str(nonfinite_gradients(named_parameters(optimizers), scale))
+        pairs = [pair for each in optimizers for pair in named_parameters(each)]
+        return str(nonfinite_gradients(pairs, scale))
 
-    update_scale(policy, overflows, found_inf, max_abs, describe)
+    update_scale(policy, counter, found_inf, max_abs, describe)
     return is_first
-
-
-class _Iteration(NamedTuple):
-    """What a policy observed since the last step of any optimizer, and its state before."""
-
-    steps: int
-    policy: dict[str, Any]
-    overflows: OverflowCounter
-    found_inf: bool
-    max_abs: float
-
-
-_iterations: WeakKeyDictionary[ScalePolicy, _Iteration] = WeakKeyDictionary()
-_overflows: WeakKeyDictionary[ScalePolicy, OverflowCounter] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _checked(optimizer: Any) -> list[Optimizer]:
 def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
     groups = [group for each in optimizers for group in each.param_groups]
-    return list({id(p): p for group in groups for p in group["params"]}.values())
+    return list(dict.fromkeys(param for group in groups for param in group["params"]))
 
 
 def skip_next_step(optimizer: Optimizer) -> None:
@@ -151,20 +151,80 @@ def skip_next_step(optimizer: Optimizer) -> None:
     aside: list[tuple[Tensor, Tensor]] = []
 
     def before(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    aside.append((param, param.grad))
-                    param.grad = None
+        params = _parameters([optimizer])
+        aside.extend((param, param.grad) for param in params if param.grad is not None)
+        for param, _grad in aside:
+            param.grad = None
 
     def after(*_: Any) -> None:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
         optimizer._amp_mp_skips = False  # type: ignore[attr-defined]
         for param, grad in aside:
             param.grad = grad
 
-    handles = [
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
-    ]
+    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
+
+
+class OptimWrapper:
+    """An optimizer and one loss scale for each of its losses.
+
+        optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+        with optimizer.scale_loss(loss_a) as scaled:
+            scaled.backward()
+        with optimizer.scale_loss(loss_b) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    Losses are told apart by their order since the last step. Each one's gradients are unscaled by
+    its own scale, exactly once, and add up; if any overflows, the step changes nothing. Everything
+    else is the optimizer's own, `optimizer`, which is what a scheduler is given.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, policy: ScalePolicy, num_loss: int, device: str
+    ) -> None:
+        """Use AmpHandle.wrap_optimizer. Each loss gets its own copy of the policy."""
+        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
+            raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.loss_scalers = [copy.deepcopy(policy) for _ in range(num_loss)]
+        self._device = device
+        self._next = 0
+
+    def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
+        """As AmpHandle.scale_loss, with the scale of the next loss.
+
+        Raises RuntimeError for more losses than num_loss between two steps.
+        """
+        if self._next == len(self.loss_scalers):
+            raise RuntimeError(
+                f"scale_loss was called more than num_loss={self._next} times before a step; "
+                f"wrap_optimizer(optimizer, num_loss={self._next + 1}) gives each loss a scale"
+            )
+        self._next += 1
+        return scaled_loss(loss, self.optimizer, self.loss_scalers[self._next - 1], self._device)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, which changes nothing if a loss has overflowed.
+
+        Raises NotImplementedError for a closure, whose losses cannot be scaled from here.
+        """
+        if closure is not None:
+            raise NotImplementedError(
+                "a wrapped optimizer takes no closure; use amp.FP16_Optimizer, which does"
+            )
+        self._next = 0
+        return self.optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet: being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"OptimWrapper({self.optimizer!r}, loss_scalers={self.loss_scalers!r})"

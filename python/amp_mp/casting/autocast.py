@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_mp.casting.op_table import install_default
+from amp_mp.casting.op_table import check_device, install_default
 from amp_mp.casting.step_hooks import install_step_hooks
-
-DEFAULT_DTYPE = {"cuda": torch.float16, "cpu": torch.bfloat16}
+from amp_mp.dtypes import LOW_PRECISION
 
 
 def autocast(
@@ -19,7 +18,7 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> torch.autocast:
-    """A torch.autocast, for everything that understands one: checkpoint, compile, DDP.
+    """A torch.autocast, which checkpoint, compile and DDP understand.
 
     The first one in a process puts the "torch" table in force, if no table is: torch's own lists,
     and a cache of weight casts that outlives the region. Call it before worker threads run.
@@ -46,27 +45,21 @@ def disable_casts(device_type: str | None = None) -> torch.autocast:
 
 
 def backward(loss: Tensor, **kwargs: Any) -> None:
-    """loss.backward() with casts off, for training under amp.init without loss scaling.
+    """loss.backward(**kwargs) with casts off, for training under amp.init without loss scaling.
 
     Backward must run as the graph was recorded. With casts on, the products in the backward pass
     of what was computed in float32 would run in low precision: gradients off by 1e-3. scale_loss
     does the same.
-
-    Args:
-        loss: what to differentiate.
-        kwargs: as torch.Tensor.backward takes them.
     """
     with disable_casts(loss.device.type):
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
 
 def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
-    """The device type and low precision meant; ValueError naming the argument."""
-    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in DEFAULT_DTYPE:
-        raise ValueError(f'device_type must be "cuda" or "cpu", found {device_type!r}')
-    low = dtype or DEFAULT_DTYPE[device]
-    if low not in (torch.float16, torch.bfloat16):
+    """The device type and low precision of a region; ValueError naming a wrong argument."""
+    device = check_device(device_type, "device_type")
+    low = dtype or (torch.float16 if device == "cuda" else torch.bfloat16)
+    if low not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
     if device == "cpu" and low == torch.float16:
         _warn_slow()

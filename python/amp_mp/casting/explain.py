@@ -8,7 +8,7 @@ from amp_mp.text_table import aligned
 
 OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/autocast.h, Trace
 
-_verbose = False
+_mode = OFF  # outside of explain
 
 
 class Cast(NamedTuple):
@@ -25,11 +25,8 @@ class CastTable(list[Cast]):
     """Casts in the order in which they were made; prints as a table."""
 
     def __str__(self) -> str:
-        """One line per cast."""
-        return aligned(
-            ("operator", "argument", "from", "to", ""),
-            ((*cast[:4], "cached" if cast.cached else "") for cast in self),
-        )
+        rows = ((*cast[:4], "cached" if cast.cached else "") for cast in self)
+        return aligned(("operator", "argument", "from", "to", ""), rows)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTable:
@@ -43,12 +40,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTabl
     try:
         function(*args, **kwargs)
     finally:
-        _C.casting.set_trace(PRINT if _verbose else OFF)
+        _C.casting.set_trace(_mode)
     return CastTable(Cast(*row) for row in _C.casting.take_log())
 
 
 def set_verbose(verbose: bool) -> None:
     """Prints every cast to stderr while on."""
-    global _verbose
-    _verbose = verbose
-    _C.casting.set_trace(PRINT if verbose else OFF)
+    global _mode
+    _mode = PRINT if verbose else OFF
+    _C.casting.set_trace(_mode)

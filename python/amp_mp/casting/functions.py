@@ -5,7 +5,7 @@ off.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -25,17 +25,17 @@ def half_function(function: F) -> F:
 
 
 def float_function(function: F) -> F:
-    """Casts floating arguments to float32; for functions that need its range or digits."""
+    """As half_function, to float32; for functions that need its range or digits."""
     return _wrap(function, lambda _device, _: torch.float32)
 
 
 def promote_function(function: F) -> F:
-    """Casts floating arguments to the widest dtype among them."""
-    return _wrap(function, lambda _device, tensors: _widest(tensors))
+    """As half_function, to the widest dtype among the arguments."""
+    return _wrap(function, lambda _device, dtypes: _widest(dtypes))
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """half_function over an attribute of a module or class, in place.
+    """Replaces a function of a module or class by its half_function.
 
     Raises ValueError if there is no such attribute.
     """
@@ -43,12 +43,12 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """float_function over an attribute of a module or class, in place; errors as its sibling."""
+    """As register_half_function, with float_function."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """promote_function over an attribute of a module or class, in place; errors as its sibling."""
+    """As register_half_function, with promote_function."""
     _register(module, name, promote_function)
 
 
@@ -58,40 +58,37 @@ def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
     setattr(module, name, decorate(getattr(module, name)))
 
 
-def _wrap(function: F, dtype_of: Callable[[str, list[Tensor]], torch.dtype | None]) -> F:
+def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype]) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors: list[Tensor] = []
-        _collect((args, kwargs), tensors)
-        if not tensors:
+        tensors = list(_tensors((args, kwargs)))
+        if not tensors or not torch.is_autocast_enabled(device := tensors[0].device.type):
             return function(*args, **kwargs)
-        device = tensors[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        dtype = dtype_of(device, tensors)
-        new_args, new_kwargs = _cast((args, kwargs), dtype)
+        dtype = dtype_of(device, {t.dtype for t in tensors})
+        args, kwargs = _cast((args, kwargs), dtype)
         with torch.autocast(device, enabled=False):
-            return function(*new_args, **new_kwargs)
+            return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 
 
 def _is_castable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if _is_castable(value):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     if _is_castable(value):
         return value.to(dtype)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -101,8 +98,3 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}
     return value
-
-
-def _widest(tensors: list[Tensor]) -> torch.dtype:
-    dtypes = {t.dtype for t in tensors}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32

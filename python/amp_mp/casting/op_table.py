@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import threading
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -13,23 +14,31 @@ from amp_mp.text_table import aligned
 DEVICES = ("cpu", "cuda")
 
 _lock = threading.Lock()
-_active: dict[str, str] = {}  # the table each device has: its name
+_active: dict[str, str] = {}  # the name of the table that is in force, by device
 _overrides: dict[tuple[str, str], str] = {}  # what users have set, on top of any table
 
 
 class PolicyTable(dict[str, str]):
-    """Operators by overload, and the policy of each; prints as a table."""
+    """Operators by overload, and the policy of each; prints as a table by policy and name."""
 
     def __str__(self) -> str:
-        """One line per operator, by policy and name."""
         rows = sorted(self.items(), key=lambda row: (row[1], row[0]))
         return aligned(("operator", "policy"), rows)
+
+
+def check_device(device: str | None, argument: str = "device") -> str:
+    """The device type, by default "cuda" where there is one; ValueError naming the argument."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in DEVICES:
+        raise ValueError(f'{argument} must be "cpu" or "cuda", found {device!r}')
+    return device
 
 
 def expand(op: str) -> list[str]:
     """The operator's overloads and those of its in-place form, as far as this torch has them.
 
-    "aten::sum" gives all; "aten::sum.dim_IntList" is one already; other libraries' names likewise.
+    "aten::sum" stands for all of its overloads, "aten::sum.dim_IntList" for that one alone.
+    Operators of other libraries are named likewise.
     """
     if "." in op:
         return [op]
@@ -37,11 +46,9 @@ def expand(op: str) -> list[str]:
     found = []
     for base in (name, f"{name}_"):
         packet = getattr(getattr(torch.ops, namespace), base, None)
-        if packet is not None:
-            for overload in packet.overloads():
-                found.append(
-                    f"{namespace}::{base}" + ("" if overload == "default" else f".{overload}")
-                )
+        for overload in packet.overloads() if packet is not None else ():
+            suffix = "" if overload == "default" else f".{overload}"
+            found.append(f"{namespace}::{base}{suffix}")
     return found
 
 
@@ -53,12 +60,14 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
     if table not in ("apex", "torch", "stock"):
         raise ValueError(f'policies must be "apex", "torch" or "stock", found {table!r}')
     with _lock:
-        wanted = _rows(table, device, allow_banned)
-        for op in _C.casting.policies(device):
-            wanted.setdefault(op, "stock")
+        wanted = dict.fromkeys(_C.casting.policies(device), "stock")
+        if table == "apex":
+            wanted |= _apex_rows(allow_banned)
+        elif table == "torch":
+            wanted |= _torch_rows(device)
         for (where, op), policy in _overrides.items():
             if where == device:
-                wanted.update(dict.fromkeys(expand(op), policy))
+                wanted |= dict.fromkeys(expand(op), policy)
         for op, policy in wanted.items():
             _C.casting.set_policy(device, op, policy)
         _active[device] = table
@@ -71,31 +80,23 @@ def install_default(table: str, device: str) -> None:
         install(table, device)
 
 
-def _rows(table: str, device: str, allow_banned: bool) -> dict[str, str]:
-    if table == "stock":
-        return {}
-    if table == "torch":
-        low = {op: "low_precision" for name in TORCH_LOW[device] for op in _exactly(name)}
-        low |= dict.fromkeys(_exactly("aten::mkldnn_rnn_layer"), "bfloat16_only")
-        return low | {op: "widest" for name in TORCH_WIDEST for op in _exactly(name)}
+def _apex_rows(allow_banned: bool) -> dict[str, str]:
     rows = {}
     for group in APEX:
         policy = "float32" if group.policy == "banned" and allow_banned else group.policy
-        for name in group.ops:
-            for op in expand(name):
-                rows[op] = _overload_policy(op, policy)
+        for op in (op for name in group.ops for op in expand(name)):
+            in_place = op.split(".")[0].endswith("_")
+            # An in-place sum has no dtype to set: like other in-place operators that belong in
+            # float32, it is refused on low precision.
+            rows[op] = "float32" if in_place and policy == "set_output_dtype" else policy
     return rows
 
 
-def _exactly(name: str) -> list[str]:
-    """The one overload torch's list names: "aten::conv1d" is the default overload there."""
-    return [name] if name in expand(name.split(".")[0]) else []
-
-
-def _overload_policy(op: str, policy: str) -> str:
-    """An in-place sum has no dtype to set: it is refused on low precision like the others."""
-    base = op.split("::")[1].split(".")[0]
-    return "float32" if policy == "set_output_dtype" and base.endswith("_") else policy
+def _torch_rows(device: str) -> dict[str, str]:
+    names = dict.fromkeys(TORCH_LOW[device], "low_precision")
+    names |= {"aten::mkldnn_rnn_layer": "bfloat16_only"} | dict.fromkeys(TORCH_WIDEST, "widest")
+    # torch's lists name single overloads: "aten::conv1d" is the default overload there.
+    return {op: policy for op, policy in names.items() if op in expand(op.split(".")[0])}
 
 
 def policies(device: str | None = None) -> PolicyTable:
@@ -107,8 +108,7 @@ def policies(device: str | None = None) -> PolicyTable:
     Raises:
         ValueError: another device.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return PolicyTable(_C.casting.policies(_check_device(device)))
+    return PolicyTable(_C.casting.policies(check_device(device)))
 
 
 def uninstall() -> None:
@@ -123,26 +123,9 @@ def uninstall() -> None:
     _changed()
 
 
-class _Change:
-    """A changed policy; as a context manager it is changed back on leaving."""
-
-    def __init__(self, before: dict[tuple[str, str], str | None]) -> None:
-        self._before = before
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        for (device, op), policy in self._before.items():
-            with _lock:
-                if policy is None:
-                    _overrides.pop((device, op), None)
-                else:
-                    _overrides[device, op] = policy
-            install(_active.get(device, "stock"), device)
-
-
-def set_policy(op: str, policy: str, device: str | None = None) -> _Change:
+def set_policy(
+    op: str, policy: str, device: str | None = None
+) -> AbstractContextManager[object, None]:
     """Sets how an operator is cast, before or after init, also an operator of another library.
 
     Args:
@@ -154,7 +137,7 @@ def set_policy(op: str, policy: str, device: str | None = None) -> _Change:
         device: "cpu" or "cuda"; both if not given.
 
     Returns:
-        Something to use with `with`, to have the policy for a block only.
+        A context manager: a `with` block at whose end the policy is what it was before.
 
     Raises:
         ValueError: an unknown policy or device, or an operator this torch does not have.
@@ -162,7 +145,7 @@ def set_policy(op: str, policy: str, device: str | None = None) -> _Change:
     if policy not in _C.casting.policy_names():
         known = ", ".join(_C.casting.policy_names())
         raise ValueError(f"policy must be one of {known}; found {policy!r}")
-    devices = DEVICES if device is None else (_check_device(device),)
+    devices = DEVICES if device is None else (check_device(device),)
     found = expand(op) if "::" in op else []
     if not found:
         raise ValueError(f'op: torch has no operator {op!r}; expected a name like "aten::gelu"')
@@ -175,13 +158,19 @@ def set_policy(op: str, policy: str, device: str | None = None) -> _Change:
                 raise ValueError(f"op: torch's dispatcher has no operator {op!r}")
             _overrides[where, op] = policy
     _changed()
-    return _Change(before)
+    change: ExitStack[None] = ExitStack()
+    change.callback(_change_back, before)
+    return change
 
 
-def _check_device(device: str) -> str:
-    if device not in DEVICES:
-        raise ValueError(f'device must be "cpu" or "cuda", found {device!r}')
-    return device
+def _change_back(before: dict[tuple[str, str], str | None]) -> None:
+    for (device, op), policy in before.items():
+        with _lock:
+            if policy is None:
+                _overrides.pop((device, op), None)
+            else:
+                _overrides[device, op] = policy
+        install(_active.get(device, "stock"), device)
 
 
 def _changed() -> None:

@@ -20,27 +20,22 @@ _lock = threading.Lock()
 
 
 class _Arguments(tuple[Any, ...]):
-    """A step's positional arguments, which also hold what autocast was before.
+    """A step's positional arguments, and the device types whose casts are off during the step."""
 
-    Post-hooks do not run where a step raises. The tuple lives in the frame that called the step, so
-    its end restores the state all the same.
-    """
-
-    on: list[str]  # device types to switch on again
-
-    def restore(self) -> None:
-        on, self.on = self.on, []
-        _switch(on, True)
-
-    def __del__(self) -> None:
-        self.restore()
+    switched_off: list[str]
 
 
 def install_step_hooks() -> None:
-    """Once a process: hooks on every optimizer's step."""
+    """Adds the hooks to every optimizer's step, once per process.
+
+    torch calls no post-hook where a step raises. There the native guard switches the casts on
+    again, as soon as the exception leaves the step. It cannot do so inside a TorchDispatchMode,
+    which undoes what operators change in the thread's dispatch state.
+    """
     global _installed
     with _lock:
         if not _installed:
+            _C.casting.guard_steps()
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
             _installed = True
@@ -53,24 +48,26 @@ def steps_taken() -> int:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not on:
         return None
-    if callable(closure):  # its forward is the model's: with casts
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):  # it runs the model's forward pass, which is cast
         wrapped = _with_casts(closure, on)
-        args = (args[0], wrapped, *args[2:]) if len(args) > 1 else args
-        kwargs = {**kwargs, "closure": wrapped} if "closure" in kwargs else kwargs
-    guarded = _Arguments(args)
-    guarded.on = on
+        if len(args) > 1:
+            args = (args[0], wrapped, *args[2:])
+        else:
+            kwargs = {**kwargs, "closure": wrapped}
+    args = _Arguments(args)
+    args.switched_off = on
     _switch(on, False)
-    return guarded, kwargs
+    return args, kwargs
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     global _steps
     _steps += 1
     if isinstance(args, _Arguments):
-        args.restore()
+        _switch(args.switched_off, True)
     torch.clear_autocast_cache()
     _C.casting.optimizer_stepped()
 

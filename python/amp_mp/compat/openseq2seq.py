@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
+from amp_mp.apex.gradients import set_aside
 from amp_mp.apex.masters import Masters
 from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.compat.regularizers import add_regularization
 from amp_mp.model.convert import convert_network
 from amp_mp.model.prepare import prepare
 from amp_mp.scaling.dynamic import Backoff, LogMax
-from amp_mp.scaling.lookup import make_policy
-from amp_mp.scaling.policies import ScalePolicy, check_scale
+from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-SCALINGS = {"backoff": Backoff, "logmax": LogMax, "lognormal": LogMax}
+POLICIES: dict[str, type[ScalePolicy]] = {"backoff": Backoff, "logmax": LogMax, "lognormal": LogMax}
 
 
 class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
@@ -62,13 +62,10 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
             return super().backward(loss, update_master_grads, retain_graph)
         pairs = self._masters.pairs()
         before = self.overflow and self._calls > 0
-        aside = [master.grad for _, master in pairs]
-        for param, master in pairs:
-            param.grad = master.grad = None
-        super().backward(loss / self.iter_size, update_master_grads, retain_graph)
-        for (_, master), earlier in zip(pairs, aside, strict=True):
-            if earlier is not None:
-                master.grad = earlier if master.grad is None else master.grad.add_(earlier)
+        for param, _ in pairs:
+            param.grad = None
+        with set_aside(master for _, master in pairs):
+            super().backward(loss / self.iter_size, update_master_grads, retain_graph)
         self.overflow = self.overflow or before
         self._calls += 1
         return None
@@ -124,43 +121,38 @@ def mixed_precision(
             once; a dynamic one without "mixed"; an unknown loss_scaling_params key.
     """
     name = str(config.get("dtype", "float32")).removeprefix("torch.")
-    scale = _loss_scale(config)
+    policy = _policy(config)
     if name == "mixed":
         on_cuda = any(p.is_cuda for p in model.parameters())
-        low = str(config.get("low_precision", "float16" if on_cuda else "bfloat16"))
-        low = low.removeprefix("torch.")
+        low = config.get("low_precision", "float16" if on_cuda else "bfloat16")
+        low = str(low).removeprefix("torch.")
         if low not in ("float16", "bfloat16"):
             raise ValueError(f'low_precision must be "float16" or "bfloat16", found {low!r}')
-        policy = make_policy(1.0 if scale is None else scale)
-        return prepare(model, DTYPES[low]), MixedPrecisionOptimizerWrapper(
-            optimizer, policy, **options
-        )
+        model = prepare(model, DTYPES[low])
+        return model, MixedPrecisionOptimizerWrapper(optimizer, policy, **options)
     if name not in DTYPES:
         raise ValueError(f'dtype must be "mixed", {", ".join(DTYPES)}; found {config["dtype"]!r}')
-    if isinstance(scale, ScalePolicy):
+    if not isinstance(policy, Static):
         raise ValueError(f'automatic loss scaling needs dtype "mixed", found dtype {name!r}')
     return (model if name == "float32" else convert_network(model, DTYPES[name])), optimizer
 
 
-def _loss_scale(config: Mapping[str, Any]) -> float | ScalePolicy | None:
-    """A number, a policy of the algorithm and parameters that are named, or None."""
-    given = {key: config.get(key) for key in ("loss_scaling", "loss_scale")}
-    given["automatic_loss_scaling"] = config.get("automatic_loss_scaling")
-    given = {key: value for key, value in given.items() if value is not None}
+def _policy(config: Mapping[str, Any]) -> ScalePolicy:
+    """The loss scale that a configuration asks for; without one Static(1)."""
+    keys = ("automatic_loss_scaling", "loss_scale", "loss_scaling")
+    given = {key: config[key] for key in keys if config.get(key) is not None}
     if len(given) > 1:
-        raise ValueError(f"config: {' and '.join(sorted(given))} were both given; choose one")
-    value: Any = next(iter(given.values()), None)
+        raise ValueError(f"config: {' and '.join(given)} were both given; choose one")
+    key, value = next(iter(given.items()), ("loss_scale", 1.0))
     params = dict(config.get("loss_scaling_params") or {})
     if not isinstance(value, str):
         if params:
             raise ValueError("loss_scaling_params: needs a loss_scaling algorithm to belong to")
-        scale: float | None = None if value is None else check_scale(value, next(iter(given)))
-        return scale
-    algorithm = SCALINGS.get(value.lower().strip())
+        return Static(check_scale(value, key))
+    algorithm = POLICIES.get(value.lower().strip())
     if algorithm is None:
         raise ValueError(f"Unknown scaling algorithm: {value}")
     try:
-        policy: ScalePolicy = algorithm(**params)
-        return policy
+        return algorithm(**params)
     except TypeError as error:
         raise ValueError(f"loss_scaling_params: {error}") from None

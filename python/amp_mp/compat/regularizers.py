@@ -20,41 +20,36 @@ _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
 
 
 class _BuiltIn(ABC):
-    """A regularizer whose gradient is written down."""
+    """A regularizer whose gradient is written down. coefficient: lambda; not negative."""
 
     def __init__(self, coefficient: float) -> None:
-        """coefficient: lambda, not negative."""
         if not coefficient >= 0:
             raise ValueError(f"coefficient must not be negative, found {coefficient!r}")
         self.coefficient = coefficient
 
     @abstractmethod
     def gradient(self, weight: Tensor) -> Tensor:
-        """The derivative."""
+        """The derivative of the term with respect to the weight."""
 
 
 class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)
     """lambda sum w^2; gradient 2 lambda w."""
 
+    _factor = 1.0
+
     def __call__(self, weight: Tensor) -> Tensor:
         """The term of the loss."""
-        return self.coefficient * weight.square().sum()
+        return self._factor * self.coefficient * weight.square().sum()
 
     def gradient(self, weight: Tensor) -> Tensor:
         """Its derivative."""
-        return (2 * self.coefficient) * weight
+        return (2 * self._factor * self.coefficient) * weight
 
 
-class l2_half(_BuiltIn):  # noqa: N801
+class l2_half(l2_sum):  # noqa: N801
     """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w."""
 
-    def __call__(self, weight: Tensor) -> Tensor:
-        """The term of the loss."""
-        return self.coefficient / 2 * weight.square().sum()
-
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Its derivative."""
-        return self.coefficient * weight
+    _factor = 0.5
 
 
 class l1(_BuiltIn):  # noqa: N801

@@ -1,18 +1,21 @@
 """Loss scaling by hand: hyperparameters that do with scaled gradients what they did with true ones.
 
 For loops that never unscale, as NVCaffe's recipe has it: loss times S, lr over S, weight decay
-times S. Which numbers move depends on the optimizer, because some of them divide the scale away.
+times S. Which numbers change depends on the optimizer, because some of them divide the scale away.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import optim
-from amp_mp.optim.rule import Group
 from amp_mp.scaling.policies import check_scale
+
+# Optimizers whose step is linear in the gradient, and those that divide it by a root of squares.
+LINEAR = (torch.optim.SGD, optim.SGD)
+NORMALISED = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
+    *(optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad),
+)
 
 
 def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
@@ -31,45 +34,27 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
         The optimizer.
 
     Raises:
-        ValueError: no positive number; a kind of optimizer for which no such numbers exist
-            (Adadelta's one eps serves gradients and updates) or are known: unscale its gradients
-            instead.
+        ValueError: scale is no positive number; or a kind of optimizer for which no such numbers
+            exist (Adadelta's one eps serves gradients and updates) or are known: unscale its
+            gradients instead.
     """
     check_scale(scale, "scale")
-    rule = next((rule for kind, rule in _RULES if isinstance(optimizer, kind)), None)
-    if rule is None:
+    if not isinstance(optimizer, LINEAR + NORMALISED):
         raise ValueError(
             f"optimizer: no hyperparameters of {type(optimizer).__name__} make up for a loss "
             "scale; unscale the gradients, with amp.FP16_Optimizer or a GradScaler"
         )
+    # torch's AdamW is an Adam, and amp_mp's Adam is an AdamW.
+    is_adamw = isinstance(optimizer, torch.optim.AdamW | optim.AdamW)
+    is_adamw = is_adamw and not isinstance(optimizer, optim.Adam)
     for group in optimizer.param_groups:
-        rule(group, scale)
+        if isinstance(optimizer, LINEAR):
+            group["lr"] = group["lr"] / scale
+        else:
+            group["eps"] *= scale
+        if not (is_adamw or group.get("decoupled_weight_decay", False)):
+            group["weight_decay"] *= scale
     norm = getattr(optimizer, "max_grad_norm", None)
     if norm is not None:
-        optimizer.max_grad_norm = norm * scale  # type: ignore[attr-defined]
+        optimizer.max_grad_norm = norm * scale  # type: ignore[union-attr]
     return optimizer
-
-
-def _linear(group: Group, scale: float) -> None:
-    group["lr"] = group["lr"] / scale
-    group["weight_decay"] *= scale
-
-
-def _normalised(group: Group, scale: float) -> None:
-    group["eps"] *= scale
-    if not group.get("decoupled_weight_decay", False):
-        group["weight_decay"] *= scale
-
-
-def _decoupled(group: Group, scale: float) -> None:
-    group["eps"] *= scale
-
-
-# AdamW first: in torch it is an Adam.
-_RULES: tuple[tuple[Any, Callable[[Group, float], None]], ...] = (
-    (optim.Adam, _normalised),
-    ((torch.optim.AdamW, optim.AdamW), _decoupled),
-    ((torch.optim.SGD, optim.SGD), _linear),
-    ((torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad), _normalised),
-    ((optim.RMSprop, optim.Adagrad), _normalised),
-)

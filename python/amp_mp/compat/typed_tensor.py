@@ -29,13 +29,13 @@ class TypedTensor:
     What was never written is zero. Types: torch.float64, float32, float16, bfloat16.
 
     Write into what mutable_data and mutable_grad return, and do so before the next read: arrays
-    that have been converted already do not learn of it.
+    that were converted before a write keep the old values.
 
     Args:
         shape: of data and gradient.
         dtype: the master's: the type of updates, and of data() without a type.
         grad_dtype: of grad() without a type; default: dtype.
-        device: of all arrays. None is allocated before it is asked for.
+        device: of all arrays. Each is allocated when it is first asked for.
 
     Raises:
         TypeError: a dtype that is none of the four, here and in all methods.
@@ -55,8 +55,8 @@ class TypedTensor:
         self.dtype = dtype
         self.grad_dtype = dtype if grad_dtype is None else grad_dtype
         self.device = torch.device(device)
-        self._data = _Projections(self.shape, self.dtype, self.device, saturate=True)
-        self._grad = _Projections(self.shape, self.grad_dtype, self.device, saturate=False)
+        self._data = _Arrays(self.shape, self.device, self.dtype, saturate=True)
+        self._grad = _Arrays(self.shape, self.device, self.grad_dtype, saturate=False)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, grad_dtype: torch.dtype | None = None) -> Self:
@@ -67,19 +67,19 @@ class TypedTensor:
 
     def data(self, dtype: torch.dtype | None = None) -> Tensor:
         """The data in a type, to read: the same array until the data is written."""
-        return self._data.read(dtype or self.dtype)
+        return self._data.read(dtype)
 
     def mutable_data(self, dtype: torch.dtype | None = None) -> Tensor:
         """The data in a type, to write; no other type is valid from now on."""
-        return self._data.write(dtype or self.dtype)
+        return self._data.write(dtype)
 
     def grad(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient in a type, to read."""
-        return self._grad.read(dtype or self.grad_dtype)
+        return self._grad.read(dtype)
 
     def mutable_grad(self, dtype: torch.dtype | None = None) -> Tensor:
         """The gradient in a type, to write."""
-        return self._grad.write(dtype or self.grad_dtype)
+        return self._grad.write(dtype)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -93,7 +93,7 @@ class TypedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays there are, valid or not, data's and gradient's."""
+        """The memory of data and gradient in bytes: all arrays there are, valid or not."""
         return self._data.nbytes + self._grad.nbytes
 
     @property
@@ -117,50 +117,49 @@ class TypedTensor:
         return frozenset(self._grad.valid)
 
     def __repr__(self) -> str:
-        """Shape and types."""
         return (
             f"TypedTensor({tuple(self.shape)}, dtype={self.dtype}, grad_dtype={self.grad_dtype}, "
             f"device={str(self.device)!r})"
         )
 
 
-class _Projections:
-    """One value in several types."""
+class _Arrays:
+    """One value in several types. default: the type that is meant by None."""
 
     def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, saturate: bool
+        self, shape: torch.Size, device: torch.device, default: torch.dtype, saturate: bool
     ) -> None:
-        self.shape, self.device, self.saturate = shape, device, saturate
-        self.current = _supported(dtype)
+        self.shape, self.device, self.default, self.saturate = shape, device, default, saturate
+        self.current = self._checked(default)
         self.valid: set[torch.dtype] = set()
         self._written: torch.dtype | None = None  # the valid one that the others are made from
         self._arrays: dict[torch.dtype, Tensor] = {}
 
+    @staticmethod
+    def _checked(dtype: torch.dtype) -> torch.dtype:
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
+        return dtype
+
     @torch.no_grad()
-    def read(self, dtype: torch.dtype) -> Tensor:
-        if _supported(dtype) not in self._arrays:
+    def read(self, dtype: torch.dtype | None) -> Tensor:
+        dtype = self._checked(dtype or self.default)
+        if dtype not in self._arrays:
             self._arrays[dtype] = torch.zeros(self.shape, dtype=dtype, device=self.device)
         array = self._arrays[dtype]
-        if dtype not in self.valid:
-            if self._written is not None:
-                source = self._arrays[self._written]
-                array.copy_(rounded(source.float(), dtype) if self.saturate else source)
-            self.valid.add(dtype)
+        if self._written is not None and dtype not in self.valid:
+            source = self._arrays[self._written]
+            array.copy_(rounded(source.float(), dtype) if self.saturate else source)
+        self.valid.add(dtype)
         self.current = dtype
         return array
 
-    def write(self, dtype: torch.dtype) -> Tensor:
+    def write(self, dtype: torch.dtype | None) -> Tensor:
         array = self.read(dtype)
-        self._written = dtype
-        self.valid = {dtype}
+        self._written = array.dtype
+        self.valid = {array.dtype}
         return array
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays.values())
-
-
-def _supported(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
-    return dtype

@@ -19,10 +19,9 @@ Parts of it, in a training loop:
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
 from amp_mp.diagnose.overflow import OverflowTracker, diagnose_overflow
-from amp_mp.diagnose.plot import plot_gradients, plot_updates, save
+from amp_mp.diagnose.plot import log, plot_gradients, plot_updates, save
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.report import GradientReport
-from amp_mp.diagnose.tensorboard import log
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
 from amp_mp.diagnose.watch import Watch, watch
 from amp_mp.scaling.nonfinite import OverflowReport

@@ -10,11 +10,7 @@ from amp_mp.scaling.policies import check_scale
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the script and ends as it does, with its exit status or its exception.
-
-    arguments: default: the process's own. The exit status is 1 if the script itself ends well, but
-    there is nothing to report.
-    """
+    """Runs the script and ends as it does; with status 1 if it ends well with nothing to report."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_mp.diagnose",
         description="Run a training script unchanged; then print which gradients float16 would "
@@ -23,9 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", metavar="DIR", default="diagnosis", help="folder for the pictures")
     parser.add_argument("--steps", metavar="N", type=_steps, help="end after N backward passes")
-    judged = (
-        "loss scale to judge at; default: auto, that of the script's GradScaler or amp_mp policy"
-    )
+    judged = "loss scale to judge at; default: auto, that of the script's GradScaler or policy"
     parser.add_argument("--scale", metavar="auto|S", type=_scale, help=judged)
     parser.add_argument("script", type=Path, help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -36,7 +30,6 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv = [str(options.script), *options.args]
     sys.path[0] = str(options.script.resolve().parent)
     recording = Recording(options.scale, options.steps)
-    found = False
     try:
         runpy.run_path(str(options.script), run_name="__main__")
     except EnoughError:
@@ -58,8 +51,8 @@ def _scale(text: str) -> float | None:
     try:
         return None if text == "auto" else check_scale(float(text), "the loss scale")
     except ValueError:
-        expected = "expected auto or a finite number above 0"
-        raise argparse.ArgumentTypeError(f"{expected}, found {text!r}") from None
+        message = f"expected auto or a finite number above 0, found {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 if __name__ == "__main__":

@@ -22,34 +22,30 @@ _CHUNK = 1 << 22  # elements counted at a time: keeps the temporaries below abou
 class Limits(NamedTuple):
     """Where rounding to a format, to nearest even, changes its result; exact as Python floats."""
 
-    lost: float  # the largest |x| that becomes 0
+    lost: float  # the largest |x| that becomes 0: half the smallest subnormal, a tie
     normal: float  # the smallest normal number
     largest: float  # the largest finite number
-    overflow: float  # the smallest |x| that becomes inf
+    overflow: float  # the smallest |x| that becomes inf: half an ulp above `largest`
 
 
 def limits(dtype: torch.dtype) -> Limits:
-    """The limits of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32.
-
-    In a format with p bits of fraction whose largest binade starts at B, the largest number is
-    B (2 - 2^-p), and inf starts half a unit in the last place above it. Half the smallest subnormal
-    is a tie, which rounds to the even 0. Raises ValueError for another dtype.
-    """
+    """The limits of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32, or ValueError."""
     if dtype not in NATIVE:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, found {dtype}")
     info = torch.finfo(dtype)
-    binade = info.max / (2 - info.eps)
     half = info.smallest_normal * info.eps / 2
+    binade = info.max / (2 - info.eps)  # where the largest binade starts
     return Limits(half, info.smallest_normal, info.max, binade * (2 - info.eps / 2))
 
 
 class Diagnosis(NamedTuple):
     """What becomes of numbers x that are multiplied by a scale and rounded to a format.
 
-    lost, subnormal and overflow are shares, from 0 to 1, of the elements that are neither zero nor
-    inf nor NaN; see ExponentHistogram.at. headroom: by how many binades the scale can grow until
-    the largest |x| exceeds the format's largest number; below 0 if it does already; None without
-    elements.
+    lost, subnormal and overflow are shares, from 0 to 1, of the elements that are not 0, inf or NaN
+    and whose product with the scale becomes 0 (in float16 up to 2^-25), is above that and below the
+    smallest normal number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades
+    the scale can grow until the largest |x| exceeds the format's largest number (65504); below 0 if
+    it does already; None if all elements are 0, inf or NaN.
     """
 
     scale: float
@@ -76,22 +72,18 @@ class ExponentHistogram:
     def of(cls, tensor: Tensor, scale: float = 1.0) -> Self:
         """Counts the elements of tensor / scale.
 
-        The counting is exact, also of subnormals where the processor flushes them to 0, because it
-        reads the bits. The division is one float32 division per element, exact for powers of two
-        unless the quotient is below 2^-126.
+        The counting reads bits, so it is exact also where the processor flushes subnormals to 0.
+        The division is in float32, exact for powers of two unless a quotient is below 2^-126.
 
         Args:
             tensor: float16, bfloat16 or float32, any shape, any layout with strides.
             scale: finite and above 0; default: 1.
 
-        Raises:
-            TypeError: a tensor of another dtype.
-            ValueError: another scale.
+        Raises TypeError for a tensor of another dtype, ValueError for another scale.
         """
         if tensor.dtype not in NATIVE:
-            raise TypeError(
-                f"a histogram takes float16, bfloat16 and float32 tensors, found {tensor.dtype}"
-            )
+            expected = "a histogram takes float16, bfloat16 and float32 tensors"
+            raise TypeError(f"{expected}, found {tensor.dtype}")
         check_scale(scale, "scale")
         result = cls()
         for part in torch.split(tensor.detach().reshape(-1), _CHUNK) if tensor.numel() else ():
@@ -107,7 +99,6 @@ class ExponentHistogram:
         return result
 
     def __add__(self, other: Self) -> Self:
-        """The counts of both, on the other's device."""
         bins, top = self._bins.to(other._bins.device), self._top.to(other._top.device)
         return type(self)(bins + other._bins, torch.maximum(top, other._top))
 
@@ -144,10 +135,6 @@ class ExponentHistogram:
     def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
         """What becomes of the elements, times scale, in a format.
 
-        lost: |x scale| is at most half the smallest subnormal (float16: 2^-25) and becomes 0.
-        subnormal: it is above that and below the smallest normal number (2^-14): precision is lost.
-        overflow: it becomes inf (from 65520 on).
-
         With a power of two as scale, lost and subnormal are exact, for their edges are edges of
         bins. A bin that an edge cuts is split as if its elements were spread evenly over it; that
         concerns overflow at any scale, yet overflow is 0 exactly if nothing overflows, because the
@@ -159,27 +146,25 @@ class ExponentHistogram:
         low = torch.tensor([scale * 2.0**e for e in EXPONENTS], dtype=torch.float64)
         powers, above = self._bins[:_INF].cpu().view(-1, 2).unbind(1)  # at low, in (low, 2 low)
 
-        def up_to(edge: float) -> float:  # the elements of `above` that are below the edge
-            return float((above * (edge / low - 1).clamp(0, 1)).sum())
+        def below(edge: float, at: bool = False) -> float:  # with at: or at the edge
+            whole = powers[low <= edge if at else low < edge].sum()
+            return int(whole) + float((above * (edge / low - 1).clamp(0, 1)).sum())
 
-        count = max(1, int(powers.sum() + above.sum()))
-        lost = int(powers[low <= edges.lost].sum()) + up_to(edges.lost)
-        small = int(powers[low < edges.normal].sum()) + up_to(edges.normal)
-        over = int(powers[low >= edges.overflow].sum()) + int(above.sum()) - up_to(edges.overflow)
+        count = int(powers.sum() + above.sum())
+        lost, small = below(edges.lost, at=True), below(edges.normal)
+        over = count - below(edges.overflow)
         over = max(over, 1) if self.amax * scale >= edges.overflow else 0
-        shares = (lost / count, (small - lost) / count, over / count)
-        return Diagnosis(scale, dtype, *shares, _floor_log2(edges.largest, self.amax * scale))
+        n, headroom = max(1, count), _floor_log2(edges.largest, self.amax * scale)
+        return Diagnosis(scale, dtype, lost / n, (small - lost) / n, over / n, headroom)
 
     def largest_safe_log2_scale(self, dtype: torch.dtype = torch.float16) -> int | None:
         """floor(log2(largest number of the format / amax)), exact; None where amax is 0.
 
-        2 to this power is the largest power of two by which every finite element can be multiplied
-        without exceeding the format's largest number (65504).
+        2 to this power is the largest that takes no finite element above that number (65504).
         """
         return _floor_log2(limits(dtype).largest, self.amax)
 
     def __repr__(self) -> str:
-        """How many elements there are, and the largest."""
         return f"ExponentHistogram({self.elements} elements, amax={self.amax:g})"
 
 

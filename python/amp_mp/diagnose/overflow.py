@@ -15,17 +15,14 @@ Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     """Which gradients have inf or NaN now; call it between backward and the step.
 
-    Every element is looked at, in one native read of all gradients of a device; gradients with inf
-    or NaN are read again to count both. Of a sparse gradient the values are read. Absent gradients,
-    tensor subclasses, and dtypes other than float32, float16 and bfloat16 are skipped.
+    Every element is read, of a sparse gradient its values. Absent gradients, tensor subclasses, and
+    dtypes other than float32, float16 and bfloat16 are skipped.
 
     Args:
         params: a module, or parameters by name: a mapping or pairs.
         scale: the loss scale of the gradients, for the advice: anything `watch` takes.
 
-    Raises:
-        TypeError: params or scale is something else.
-        ValueError: the scale is not finite or not above 0.
+    Raises TypeError for other params or scales, ValueError for a scale not finite or not above 0.
     """
     return nonfinite_gradients(_named(params), scale_of(scale))
 
@@ -36,10 +33,8 @@ def _named(params: Named) -> list[tuple[str, Tensor]]:
     pairs = list(params.items() if isinstance(params, Mapping) else params)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            raise TypeError(
-                "expected a module or named parameters (model.named_parameters()), "
-                f"found {type(pair).__name__} among them"
-            )
+            expected = "expected a module or named parameters (model.named_parameters())"
+            raise TypeError(f"{expected}, found {type(pair).__name__} among them")
     return pairs
 
 
@@ -54,26 +49,20 @@ class OverflowTracker:
             raise RuntimeError(tracker.verdict)
 
     Args:
-        params: a module, or parameters by name: a mapping or pairs.
-        scaler: what holds the loss scale: anything `watch` takes.
+        params, scaler: as diagnose_overflow's params and scale, with its errors.
         patience: for how many steps in a row a gradient has to be non-finite, while the scale
             falls, to count as incurable. A scale that starts at 2^24 needs up to 24 halvings to
             reach a value that fits, so the default is 25.
         floor_patience: for how many overflowing steps in a row a scale has to stay the same to
-            count as stuck.
-
-    Raises:
-        TypeError: params or scaler is something else.
-        ValueError: a patience below 2.
+            count as stuck. Raises ValueError for a patience below 2.
     """
 
     def __init__(
         self, params: Named, scaler: Any = None, patience: int = 25, floor_patience: int = 5
     ) -> None:
         if min(patience, floor_patience) < 2:
-            raise ValueError(
-                f"patience must be 2 or more, found {patience!r} and {floor_patience!r}"
-            )
+            found = f"{patience!r} and {floor_patience!r}"
+            raise ValueError(f"patience must be 2 or more, found {found}")
         self._params, self._scaler = _named(params), scaler
         self._patience, self._floor_patience = patience, floor_patience
         # For each non-finite parameter the step at which that began, and the loss scale then.
@@ -83,10 +72,7 @@ class OverflowTracker:
         self.report = OverflowReport((), scale_of(scaler))
 
     def update(self) -> OverflowReport:
-        """Returns the step's report; call it after backward, before the scale changes.
-
-        Every call counts as a step; the first is step 1.
-        """
+        """The report of the next step, from 1; call it after backward, before the scale changes."""
         before, self.steps = self.report, self.steps + 1
         report = nonfinite_gradients(self._params, scale_of(self._scaler))
         if not before or before.scale != report.scale:

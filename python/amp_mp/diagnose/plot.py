@@ -1,8 +1,9 @@
-"""Pictures of gradients and updates. They need matplotlib, but no display."""
+"""Pictures of gradients and updates, which need matplotlib but no display, and TensorBoard logs."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch
 
 from amp_mp.diagnose.histogram import EXPONENTS, ExponentHistogram, limits
 from amp_mp.diagnose.report import GradientReport
-from amp_mp.diagnose.updates import UpdateTable
+from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
+from amp_mp.diagnose.watch import Watch, scale_of
 from amp_mp.text_table import dtype_name, percent, scale_text
 
 if TYPE_CHECKING:
@@ -30,19 +32,19 @@ def plot_gradients(report: GradientReport) -> Figure:
 
     Raises ValueError if the report is empty, ImportError without matplotlib.
     """
-    seen = {"Weight": report.weights, "Activation": report.activations}
-    seen = {kind: histogram for kind, histogram in seen.items() if histogram.elements}
+    kinds = (("Weight gradients", report.weights), ("Activation gradients", report.activations))
+    seen = [(title, histogram) for title, histogram in kinds if histogram.elements]
     if not seen:
         raise ValueError("the report is empty: no gradient has been seen, so none can be drawn")
     figure, panels = new_figure(len(seen), height=5.2)
-    for axes, (kind, histogram) in zip(panels, seen.items(), strict=True):
-        _draw_histogram(axes, f"{kind} gradients", histogram, report.scale, report.dtype)
+    for axes, (title, histogram) in zip(panels, seen, strict=True):
+        _draw(axes, title, histogram, report.scale, report.dtype)
     panels[0].set_ylabel("share of the elements per binade [%]\n(0, inf and NaN left out)")
     figure.legend(*panels[0].get_legend_handles_labels(), **BELOW)  # the panels' are the same
     return figure
 
 
-def _draw_histogram(
+def _draw(
     axes: Axes, title: str, histogram: ExponentHistogram, scale: float, dtype: torch.dtype
 ) -> None:
     name, at_scale = dtype_name(dtype), f"loss scale {scale_text(scale)}"
@@ -55,19 +57,14 @@ def _draw_histogram(
     scaled = [edge - shift for edge in plain]
     drawn = [*plain, *scaled, *(e for e, share in zip(EXPONENTS, shares, strict=True) if share)]
     ends = [min(drawn) - 4, *scaled, max(drawn) + 4]
-    zones = {
-        "lost: becomes 0": LOST,
-        "subnormal: loses precision": SUBNORMAL,
-        "normal": NORMAL,
-        "overflow: becomes inf": OVERFLOW,
-    }
-    for i, (label, color) in enumerate(zones.items()):
-        axes.axvspan(*ends[i : i + 2], color=color, alpha=0.18, linewidth=0, label=label)
+    labels = "lost: becomes 0", "subnormal: loses precision", "normal", "overflow: becomes inf"
+    colors = LOST, SUBNORMAL, NORMAL, OVERFLOW
+    for zone, label, color in zip(pairwise(ends), labels, colors, strict=True):
+        axes.axvspan(*zone, color=color, alpha=0.18, linewidth=0, label=label)
     top = 1.25 * max([*shares, 1])
     if shift:
-        for i, edge in enumerate(plain):
-            text = None if i else f"edges of {name} without scaling"
-            axes.axvline(edge, color="0.35", linestyle=":", linewidth=1, label=text)
+        text = f"edges of {name} without scaling"
+        axes.vlines(plain, 0, top, colors="0.35", linestyles=":", linewidth=1, label=text)
         arrow = {"arrowstyle": "->", "color": "0.2"}
         tip, tail = (scaled[1], 0.9 * top), (plain[1], 0.9 * top)
         axes.annotate("", tip, tail, arrowprops=arrow, zorder=4)
@@ -128,15 +125,66 @@ def save(figure: Figure, path: str | Path) -> None:
 def new_figure(panels: int, height: float, sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """An empty figure that needs no display, with panels side by side; height in inches."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib, which is not installed: pip install matplotlib"
-        ) from error
+        needed = "pictures need matplotlib, which is not installed: pip install matplotlib"
+        raise ImportError(needed) from error
     figure = Figure(figsize=(1 + 6 * panels, height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, sharey=sharey, squeeze=False)[0])
     for each in axes:
         each.grid(alpha=0.3)
     return figure, axes
+
+
+def writer(log_dir: str) -> Any:
+    """A torch.utils.tensorboard.SummaryWriter; the ImportError without it says what to install."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        needed = "logging needs tensorboard, which is not installed: pip install tensorboard"
+        raise ImportError(needed) from error
+    return SummaryWriter(log_dir)
+
+
+def log(
+    writer: Any,
+    step: int,
+    watch: Watch | None = None,
+    policy: Any = None,
+    ratios: UpdateRatios | None = None,
+    *,
+    figures: bool = False,
+) -> None:
+    """Writes what is given to a SummaryWriter; call it between backward and zero_grad.
+
+    Scalars: `loss_scale`; `gradients/weights/...` and `gradients/activations/...`: lost, subnormal
+    and overflow as shares and headroom in binades, of all that the watch has counted since its last
+    reset; `updates/lost/NAME` as shares and `updates/median/LAYER` as ratios. Histograms:
+    `gradients/NAME`, the unscaled gradients of the parameters now, inf and NaN replaced by 0.
+
+    Args:
+        writer: anything with the methods add_scalar, add_histogram and add_figure of SummaryWriter.
+        step: the position on the horizontal axis.
+        watch: the Watch of the model.
+        policy: what holds the loss scale, anything `watch` takes; default: the watch's scaler.
+        ratios: UpdateRatios of the optimizer.
+        figures: also `gradients/exponents`, the picture, which takes a fraction of a second.
+    """
+    policy = watch.scaler if policy is None and watch is not None else policy
+    if policy is not None:
+        writer.add_scalar("loss_scale", scale_of(policy), step)
+    if watch is not None:
+        report = watch.report(scale_of(policy))
+        for row in [row for row in report if row.name == "(all)"]:
+            for name in ("lost", "subnormal", "overflow", "headroom"):
+                if (value := getattr(row.diagnosis, name)) is not None:
+                    writer.add_scalar(f"gradients/{row.kind}s/{name}", value, step)
+        for name, grad in watch.gradients():
+            writer.add_histogram(f"gradients/{name}", torch.where(grad.isfinite(), grad, 0.0), step)
+        if figures and report:
+            writer.add_figure("gradients/exponents", plot_gradients(report), step)
+    if ratios is not None:
+        for each in ratios.report():
+            writer.add_scalar(f"updates/lost/{each.name}", each.lost, step)
+        for layer, median in ratios.medians.items():
+            writer.add_scalar(f"updates/median/{layer}", median, step)

@@ -35,8 +35,7 @@ class Recording:
         scale: the loss scale to judge gradients at; default: the script's own at the end.
         steps: raise EnoughError in the backward after this many.
 
-    Raises:
-        ValueError: a scale that is not finite or not above 0, or steps below 1.
+    Raises ValueError for a scale that is not finite or not above 0, and steps below 1.
     """
 
     def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
@@ -47,7 +46,8 @@ class Recording:
         self._scale, self._steps = scale, steps
         self._scaler: Any = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._watched: dict[str, tuple[weakref.ref[nn.Module], Watch, OverflowTracker]] = {}
+        self._roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._watched: dict[str, tuple[Watch, OverflowTracker]] = {}  # by root name
         self.backwards = 0
         self.ratios = UpdateRatios()
         self._stack = ExitStack()
@@ -62,8 +62,6 @@ class Recording:
     def close(self) -> None:
         """Removes every hook; what was counted stays. Closing twice is fine."""
         self._stack.close()
-        for _, watch, _ in self._watched.values():
-            watch.close()
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replaces a function, or the reading of a property, by around(function, *arguments)."""
@@ -86,30 +84,29 @@ class Recording:
             raise EnoughError
         result = function(*args, **kwargs)
         self.backwards += 1
-        for *_, tracker in self._watched.values():
+        for _, tracker in self._watched.values():
             tracker.update()
         return result
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
         # Every module inside a watched one is known, so only modules called from outside go on,
         # also where checkpointing calls an inner module on its own.
-        if module in self._known or not torch.is_grad_enabled():
+        known = module in self._known or not torch.is_grad_enabled()
+        if known or not any(p.requires_grad and p.is_leaf for p in module.parameters()):
             return
-        if not any(p.requires_grad and p.is_leaf for p in module.parameters()):
-            return
-        inside = set(module.modules())
-        for name, (root, watch, _tracker) in list(self._watched.items()):
-            if root() in inside:  # it was called on its own before
+        for inner in module.modules():
+            self._known.add(inner)
+            if inner in self._roots:  # it was called on its own before
+                watch, _ = self._watched.pop(self._roots.pop(inner))
                 watch.close()
-                del self._watched[name]
-        self._known.update(inside)
-        name = base = type(module).__name__
-        number = 1
+        name, number = type(module).__name__, 1
         while name in self._watched:
-            name, number = f"{base}{number + 1}", number + 1
+            number += 1
+            name = f"{type(module).__name__}{number}"
         watch = Watch(module, self._current_scale)
-        tracker = OverflowTracker(module, self._current_scale)
-        self._watched[name] = weakref.ref(module), watch, tracker
+        self._stack.callback(watch.close)
+        self._roots[module] = name
+        self._watched[name] = watch, OverflowTracker(module, self._current_scale)
         self.ratios.name(module, f"{name}.")
 
     def _current_scale(self) -> float:
@@ -117,14 +114,12 @@ class Recording:
 
     def report(self) -> GradientReport:
         """The gradients of every module watched."""
-
-        def all_of(kind: str) -> dict[str, Any]:
-            parts = ((name, getattr(watch, kind)) for name, (_, watch, _) in self._watched.items())
-            return {f"{name}.{key}": value for name, part in parts for key, value in part.items()}
-
-        weights, activations, left_out = map(all_of, ("weights", "activations", "left_out"))
+        kinds: dict[str, dict[str, Any]] = {"weights": {}, "activations": {}, "left_out": {}}
+        for name, (watch, _) in self._watched.items():
+            for kind, seen in kinds.items():
+                seen.update({f"{name}.{key}": value for key, value in vars(watch)[kind].items()})
         scale = self._current_scale() if self._scale is None else self._scale
-        return GradientReport(weights, activations, scale, torch.float16, left_out)
+        return GradientReport(**kinds, scale=scale, dtype=torch.float16)
 
     def finish(self, out: str | Path | None = None) -> bool:
         """Closes, prints every table, and with `out` saves pictures in that folder.
@@ -132,14 +127,13 @@ class Recording:
         Returns False, and prints why, if there is nothing to report.
         """
         self.close()
-        report = self.report()
+        report, updates = self.report(), self.ratios.report()
         if not report:
             never = "never called backward()" if self.backwards == 0 else "trained no nn.Module"
             print(f"amp_mp.diagnose: the script {never}, so no gradient was seen", file=sys.stderr)
             return False
-        updates = self.ratios.report()
         print(f"\n{report}\n\n{updates}")
-        for name, (_, _, tracker) in self._watched.items():
+        for name, (_, tracker) in self._watched.items():
             if tracker.report:
                 print(f"\nIn the last backward pass of {name}:\n{tracker.report}")
             if tracker.verdict:
@@ -162,9 +156,8 @@ def start(out: str | Path | None = None, scale: float | None = None) -> Recordin
         out: a folder for pictures; default: none.
         scale: the loss scale to judge gradients at; default: the script's own.
 
-    Raises:
-        ValueError: a scale that is not finite or not above 0.
-        ImportError: pictures are asked for, and matplotlib is not installed.
+    Raises ValueError for a scale that is not finite or not above 0, ImportError for pictures
+    without matplotlib.
     """
     if out is not None:
         new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported

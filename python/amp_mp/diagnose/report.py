@@ -22,7 +22,9 @@ class Row(NamedTuple):
 class GradientReport(list[Row]):
     """A row for all weights, for all activations, and for each tensor; prints as a table.
 
-    Histograms are of unscaled gradients, diagnoses of these gradients times `scale` in `dtype`.
+    weights, activations: ExponentHistograms of unscaled gradients, by name as arguments, added up
+    as attributes. The diagnoses are of these gradients times `scale` in `dtype`. left_out: why
+    tensors were not counted, by name.
     """
 
     def __init__(
@@ -33,7 +35,6 @@ class GradientReport(list[Row]):
         dtype: torch.dtype,
         left_out: Mapping[str, str] | None = None,
     ) -> None:
-        """Histograms by name; left_out: why tensors were not counted, by name."""
         self.scale, self.dtype = scale, dtype
         self.left_out = dict(left_out or {})
         self.weights = sum(weights.values(), ExponentHistogram())
@@ -52,7 +53,6 @@ class GradientReport(list[Row]):
         return (self.weights + self.activations).largest_safe_log2_scale(self.dtype)
 
     def __str__(self) -> str:
-        """A line for each row, then the largest safe scale."""
         if not self:
             return "no gradient has been seen"
         name, scale = dtype_name(self.dtype), scale_text(self.scale)
@@ -62,8 +62,7 @@ class GradientReport(list[Row]):
             aligned(_HEADER, map(_cells, self)),
             *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
         ]
-        safe = self.safe_log2_scale
-        if safe is not None:
+        if (safe := self.safe_log2_scale) is not None:
             there = (self.weights + self.activations).at(2.0**safe, self.dtype)
             lines.append(
                 f"The largest loss scale that overflows nothing seen is 2^{safe}: there "
@@ -81,9 +80,7 @@ _HEADER = (
 def _cells(row: Row) -> tuple[object, ...]:
     kind, name, seen, found = row
     shares = (seen.zeros / max(1, seen.elements), found.lost, found.subnormal, found.overflow)
-    return (
-        *(kind, name, seen.elements, *(f"{percent(share):>6}" for share in shares)),
-        *(seen.infs or None, seen.nans or None),
-        f"{math.log2(seen.amax):6.1f}" if seen.amax else None,
-        None if found.headroom is None else f"{found.headroom:+d} binades",
-    )
+    counts = (seen.elements, *(f"{percent(share):>6}" for share in shares), seen.infs or None)
+    largest = f"{math.log2(seen.amax):6.1f}" if seen.amax else None
+    headroom = None if found.headroom is None else f"{found.headroom:+d} binades"
+    return (kind, name, *counts, seen.nans or None, largest, headroom)

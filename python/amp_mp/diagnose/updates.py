@@ -38,20 +38,16 @@ class UpdateTable(list[Updates]):
     """A row for each parameter; prints as a table."""
 
     def __str__(self) -> str:
-        """A table with a line for each parameter."""
         if not self:
             return "no step of an optimizer has been seen"
-        header = ("parameter", "weights in", "updates", " lost", " between", " kept")
-        rows = (
-            (
-                *(name, dtype_name(dtype), elements),
-                *(f"{percent(share):>6}" for share in shares),
-                None if median is None else f"{median:.2g}",
-            )
-            for name, dtype, elements, *shares, median in self
-        )
-        table = aligned((*header, "median |update / weight| of the layer"), rows)
-        return f"Updates: what weights in low precision, without masters, would lose\n{table}"
+        header = ["parameter", "weights in", "updates", " lost", " between", " kept"]
+        rows: list[list[Any]] = [[*header, "median |update / weight| of the layer"]]
+        for name, dtype, elements, *shares, median in self:
+            parts = (f"{percent(share):>6}" for share in shares)
+            ratio = None if median is None else f"{median:.2g}"
+            rows.append([name, dtype_name(dtype), elements, *parts, ratio])
+        title = "Updates: what weights in low precision, without masters, would lose"
+        return f"{title}\n{aligned(rows[0], rows[1:])}"
 
 
 class UpdateRatios(AbstractContextManager["UpdateRatios"]):
@@ -71,9 +67,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     For a low-precision parameter without a master the table shows what happened instead of what
     would: an update is lost where the weight stayed the same although its gradient is not zero. Not
     counted: a step that changed nothing because of inf or NaN in the gradients, and the step in
-    which an amp_mp optimizer makes a parameter's master.
-
-    Keeps a copy of the weights during each step.
+    which an amp_mp optimizer makes a parameter's master. Weights are copied during each step.
 
     Args:
         source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of
@@ -81,9 +75,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         dtype: float16, bfloat16 or float32, the format to judge for; default: the parameter's own
             if it is float16 or bfloat16, otherwise float16.
 
-    Raises:
-        TypeError: another source.
-        ValueError: another dtype.
+    Raises TypeError for another source, ValueError for another dtype.
     """
 
     def __init__(
@@ -98,16 +90,15 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         self._named_only = isinstance(source, nn.Module)
         self._before: list[tuple[str, Tensor, Tensor]] = []  # name, parameter, copy of the weight
         self.reset()
+        pre = torch_optimizer.register_optimizer_step_pre_hook
+        post = torch_optimizer.register_optimizer_step_post_hook
         if isinstance(source, FP16_Optimizer):
             source = source.optimizer
         if isinstance(source, Optimizer):
             pre, post = source.register_step_pre_hook, source.register_step_post_hook
-        elif source is None or isinstance(source, nn.Module):
-            pre = torch_optimizer.register_optimizer_step_pre_hook
-            post = torch_optimizer.register_optimizer_step_post_hook
-            if source is not None:
-                self.name(source)
-        else:
+        elif isinstance(source, nn.Module):
+            self.name(source)
+        elif source is not None:
             raise TypeError(
                 f"UpdateRatios takes an optimizer or a module, found {type(source).__name__}"
             )
@@ -130,7 +121,6 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         self._before = []
 
     def __exit__(self, *_: object) -> None:
-        """Closes, also after an exception."""
         self.close()
 
     def report(self) -> UpdateTable:
@@ -158,20 +148,18 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         before, self._before = self._before, []
-        layers: dict[str, list[tuple[str, Tensor, Tensor, Tensor]]] = {}
-        for name, param, old in before:
-            new = _weight(optimizer, param)
-            if new.dtype == old.dtype:  # otherwise this step has made the parameter's master
-                layers.setdefault(_layer(name), []).append((name, param, old, new))
-        steps = [step for layer in layers.values() for step in layer]
-        if all(torch.equal(old, new) for *_, old, new in steps) and any(
-            p.grad is not None and not p.grad.isfinite().all() for _, p, _, _ in steps
-        ):
+        steps = [(name, param, old, _weight(optimizer, param)) for name, param, old in before]
+        # Another dtype means that this step has made the parameter's master.
+        steps = [step for step in steps if step[2].dtype == step[3].dtype]
+        unchanged = all(torch.equal(old, new) for *_, old, new in steps)
+        if unchanged and not all(p.grad is None or p.grad.isfinite().all() for _, p, *_ in steps):
             return
-        for layer, members in layers.items():
-            ratios = torch.cat([self._count(*member) for member in members])
-            if ratios.numel():
-                self.medians[layer] = float(ratios.median())
+        layers: dict[str, list[Tensor]] = {}
+        for name, param, old, new in steps:
+            layers.setdefault(_layer(name), []).append(self._count(name, param, old, new))
+        for layer, ratios in layers.items():
+            if (joined := torch.cat(ratios)).numel():
+                self.medians[layer] = float(joined.median())
 
     def _count(self, name: str, param: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """Adds a parameter's step to the counts; returns the ratios |update| / |weight|."""

@@ -17,16 +17,15 @@ from amp_mp.scaling.policies import check_scale
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Counts the binades of every gradient of a model until closed. `watch` is another name for it.
+    """Counts the binades of every gradient of a model until closed; `watch` is the same class.
 
         with diagnose.watch(model, scaler) as seen:
             train(model)
         print(seen.report())
 
     weights, activations: an ExponentHistogram of the unscaled gradients by name of the parameter or
-    module; a module that is called several times, or has several outputs, has one for all. Of
-    sparse gradients the stored values are counted. left_out: why gradients could not be counted
-    (float64, tensor subclasses), by name. Only counts are kept: no gradient lives longer.
+    module, one for all outputs and calls of a module. Of sparse gradients the stored values are
+    counted. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
 
     Made for eager code: around a compiled model put torch.compiler.set_stance("force_eager").
     Copies of the model made meanwhile have hooks that do nothing once this is closed.
@@ -41,10 +40,8 @@ class Watch(AbstractContextManager["Watch"]):
         every: count a tensor's gradient every n-th time; default: 1. Counting takes several passes
             over the gradient, and on CUDA the host waits for it.
 
-    Raises:
-        TypeError: scaler is something else.
-        ValueError: a scale that is not finite or not above 0, `every` below 1, or a model without a
-            parameter that requires a gradient.
+    Raises TypeError for another scaler, ValueError for a scale that is not finite or not above 0,
+    `every` below 1, and a model without a parameter that requires a gradient.
     """
 
     def __init__(self, model: nn.Module, scaler: Any = None, every: int = 1) -> None:
@@ -65,7 +62,7 @@ class Watch(AbstractContextManager["Watch"]):
             register: Any = param.register_post_accumulate_grad_hook
             self._handles.append(register(lambda param, n=name: self._on_weight(n, param)))
         for name, module in model.named_modules():
-            if not any(True for _ in module.children()):
+            if not list(module.children()):
                 register = module.register_forward_hook
                 name = name or type(module).__name__
                 self._handles.append(register(lambda _, a, out, n=name: self._on_forward(n, out)))
@@ -84,27 +81,23 @@ class Watch(AbstractContextManager["Watch"]):
             handle.remove()
 
     def __exit__(self, *_: object) -> None:
-        """Closes, also after an exception."""
         self.close()
 
     def report(
         self, scale: float | None = None, dtype: torch.dtype = torch.float16
     ) -> GradientReport:
-        """The table of what was counted so far, judged at a loss scale in a format.
+        """What was counted so far, judged at a loss scale, by default the scaler's present one.
 
-        scale: finite and above 0; default: the scaler's present one. dtype: float16, bfloat16 or
-        float32. Raises ValueError for others.
+        Raises ValueError for a scale or dtype that ExponentHistogram.at does not take.
         """
         scale = scale_of(self.scaler) if scale is None else scale
         return GradientReport(self.weights, self.activations, scale, dtype, self.left_out)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The names and unscaled gradients that the parameters have now, in float32."""
-        model = self._model()
-        scale = scale_of(self.scaler)
+        model, scale = self._model(), scale_of(self.scaler)
         for name, param in model.named_parameters() if model is not None else ():
-            values = None if param.grad is None else dense_values(param.grad)
-            if isinstance(values, Tensor):
+            if param.grad is not None and isinstance(values := dense_values(param.grad), Tensor):
                 yield name, values.detach().float() / scale
 
     def _on_weight(self, name: str, param: Tensor) -> None:
@@ -114,18 +107,16 @@ class Watch(AbstractContextManager["Watch"]):
     def _on_forward(self, name: str, output: Any) -> None:
         # Leaves are left out: a module may return a parameter, where the hook would stay.
         tensors = [t for t in _tensors(output) if t.grad_fn is not None]
-        if tensors and self._is_turn("activation", name):
-            for tensor in tensors:
-                self._hook_output(name, tensor)
+        if not tensors or not self._is_turn("activation", name):
+            return
 
-    def _hook_output(self, name: str, tensor: Tensor) -> None:
         def hook(grad: Tensor) -> None:
             self._count(self.activations, name, grad)
 
-        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        # The hook holds its handle, so the weak set has the handle for as long as the graph lives.
-        hook.handle = handle  # type: ignore[attr-defined]
-        self._outputs.add(handle)
+        handles = [t.register_hook(hook) for t in tensors]  # type: ignore[no-untyped-call]
+        # The hook holds the handles, so the weak set has them for as long as the graph lives.
+        hook.handles = handles  # type: ignore[attr-defined]
+        self._outputs.update(handles)
 
     def _is_turn(self, kind: str, name: str) -> bool:
         """Whether this gradient is to be counted; after `close` none is."""

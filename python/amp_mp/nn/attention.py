@@ -11,14 +11,9 @@ from amp_mp.nn.norms import autocast_off, compute_dtype, in_float32
 def fp32_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """Softmax in float32, returned in x's dtype; also inside autocast. float64 stays float64.
 
-    Args:
-        x: floating-point, any shape.
-        dim: the dimension that sums to 1; default: the last. A row in which every element is -inf
-            gives NaN, as torch.softmax does; `attention_weights` gives 0.
-
-    Raises:
-        TypeError: x is not a floating-point tensor.
-        ValueError: x has no such dimension.
+    x: floating-point, any shape, otherwise TypeError. dim: the dimension that sums to 1; default:
+    the last; ValueError where x has none such. Elements that are all -inf give NaN, as torch's do;
+    `attention_weights` gives 0.
     """
     return in_float32(torch.softmax, x, _check_dim(x, dim))
 
@@ -47,16 +42,14 @@ def attention_weights(
     Returns:
         (..., L, S) in query's dtype.
 
-    Raises:
-        TypeError: query or key is not floating-point, or mask neither that nor boolean.
-        ValueError: shapes that do not fit.
+    Raises TypeError for tensors that are not floating-point (a mask may be boolean), ValueError for
+    shapes that do not fit.
     """
     dtype = torch.promote_types(compute_dtype("query", query), compute_dtype("key", key))
     shape = _logits_shape(query, key)
     if mask is not None:
         _check_mask(mask, shape)
-    if scale is None:
-        scale = 1 / math.sqrt(max(query.size(-1), 1))
+    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     with autocast_off(query):
         logits = (query.to(dtype) * scale) @ key.to(dtype).transpose(-2, -1)
         if mask is None:
@@ -85,25 +78,18 @@ def attention(
     The float32 weights are rounded to value's dtype for the second product, whose terms cannot
     overflow because weights are at most 1.
 
-    Args:
-        query, key, mask, scale: as for attention_weights.
-        value: (..., S, D); the leading dimensions broadcast against the weights'.
+    value: (..., S, D), floating-point; the leading dimensions broadcast against the weights'. The
+    other arguments, and the errors, are those of attention_weights.
 
-    Returns:
-        (..., L, D) in value's dtype, or in autocast's.
-
-    Raises:
-        TypeError, ValueError: as attention_weights; value is checked in the same way.
+    Returns (..., L, D) in value's dtype, or in autocast's.
     """
+    weights = attention_weights(query, key, mask, scale)
     compute_dtype("value", value)
-    shape = _logits_shape(query, key)
-    if value.dim() < 2 or value.size(-2) != shape[-1]:
-        raise ValueError(
-            f"value must have shape (..., {shape[-1]}, D) for key's {shape[-1]} rows, "
-            f"found {tuple(value.shape)}"
-        )
-    _leading_dimensions("value", value, "the weights'", shape[:-2])
-    return attention_weights(query, key, mask, scale).to(value.dtype) @ value
+    if value.dim() < 2 or value.size(-2) != weights.size(-1):
+        wanted = f"(..., {weights.size(-1)}, D) for key's {weights.size(-1)} rows"
+        raise ValueError(f"value must have shape {wanted}, found {tuple(value.shape)}")
+    _leading_dimensions("value", value, "the weights'", weights)
+    return weights.to(value.dtype) @ value
 
 
 def _check_dim(x: Tensor, dim: int) -> int:
@@ -124,32 +110,28 @@ def _logits_shape(query: Tensor, key: Tensor) -> torch.Size:
         raise ValueError(
             f"key must have query's last dimension, {query.size(-1)}, found {tuple(key.shape)}"
         )
-    leading = _leading_dimensions("key", key, "query's", query.shape[:-2])
+    leading = _leading_dimensions("key", key, "query's", query)
     return torch.Size((*leading, query.size(-2), key.size(-2)))
 
 
-def _leading_dimensions(name: str, tensor: Tensor, others: str, leading: torch.Size) -> torch.Size:
-    """The tensor's dimensions but the last two, broadcast with those of others."""
-    if (both := _broadcast(tensor.shape[:-2], leading)) is None:
+def _leading_dimensions(name: str, tensor: Tensor, others: str, other: Tensor) -> torch.Size:
+    """The dimensions of both tensors but the last two, broadcast."""
+    own, leading = tensor.shape[:-2], other.shape[:-2]
+    try:
+        return torch.Size(torch.broadcast_shapes(own, leading))  # type: ignore[no-untyped-call]
+    except RuntimeError:
         raise ValueError(
             f"{name}'s leading dimensions must broadcast with {others}, {tuple(leading)}, "
             f"found {tuple(tensor.shape)}"
-        )
-    return both
+        ) from None
 
 
 def _check_mask(mask: Tensor, shape: torch.Size) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"mask must be boolean or floating point, found {mask.dtype}")
-    if _broadcast(mask.shape, shape) != shape:
+    try:
+        mask.expand(shape)
+    except RuntimeError:
         raise ValueError(
             f"mask must broadcast to the weights' shape {tuple(shape)}, found {tuple(mask.shape)}"
-        )
-
-
-def _broadcast(first: torch.Size, second: torch.Size) -> torch.Size | None:
-    """The shape that both broadcast to, or None."""
-    try:
-        return torch.Size(torch.broadcast_shapes(first, second))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return None
+        ) from None

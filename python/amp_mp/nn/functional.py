@@ -1,8 +1,4 @@
-"""Linear layers whose weight gradients add up in float32, straight from the low-precision product.
-
-Autograd rounds the weight gradient of every micro-batch to the weight's dtype before it is added to
-`.grad`. Here the product grad_output^T input is made in float32 and added to a float32 `.grad`.
-"""
+"""Linear layers whose low-precision weights have gradients that add up in float32."""
 
 import functools
 import math
@@ -29,10 +25,9 @@ def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
         weight.grad += grad_output^T input, over all rows, in float32,
 
-    where the products of low-precision numbers are exact and nothing is rounded to the weight's
-    dtype, neither one micro-batch's gradient nor the sum. `weight.grad` is float32: the call sets
-    `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and has the bias'
-    own grad_dtype; the input's gradient is F.linear's.
+    where autograd would round each micro-batch's gradient, and their sum, to the weight's dtype.
+    The call sets `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and
+    has the bias' own grad_dtype; the input's gradient is F.linear's.
 
     The micro-batch's gradient is a float32 tensor of its own, which autograd adds, where the weight
     has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in `torch.autograd.grad` and
@@ -44,12 +39,10 @@ def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     different dtypes outside autocast, and a bias of another dtype than the weight's. It cannot be
     differentiated twice.
 
-    Shapes: input [..., in], weight [out, in], bias [out], result [..., out].
-
     Args:
-        input: floating-point, of the weight's dtype unless autocast is on.
-        weight: a leaf; only float16 and bfloat16 weights accumulate in float32.
-        bias: of the weight's dtype, or None.
+        input: [..., in], floating-point, of the weight's dtype unless autocast is on.
+        weight: [out, in], a leaf; only float16 and bfloat16 weights accumulate in float32.
+        bias: [out], of the weight's dtype, or None. The result is [..., out].
 
     Raises:
         TypeError: weight is a tensor subclass (a DTensor).
@@ -83,22 +76,7 @@ def _set_float32_grad(weight: Tensor) -> None:
 
 def accumulating_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """linear_accumulate for a weight whose grad_dtype is float32, F.linear for any other."""
-    if _can_accumulate(input, weight, bias):
-        return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
-    return functional.linear(input, weight, bias)
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether it is a strided torch tensor, no subclass, with memory on a CPU or CUDA device."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type in ("cpu", "cuda")
-        and tensor.layout == torch.strided
-    )
-
-
-def _can_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
+    accumulates = (
         weight.dtype in LOW_PRECISION
         and weight.requires_grad
         and torch.is_grad_enabled()
@@ -111,6 +89,15 @@ def _can_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (input.dtype == weight.dtype or torch.is_autocast_enabled(weight.device.type))
         and (bias is None or bias.dtype == weight.dtype)
     )
+    if not accumulates:
+        return functional.linear(input, weight, bias)
+    return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is a strided torch tensor, no subclass, with memory on a CPU or CUDA device."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.device.type in ("cpu", "cuda")
 
 
 class _Linear(torch.autograd.Function):
@@ -160,16 +147,14 @@ def _may_write(weight: Any) -> bool:
     the torch version. CUDA streams that need a gradient wait for those autograd has seen, only.
     """
     grad = weight if weight.grad is None else weight.grad  # a new one has the weight's layout
+    cuda, device = torch.cuda, grad.device
     return (
         is_plain(grad)
         and grad.is_contiguous()
         and (weight.grad is None or (grad.dtype == torch.float32 and not grad.requires_grad))
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks
-        and not (
-            grad.is_cuda
-            and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device)
-        )
+        and (not grad.is_cuda or cuda.current_stream(device) == cuda.default_stream(device))
     )
 
 

@@ -15,21 +15,17 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 
 
 class MainGrads(AbstractContextManager["MainGrads"]):
-    """What attach_main_grads returns; `remove()`, or the end of a `with` block, undoes it."""
+    """What attach_main_grads returns."""
 
     def __init__(self, model: nn.Module) -> None:
-        """See attach_main_grads."""
-        self._params: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        self._modules: list[nn.Module] = []
-        for param in model.parameters():
-            if param.dtype in LOW_PRECISION and param.grad_dtype != torch.float32:
-                self._params.append((param, param.grad_dtype))
-                _set_grad_dtype(param, torch.float32)
-        for module in model.modules():
-            if _is_linear(module):
-                # A method named forward, so that copies and pickles of the model find their own.
-                module.forward = MethodType(forward, module)
-                self._modules.append(module)
+        low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
+        self._params = [(p, p.grad_dtype) for p in low if p.grad_dtype != torch.float32]
+        self._modules = [module for module in model.modules() if _is_linear(module)]
+        for param, _ in self._params:
+            _set_grad_dtype(param, torch.float32)
+        for module in self._modules:
+            # A method named forward, so that copies and pickles of the model find their own.
+            module.forward = MethodType(forward, module)
 
     def remove(self) -> None:
         """Gives the parameters gradients of their own dtypes again, and rounds the present ones."""
@@ -42,7 +38,6 @@ class MainGrads(AbstractContextManager["MainGrads"]):
         self._params.clear()
 
     def __exit__(self, *_: object) -> None:
-        """Calls remove(), also after an exception."""
         self.remove()
 
 
@@ -68,11 +63,8 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     and does not take float32 gradients. Do not wrap the model in it; average `.grad` before each
     step with torch.distributed.all_reduce.
 
-    Args:
-        model: changed in place, until the result is removed.
-
-    Returns:
-        A handle, which need not be kept: `remove()`, or the end of a `with` block, undoes it all.
+    The model is changed in place. The handle returned need not be kept: `remove()`, or the end of a
+    `with` block, undoes it all.
 
     Raises:
         TypeError: model is not a module.

@@ -16,16 +16,14 @@ class Fp32LayerNorm(nn.LayerNorm):
     gradients have the dtypes of the input and the parameters. Autocast changes nothing. float64
     inputs are computed in float64. Arguments, parameters and state_dict are nn.LayerNorm's.
 
-    Shapes: input (*, *normalized_shape), output the same.
-
-    Raises:
-        TypeError: the input is not a floating-point tensor.
-        ValueError: its last dimensions are not normalized_shape.
+    Input and output: (*, *normalized_shape); ValueError for another input shape, TypeError for an
+    input that is not floating-point.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises the input; see the class."""
-        shape = _check_last_dimensions("input", input, self.normalized_shape)
+        shape = self.normalized_shape
+        _check("input", input, input.shape[-len(shape) :] == shape, ("*", *shape))
         return in_float32(functional.layer_norm, input, shape, self.weight, self.bias, self.eps)
 
 
@@ -38,27 +36,21 @@ class Fp32RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the input; see the class."""
-        shape = _check_last_dimensions("x", x, self.normalized_shape)
+        shape = self.normalized_shape
+        _check("x", x, x.shape[-len(shape) :] == shape, ("*", *shape))
         return in_float32(functional.rms_norm, x, shape, self.weight, self.eps)
 
 
 class Fp32GroupNorm(nn.GroupNorm):
-    """nn.GroupNorm in float32 (Wu and He, 2018). Dtypes are those of Fp32LayerNorm.
+    """nn.GroupNorm in float32 (Wu and He, 2018). Dtypes and errors are those of Fp32LayerNorm.
 
-    Shapes: input (N, num_channels, *), output the same.
-
-    Raises:
-        TypeError: the input is not a floating-point tensor.
-        ValueError: its second dimension is not num_channels.
+    Input and output: (N, num_channels, *).
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises the input; see the class."""
-        compute_dtype("input", input)
-        if input.dim() < 2 or input.size(1) != self.num_channels:
-            raise ValueError(
-                f"input must have shape (N, {self.num_channels}, *), found {tuple(input.shape)}"
-            )
+        channels = self.num_channels
+        _check("input", input, input.shape[1:2] == (channels,), ("N", channels, "*"))
         arguments = self.num_groups, self.weight, self.bias, self.eps
         return in_float32(functional.group_norm, input, *arguments)
 
@@ -71,11 +63,9 @@ def compute_dtype(name: str, tensor: Tensor) -> torch.dtype:
 
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
-    """Turns autocast off on the tensor's device; does nothing on a device type without it (meta).
-
-    Dynamo of torch 2.11 cannot trace is_autocast_available. Of the devices it compiles for, only
-    meta has no autocast. `assume_constant_result` would do too, but it imports all of Dynamo.
-    """
+    """Turns autocast off on the tensor's device, if it has autocast; meta has none."""
+    # Dynamo of torch 2.11 cannot trace is_autocast_available. Of the devices it compiles for, only
+    # meta has no autocast. `assume_constant_result` would do too, but it imports all of Dynamo.
     kind, compiling = tensor.device.type, torch.compiler.is_compiling()
     available = kind != "meta" if compiling else torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if available else nullcontext()
@@ -89,9 +79,8 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
         return function(x.to(dtype), *args).to(x.dtype)
 
 
-def _check_last_dimensions(name: str, x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _check(name: str, x: Tensor, fits: bool, shape: tuple[object, ...]) -> None:
     compute_dtype(name, x)
-    if x.shape[-len(shape) :] != torch.Size(shape):
-        wanted = ", ".join(map(str, ("*", *shape)))
+    if not fits:
+        wanted = ", ".join(map(str, shape))
         raise ValueError(f"{name} must have shape ({wanted}), found {tuple(x.shape)}")
-    return shape

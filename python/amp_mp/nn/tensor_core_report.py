@@ -25,13 +25,11 @@ class Product(NamedTuple):
 
 
 class ProductTable(list[Product]):
-    """Products in the order in which they ran."""
+    """Products in the order in which they ran; prints as a table."""
 
     def __str__(self) -> str:
-        """A table with a line for each."""
-        rows = (
-            (*row[:5], ", ".join(f"{k} to {v}" for k, v in row.padding.items())) for row in self
-        )
+        pads = (", ".join(f"{size} to {to}" for size, to in row.padding.items()) for row in self)
+        rows = [(*row[:5], pad) for row, pad in zip(self, pads, strict=True)]
         return aligned(("module", "layer", "M", "K", "N", "pad"), rows)
 
 
@@ -51,15 +49,12 @@ def tensor_core_report(
 
     Args:
         model: any module; layers other than Linear and Conv are ignored.
-        inputs: the positional arguments to call it with.
-        multiple: what the sizes should be multiples of; default: 8, for 16-bit dtypes.
-        kwargs: the keyword arguments to call it with.
+        inputs, kwargs: the arguments to call it with.
+        multiple: what the sizes should be multiples of, or ValueError if it is not positive;
+            default: 8, for 16-bit dtypes.
 
     Returns:
-        The products with a size to pad, each once even if it ran several times; prints as a table.
-
-    Raises:
-        ValueError: multiple is not positive.
+        The products with a size to pad, each once even if it ran several times.
     """
     pad_to_multiple(0, multiple)  # raises for a wrong multiple before the model runs
     found = ProductTable()
@@ -74,11 +69,8 @@ def tensor_core_report(
             found.append(row)
 
     modes = {module: module.training for module in names}
-    hooks = [
-        module.register_forward_hook(look, with_kwargs=True)
-        for module in names
-        if isinstance(module, nn.Linear | _ConvNd)
-    ]
+    layers = [module for module in names if isinstance(module, nn.Linear | _ConvNd)]
+    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
             model.eval()(*inputs, **kwargs)

@@ -24,9 +24,8 @@ from amp_mp.optim.step.protocols import Scaler
 from amp_mp.optim.step.run import StepRunner
 from amp_mp.optim.step.step_report import StepLog, StepReport
 
-# The attributes that a pickle of an optimizer holds besides torch's own.
-_OPTIONS = ("max_grad_norm", "check_overflow", "_step_supports_amp_scaling")
-PICKLED = (*_OPTIONS, "_own_defaults", "_chosen")
+# Attributes in a pickle besides torch's own.
+PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -84,8 +83,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
-    # The step.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
@@ -93,10 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Raises ValueError or TypeError, before anything is changed, where a gradient is sparse or of
         another shape, dtype or device than it can have, or where two parameters share memory.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         handed = self.handed or Handed.by_torch(self)
         if self.attachment is not None and self.attachment.releases:
             self.attachment.finish(handed)
@@ -123,8 +118,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
-        asked = self.max_grad_norm is not None or self.check_overflow
-        return asked or self.rule().needs_norms
+        clips = self.max_grad_norm is not None
+        return clips or self.check_overflow or self.rule().needs_norms
 
     def measure(self) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
@@ -194,21 +189,21 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 (under DistributedDataParallel: averaged). `step` handles the optimizer's others.
             release: step each parameter right then and free its gradient (DistributedDataParallel
                 keeps it). Every backward steps; `step` only ends the iteration.
-            measure: read each gradient while it is in the cache, so that `step` need not. Exactly
-                one of release and measure must be True.
+            measure: read each gradient while it is in the cache. Either this or release is True.
             scaler: the amp_mp.GradScaler of the losses; with release only.
-            clip: what max_grad_norm means with release, where the norm of all gradients is not
-                known in time. "parameter" clips each gradient by its own norm, "previous" by the
-                norm of the last step without overflow (at first as "parameter").
+            clip: how max_grad_norm clips with release, where the norm of all gradients is known too
+                late: each gradient by its own norm ("parameter"), or by the norm of the last step
+                without overflow ("previous", at first as "parameter").
 
-        Returns:
-            The attachment; `remove()` or the end of a `with` block ends it.
-
+        Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        return attach(self, model, release=release, measure=measure, scaler=scaler, clip=clip)
+        self.attachment = attach(self, model, release, measure, scaler, clip, self._detach)
+        return self.attachment
 
-    # State.
+    def _detach(self, attachment: Attachment) -> None:
+        if self.attachment is attachment:
+            self.attachment = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.
@@ -251,4 +246,4 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}

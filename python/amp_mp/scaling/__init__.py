@@ -1,8 +1,8 @@
 """Loss-scale policies: when the loss scale grows and shrinks.
 
 A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
-csrc/core/scale.h, so that a policy runs on the host or on a device. This package imports no other
-part of amp_mp: GradScaler is in grad_scaler/, scale_loss and FP16_Optimizer are in apex/.
+csrc/core/scale.h, so that a policy runs on the host or on a device. It imports no other package of
+amp_mp: GradScaler is in grad_scaler/, scale_loss and FP16_Optimizer are in apex/.
 """
 
 from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMax
@@ -12,15 +12,8 @@ from amp_mp.scaling.policies import ScalePolicy, Static
 LogNormal = LogMax
 Policy = ScalePolicy
 
+# fmt: off
 __all__ = [
-    "AdaptiveGradScale",
-    "Backoff",
-    "Hysteresis",
-    "LogMax",
-    "LogNormal",
-    "Policy",
-    "ScalePolicy",
-    "Static",
-    "from_state_dict",
-    "make_policy",
+    "AdaptiveGradScale", "Backoff", "Hysteresis", "LogMax", "LogNormal", "Policy", "ScalePolicy",
+    "Static", "from_state_dict", "make_policy",
 ]

@@ -16,16 +16,7 @@ class Backoff(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 1
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "step_factor",
-        "step_window",
-        "iteration",
-        "last_overflow",
-    )
+    _kind = "backoff"
 
     def __init__(
         self,
@@ -36,12 +27,8 @@ class Backoff(ScalePolicy):
         *,
         init_scale: float | None = None,
     ) -> None:
-        start = _check_bounds(scale_min, scale_max, init_scale, scale_max)
-        if check_scale(step_factor, "step_factor") <= 1:
-            raise ValueError(f"step_factor must be above 1, found {step_factor!r}")
-        _check_whole(step_window, "step_window")
         super().__init__(
-            scale=start,
+            scale=scale_max if init_scale is None else init_scale,
             scale_min=scale_min,
             scale_max=scale_max,
             step_factor=step_factor,
@@ -51,8 +38,10 @@ class Backoff(ScalePolicy):
         )
 
     def _check(self, values: dict[str, Any]) -> None:
-        super()._check(values)
-        Backoff(*(values[name] for name in self._fields[1:5]), init_scale=values["scale"])
+        _check_bounds(values)
+        if check_scale(values["step_factor"], "step_factor") <= 1:
+            raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
+        _check_whole(values, "step_window")
         _check_counts(values, "iteration", "last_overflow")
 
 
@@ -75,19 +64,7 @@ class Hysteresis(ScalePolicy):
         ValueError: naming the argument that is out of range.
     """
 
-    _kind = 2
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "refill_on_growth",
-        "growth_tracker",
-        "hysteresis_tracker",
-    )
+    _kind = "hysteresis"
 
     def __init__(
         self,
@@ -101,17 +78,10 @@ class Hysteresis(ScalePolicy):
         scale_min: float = 1.0,
         scale_max: float = NO_CEILING,
     ) -> None:
-        start = _check_bounds(scale_min, scale_max, init_scale, init_scale)
-        if check_scale(growth_factor, "growth_factor") <= 1:
-            raise ValueError(f"growth_factor must be above 1, found {growth_factor!r}")
-        if check_scale(backoff_factor, "backoff_factor") >= 1:
-            raise ValueError(f"backoff_factor must be below 1, found {backoff_factor!r}")
-        _check_whole(growth_interval, "growth_interval")
-        _check_whole(hysteresis, "hysteresis")
         if refill not in ("clean_step", "growth"):
             raise ValueError(f'refill must be "clean_step" or "growth", found {refill!r}')
         super().__init__(
-            scale=start,
+            scale=init_scale,
             scale_min=scale_min,
             scale_max=scale_max,
             growth_factor=growth_factor,
@@ -124,10 +94,12 @@ class Hysteresis(ScalePolicy):
         )
 
     def _check(self, values: dict[str, Any]) -> None:
-        super()._check(values)
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-        bounds = {name: values[name] for name in ("scale_min", "scale_max")}
-        Hysteresis(*(values[name] for name in names), **bounds)
+        _check_bounds(values)
+        if check_scale(values["growth_factor"], "growth_factor") <= 1:
+            raise ValueError(f"growth_factor must be above 1, found {values['growth_factor']!r}")
+        if check_scale(values["backoff_factor"], "backoff_factor") >= 1:
+            raise ValueError(f"backoff_factor must be below 1, found {values['backoff_factor']!r}")
+        _check_whole(values, "growth_interval", "hysteresis")
         _check_counts(values, "growth_tracker")
 
 
@@ -146,21 +118,7 @@ class LogMax(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 3
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "log_max",
-        "beta1",
-        "beta2",
-        "overflow_std_dev",
-        "mean",
-        "slow_mean",
-        "slow_square",
-        "missing",
-        "slow_missing",
-    )
+    _kind = "log_max"
     needs_max_abs = True
 
     def __init__(
@@ -172,14 +130,8 @@ class LogMax(ScalePolicy):
         beta2: float = 0.999,
         overflow_std_dev: float = 3.09,
     ) -> None:
-        start = _check_bounds(scale_min, scale_max, None, min(max(1.0, scale_min), scale_max))
-        for name, value in (("log_max", log_max), ("overflow_std_dev", overflow_std_dev)):
-            _check_finite(value, name)
-        for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= _check_finite(beta, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), found {beta!r}")
         super().__init__(
-            scale=start,
+            scale=min(max(1.0, scale_min), scale_max),
             scale_min=scale_min,
             scale_max=scale_max,
             log_max=log_max,
@@ -194,11 +146,12 @@ class LogMax(ScalePolicy):
         )
 
     def _check(self, values: dict[str, Any]) -> None:
-        super()._check(values)
-        LogMax(*(values[name] for name in self._fields[1:7]))
-        _check_bounds(values["scale_min"], values["scale_max"], values["scale"], 1.0)
-        for name in self._fields[7:]:
-            _check_finite(values[name], name)
+        _check_bounds(values)
+        for name, value in values.items():
+            _check_finite(value, name)
+        for name in ("beta1", "beta2"):
+            if not 0 <= values[name] < 1:
+                raise ValueError(f"{name} must be in [0, 1), found {values[name]!r}")
 
 
 class AdaptiveGradScale(ScalePolicy):
@@ -210,46 +163,39 @@ class AdaptiveGradScale(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 4
-    _fields = ("scale", "scale_min", "scale_max", "target")
+    _kind = "adaptive"
     needs_max_abs = True
 
     def __init__(
         self, target: float = 1000.0, scale_min: float = 2.0**-24, scale_max: float = NO_CEILING
     ) -> None:
-        start = _check_bounds(scale_min, scale_max, None, check_scale(target, "target"))
-        super().__init__(scale=start, scale_min=scale_min, scale_max=scale_max, target=target)
+        super().__init__(scale=target, scale_min=scale_min, scale_max=scale_max, target=target)
 
     def _check(self, values: dict[str, Any]) -> None:
-        super()._check(values)
-        AdaptiveGradScale(values["target"], values["scale_min"], values["scale_max"])
-        _check_bounds(values["scale_min"], values["scale_max"], values["scale"], 1.0)
+        check_scale(values["target"], "target")
+        _check_bounds(values)
 
 
-def _check_bounds(
-    scale_min: float, scale_max: float, init_scale: float | None, default: float
-) -> float:
-    """The scale to start at; ValueError unless scale_min <= scale <= scale_max."""
-    check_scale(scale_min, "scale_min")
-    check_scale(scale_max, "scale_max")
-    start = check_scale(default if init_scale is None else init_scale, "init_scale")
-    if not scale_min <= start <= scale_max:
+def _check_bounds(values: dict[str, Any]) -> None:
+    """Raises ValueError unless scale_min <= scale <= scale_max, all finite and above 0."""
+    low = check_scale(values["scale_min"], "scale_min")
+    high = check_scale(values["scale_max"], "scale_max")
+    scale = check_scale(values["scale"], "init_scale")
+    if not low <= scale <= high:
         raise ValueError(
-            "scale_min <= init_scale <= scale_max must hold, "
-            f"found {scale_min}, {start}, {scale_max}"
+            f"scale_min <= init_scale <= scale_max must hold, found {low}, {scale}, {high}"
         )
-    return start
 
 
-def _check_whole(value: float, name: str) -> None:
-    if check_scale(value, name) % 1 != 0:
-        raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}")
+def _check_whole(values: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if check_scale(values[name], name) % 1 != 0:
+            raise ValueError(f"{name} must be a whole number from 1 on, found {values[name]!r}")
 
 
-def _check_finite(value: float, name: str) -> float:
+def _check_finite(value: float, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, found {value!r}")
-    return value
 
 
 def _check_counts(values: dict[str, Any], *names: str) -> None:

@@ -59,7 +59,6 @@ class OverflowReport(list[NonFinite]):
         )
 
     def __str__(self) -> str:
-        """A table with a line for each parameter, then the advice."""
         if not self:
             return "every gradient is finite"
         header = ("parameter", "shape", "elements", "inf", "NaN", "since step")

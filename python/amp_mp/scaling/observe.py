@@ -1,7 +1,8 @@
-"""What a loss scale learns from gradients: one native read, and overflows that no scale can end."""
+"""Gradients' statistics, and a loss scale that is moved by them."""
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ INCURABLE = 40  # overflows in a row at any scale: from 2^32 down to 1 there are
 
 
 def by_device(tensors: list[Tensor]) -> dict[torch.device, list[int]]:
-    """The tensors' indices, device by device: a native pass takes tensors of one device."""
+    """The tensors' indices, device by device: a native pass takes the tensors of one device."""
     indices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(i)
@@ -39,33 +40,13 @@ def observe(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, 
     return found_inf, max((float(total[1]) for total in totals.values()), default=0.0) / scale
 
 
+@dataclass
 class OverflowCounter:
-    """Counts overflows in a row, and warns once where no loss scale can end them."""
+    """Steps so far, overflows in a row, and those of them that could not lower the loss scale."""
 
-    def __init__(self) -> None:
-        """No overflow so far."""
-        self.steps = self.in_a_row = self.stuck = 0
-
-    def count(
-        self, found_inf: bool, before: float, after: float, describe: Callable[[], str]
-    ) -> None:
-        """Counts a step. before, after: the scale; describe: which gradients are inf or NaN."""
-        self.steps += 1
-        if not found_inf:
-            self.in_a_row = self.stuck = 0
-            return
-        self.in_a_row += 1
-        self.stuck = self.stuck + 1 if after >= before else 0
-        if self.stuck != STUCK and self.in_a_row != INCURABLE:
-            return
-        floor = ", which cannot fall further" if self.stuck else ""
-        warnings.warn(
-            f"amp_mp: gradients have been inf or NaN in each of the last {self.in_a_row} steps, "
-            f"since step {self.steps - self.in_a_row + 1}, and the loss scale is {after:g}{floor}: "
-            "no scale can cure that. The gradients concerned, of this step:\n"
-            f"{describe()}",
-            stacklevel=4,
-        )
+    steps: int = 0
+    in_a_row: int = 0
+    stuck: int = 0
 
 
 def update_scale(
@@ -75,7 +56,7 @@ def update_scale(
     max_abs: float,
     describe: Callable[[float], str],
 ) -> None:
-    """Moves the scale after a step and counts the overflow, if there was one.
+    """Moves the scale after a step, and warns once where no loss scale can end the overflows.
 
     Args:
         policy: the loss scale.
@@ -86,4 +67,19 @@ def update_scale(
     """
     before = policy.scale
     policy.update(found_inf, max_abs)
-    counter.count(found_inf, before, policy.scale, lambda: describe(before))
+    counter.steps += 1
+    if not found_inf:
+        counter.in_a_row = counter.stuck = 0
+        return
+    counter.in_a_row += 1
+    counter.stuck = counter.stuck + 1 if policy.scale >= before else 0
+    if counter.stuck != STUCK and counter.in_a_row != INCURABLE:
+        return
+    floor = ", which cannot fall further" if counter.stuck else ""
+    warnings.warn(
+        f"amp_mp: gradients have been inf or NaN in each of the last {counter.in_a_row} steps, "
+        f"since step {counter.steps - counter.in_a_row + 1}, and the loss scale is "
+        f"{policy.scale:g}{floor}: no scale can cure that. The gradients concerned, of this step:\n"
+        f"{describe(before)}",
+        stacklevel=3,
+    )

@@ -1,16 +1,15 @@
-"""Loss-scale policies: the factor of the next loss.
-
-The state machines are in csrc/core/scale.h. Their state is a float64 tensor, on the host or on a
-device.
-"""
+"""The base of the loss-scale policies, whose arithmetic is in csrc/core/scale.h."""
 
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
+
+# The fields of each kind's state. A state begins with the position of its kind.
+KINDS = _C.scale_kinds()
 
 # The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
@@ -19,47 +18,43 @@ NO_CEILING = 2.0**126
 class ScalePolicy:
     """A loss scale and how it moves: `scale`, `update(found_inf, max_abs)`, `state_dict()`.
 
-    The state is a float64 tensor (csrc/core/scale.h), on the CPU unless `to` has moved it.
+    `state_tensor`, float64, is the whole state: the kind, the scale, then the kind's other numbers.
+    It is on the CPU unless `to` has moved it.
     """
 
-    _kind: int
-    _fields: tuple[str, ...]  # the state tensor's elements after the kind
+    _kind: ClassVar[str]  # the name in csrc/core/scale.h
+    _fields: ClassVar[tuple[str, ...]]  # the elements of the state after the kind
     needs_max_abs = False  # whether update has to be told max_abs
 
+    def __init_subclass__(cls) -> None:
+        cls._fields = KINDS[cls._kind]
+
     def __init__(self, **values: float) -> None:
-        """For subclasses: the state's elements by name."""
-        numbers = [float(self._kind), *(values[name] for name in self._fields)]
-        self._state = torch.tensor(numbers, dtype=torch.float64)
-
-    @property
-    def state_tensor(self) -> Tensor:
-        """The whole state, float64: the kind, the scale, then the other numbers of the kind."""
-        return self._state
-
-    @state_tensor.setter
-    def state_tensor(self, state: Tensor) -> None:
-        self._state = state
+        """For subclasses: the state's elements by name, checked as those of a snapshot are."""
+        self._check(values)
+        numbers = [list(KINDS).index(self._kind), *(values[name] for name in self._fields)]
+        self.state_tensor = torch.tensor(numbers, dtype=torch.float64)
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the state to a device, where `update` then runs without the host waiting."""
-        self._state = self._state.to(device)
+        self.state_tensor = self.state_tensor.to(device)
         return self
 
     @property
     def scale(self) -> float:
         """The factor of the next loss. Can be set within the policy's bounds (ValueError)."""
-        return float(self._state[1])
+        return float(self.state_tensor[1])
 
     @scale.setter
     def scale(self, value: float) -> None:
         values = {**self._values(), "scale": check_scale(value, "scale")}
         self._check(values)
-        self._state[1] = value
+        self.state_tensor[1] = value
 
     @property
     def scale_tensor(self) -> Tensor:
         """The scale as a float64 tensor of no dimension on the policy's device, a view."""
-        return self._state[1]
+        return self.state_tensor[1]
 
     def update(self, found_inf: bool | Tensor, max_abs: float | Tensor | None = None) -> None:
         """Moves the scale after a step.
@@ -72,23 +67,17 @@ class ScalePolicy:
         Raises:
             ValueError: max_abs is missing where the policy needs it and there was no overflow.
         """
-        device = self._state.device
-        found = torch.as_tensor(found_inf, dtype=torch.float64, device=device).reshape(())
-        if max_abs is None and self.needs_max_abs:
-            if not bool(found):
-                raise ValueError(
-                    f"max_abs: {type(self).__name__} follows the largest unscaled gradient; "
-                    "pass it to update"
-                )
-            max_abs = 0.0
-        update = _C.ScaleUpdate(policy=self._state)
-        if max_abs is None:
-            return _C.update_scale_(update, found)
-        largest = torch.as_tensor(max_abs, dtype=torch.float64, device=device).reshape(())
-        return _C.update_scale_(update, found, largest)
+        if max_abs is None and self.needs_max_abs and not bool(found_inf):
+            raise ValueError(
+                f"max_abs: {type(self).__name__} follows the largest unscaled gradient; "
+                "pass it to update"
+            )
+        state = self.state_tensor
+        largest = None if max_abs is None else _number(max_abs, state.device)
+        _C.update_scale_(_C.ScaleUpdate(policy=state), _number(found_inf, state.device), largest)
 
     def _values(self) -> dict[str, float]:
-        return dict(zip(self._fields, self._state[1:].tolist(), strict=True))
+        return dict(zip(self._fields, self.state_tensor[1:].tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot: plain numbers by name, and the policy's name."""
@@ -108,15 +97,15 @@ class ScalePolicy:
                 f"{', '.join(self._fields)}; found policy {name!r}, missing {missing}"
             )
         values = {field: state_dict[field] for field in self._fields}
+        check_scale(values["scale"], "scale")
         self._check(values)
-        self._state[1:] = torch.tensor(list(values.values()), dtype=torch.float64)
+        self.state_tensor[1:] = torch.tensor(list(values.values()), dtype=torch.float64)
 
     def _check(self, values: dict[str, Any]) -> None:
-        """Raises ValueError for a number of a snapshot that is out of range."""
+        """Raises ValueError for a number that is out of range, naming it."""
         check_scale(values["scale"], "scale")
 
     def __repr__(self) -> str:
-        """The policy with its numbers."""
         values = ", ".join(f"{name}={value:g}" for name, value in self._values().items())
         return f"{type(self).__name__}({values})"
 
@@ -127,11 +116,14 @@ class Static(ScalePolicy):
     Raises ValueError unless the scale is a finite number above 0.
     """
 
-    _kind = 0
-    _fields = ("scale",)
+    _kind = "fixed"
 
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale=check_scale(scale, "scale"))
+        super().__init__(scale=scale)
+
+
+def _number(value: float | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
 
 
 def check_scale(value: float, name: str) -> float:

@@ -45,7 +45,7 @@ def build() -> Path:
     """
     OUT.mkdir(parents=True, exist_ok=True)
     with _alone(), ThreadPoolExecutor(max_workers=2) as pool:
-        objects = list(pool.map(lambda unit: _compile(*unit), _units()))
+        objects = list(pool.map(lambda unit: _object(*unit), _units()))
         library = OUT / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         newest = max(o.stat().st_mtime for o in objects)
         if not library.exists() or library.stat().st_mtime <= newest:
@@ -84,6 +84,18 @@ def _units() -> list[tuple[Path, list[str]]]:
     with_torch = [*sorted(CSRC.glob("torch/**/*.cpp")), *sorted(HERE.glob("*.cpp"))]
     shim = [(s, ["-O2"]) for s in sorted(SHIM.glob("*.cpp"))]
     return [*kernels, *((s, for_torch) for s in with_torch), *loops, *shim]
+
+
+def _object(source: Path, flags: list[str]) -> Path:
+    """The object of a source: the library's own where that has what the pretend GPU needs."""
+    if source.is_relative_to(CSRC / "torch"):
+        librarys = ROOT / f"build/native/torch_{source.stem}.o"
+        recipe, depends = librarys.with_suffix(".cmd"), librarys.with_suffix(".d")
+        needed = ["-DAMP_MP_WITH_CUDA", f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"']
+        made = recipe.read_text() if recipe.exists() else ""
+        if all(option in made for option in needed) and _is_current(librarys, depends):
+            return librarys
+    return _compile(source, flags)
 
 
 def _compile(source: Path, flags: list[str]) -> Path:

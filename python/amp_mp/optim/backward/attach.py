@@ -1,7 +1,7 @@
 """FusedOptimizer.attach: checks its arguments and makes the attachment."""
 
-import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,45 +14,24 @@ from amp_mp.optim.step.protocols import Scaler, Steppable
 CLIPS = ("parameter", "previous")
 
 
-class Attachable(Steppable, Protocol):
-    """An optimizer that can have one attachment."""
-
-    attachment: Attachment | None
-
-    @property
-    def amp_scaling(self) -> bool:
-        """Whether the step takes over unscaling and skipping from a loss scaler."""
-
-
 def attach(
-    optimizer: Attachable,
+    optimizer: Steppable,
     model: nn.Module,
-    *,
     release: bool,
     measure: bool,
     scaler: Scaler | None,
     clip: str,
+    on_remove: Callable[[Attachment], None],
 ) -> Attachment:
-    """See FusedOptimizer.attach."""
+    """See FusedOptimizer.attach. on_remove is called with the attachment when it ends."""
     _check(optimizer, model, release, measure, scaler, clip)
-    ref = weakref.ref(optimizer)
-
-    def removed() -> None:
-        attached = ref()
-        if attached is not None and attached.attachment is found:
-            attached.attachment = None
-
-    found: Attachment
     if release:
-        found = Release(optimizer, model, scaler, clip, removed)
-    else:
-        found = Measure(optimizer, model, removed)
-    optimizer.attachment = found
-    return found
+        return Release(optimizer, model, scaler, clip, on_remove)
+    return Measure(optimizer, model, on_remove)
 
 
 def _check(
-    optimizer: Attachable, model: Any, release: bool, measure: bool, scaler: Any, clip: str
+    optimizer: Steppable, model: Any, release: bool, measure: bool, scaler: Any, clip: str
 ) -> None:
     """Raises for every argument that cannot work, before anything is changed."""
     if optimizer.attachment is not None:

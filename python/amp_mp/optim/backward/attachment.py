@@ -20,8 +20,7 @@ class Attachment(ABC):
     releases: ClassVar[bool] = False  # whether gradients are stepped and freed
     scaler: Scaler | None = None
 
-    def __init__(self, optimizer: Steppable, on_remove: Callable[[], None]) -> None:
-        """on_remove: called by `remove`, to tell the optimizer."""
+    def __init__(self, optimizer: Steppable, on_remove: "Callable[[Attachment], None]") -> None:
         self._optimizer = optimizer
         self._on_remove = on_remove
         self._handles: list[Any] = []
@@ -65,7 +64,7 @@ class Attachment(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._on_remove()
+        self._on_remove(self)
 
     def __enter__(self) -> Self:
         return self

@@ -17,9 +17,8 @@ class Measure(Attachment):
     """Reads each gradient in its hook, so that the step need not."""
 
     def __init__(
-        self, optimizer: Steppable, model: nn.Module, on_remove: Callable[[], None]
+        self, optimizer: Steppable, model: nn.Module, on_remove: Callable[[Attachment], None]
     ) -> None:
-        """See FusedOptimizer.attach."""
         super().__init__(optimizer, on_remove)
         # The gradient that was read, its memory and version then, and what was found.
         self._rows: dict[Tensor, tuple[TensorWeakRef, int, int, Tensor]] = {}

@@ -28,9 +28,8 @@ class Release(Attachment):
         model: nn.Module,
         scaler: Scaler | None,
         clip: str,
-        on_remove: Callable[[], None],
+        on_remove: Callable[[Attachment], None],
     ) -> None:
-        """See FusedOptimizer.attach."""
         super().__init__(optimizer, on_remove)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip

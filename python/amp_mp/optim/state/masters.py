@@ -1,4 +1,4 @@
-"""Float32 values of low-precision parameters: masters, and originals kept until there is one."""
+"""Float32 values of low-precision parameters: masters, and the values that `prepare` keeps."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -11,12 +11,12 @@ from amp_mp.dtypes import rounded
 from amp_mp.optim.state.formats import REST_FORMATS, get, new_rest, put, split_name
 
 # A parameter's float32 values before it was rounded, and its version counter after that.
-_originals: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
+_float32_values: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
 
 
 def keep_original(param: Tensor) -> None:
     """Keeps a float32 parameter's values; call it before replacing `.data` by rounded ones."""
-    _originals[param] = param.detach(), param._version
+    _float32_values[param] = param.detach(), param._version
 
 
 def take_original(param: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def take_original(param: Tensor) -> Tensor:
     Comparing values alone is not enough: DDP sends the rounded weights of rank 0 to all ranks, and
     with equal values rank 0 alone would use its original, so that masters differ between ranks.
     """
-    original, version = _originals.pop(param, (None, 0))
+    original, version = _float32_values.pop(param, (None, 0))
     if original is not None and original.shape == param.shape and param._version == version:
         master = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
         master.copy_(original)

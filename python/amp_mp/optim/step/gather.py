@@ -40,7 +40,6 @@ class Gatherer:
     """Keeps the buckets of the last step as long as they hold the optimizer's tensors."""
 
     def __init__(self) -> None:
-        """Nothing gathered yet."""
         self.buckets: list[Bucket] | None = None
 
     def forget(self) -> None:

@@ -12,7 +12,6 @@ class Hypers:
     """One _C.Hyper per param_group. Making one costs microseconds, and few change at a step."""
 
     def __init__(self) -> None:
-        """Knows no group yet."""
         self._known: dict[int, tuple[dict[str, Any], _C.Hyper]] = {}
 
     def of(self, rule: Rule, groups: list[Group]) -> list[_C.Hyper]:

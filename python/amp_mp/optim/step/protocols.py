@@ -16,43 +16,32 @@ from amp_mp.optim.step.step_report import StepLog
 class Scaler(Protocol):
     """A loss scaler that an optimizer can ask for the scale during the backward pass."""
 
-    def is_enabled(self) -> bool:
-        """Whether losses are scaled at all."""
+    def is_enabled(self) -> bool: ...
 
-    def scale_on(self, device: torch.device) -> Tensor | None:
-        """The factor of the losses, float32 [] on the device, without waiting; None for 1."""
+    # The factor of the losses, float32 [] on the device, without waiting; None for 1.
+    def scale_on(self, device: torch.device) -> Tensor | None: ...
 
 
 class GradientReader(Protocol):
     """An attachment that may have read gradients during the backward pass."""
 
-    def read(self, bucket: Bucket) -> _C.Measurement:
-        """The statistics of a bucket's gradients."""
+    def read(self, bucket: Bucket) -> _C.Measurement: ...
 
 
 class Steppable(Protocol):
-    """An optimizer as the step and gradient release see it."""
+    """An optimizer as the step and the work during backward see it; see FusedOptimizer."""
 
     param_groups: list[Group]
     max_grad_norm: float | None
 
     @property
-    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """Every parameter's tensors, by name."""
-
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]: ...
     @property
-    def attachment(self) -> GradientReader | None:
-        """What works during the backward pass, if anything does."""
-
+    def attachment(self) -> GradientReader | None: ...
     @property
-    def log(self) -> StepLog:
-        """The verdicts of the steps."""
-
-    def rule(self) -> Rule:
-        """The rule for the param_groups as they are now."""
-
-    def hyper(self, index: int) -> _C.Hyper:
-        """The numbers of one param_group."""
-
-    def measures(self) -> bool:
-        """Whether a step needs the gradients' norms, or whether they overflow."""
+    def amp_scaling(self) -> bool: ...
+    @property
+    def log(self) -> StepLog: ...
+    def rule(self) -> Rule: ...
+    def hyper(self, index: int) -> _C.Hyper: ...
+    def measures(self) -> bool: ...

@@ -16,7 +16,6 @@ class StepRunner:
     """An optimizer's steps, and what is kept from one to the next because it seldom changes."""
 
     def __init__(self) -> None:
-        """Keeps nothing yet."""
         self.log = StepLog()
         self._gatherer = Gatherer()
         self._hypers = Hypers()

@@ -27,7 +27,6 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        """No step yet."""
         self.count = 0  # steps queued so far
         self.verdict: Tensor | None = None  # of the last step
         self.reports: _C.StepReports | None = None
