@@ -214,7 +214,6 @@ class Tolerance(ScalePolicy):
         _check_bounds(values)
         if check_scale(values["step_factor"], "step_factor") <= 1:
             raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
-        _check_finite(values["tolerance"], "tolerance")
         if not 0 <= values["tolerance"] <= 1:
             raise ValueError(f"tolerance must be in [0, 1], found {values['tolerance']!r}")
         _check_whole(values, "step_window")
