@@ -91,7 +91,7 @@ for tool in memcheck racecheck; do
   fi
 done
 
-# With what time is left, the rest: this torch and Python may be ones nobody has tried. Left out:
+# With what time is left, the rest: this torch and Python may be untested. Left out:
 # documentation, whole training runs, other processes' builds.
 left=$((total - SECONDS))
 [ "$left" -gt 110 ] && left=110

@@ -27,7 +27,7 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
 HyperTensors make_hyper(const py::kwargs& hyper);
 
 // Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
-// knows that nobody has put another tensor into its state.
+// notices that a tensor in its state was replaced.
 bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values);
 
 // Whether the lists, one after the other, hold exactly these objects.

@@ -65,7 +65,7 @@ bool is_refused(const at::Tensor& t) {
   return found != refused.end() && !found->second.expired();
 }
 
-// A gradient that has come and been dropped was used, perhaps by an update through `.data`, which
+// A gradient that was there and is gone may have been used by an update through `.data`, which
 // advances no version counter.
 bool is_current(const Entry& e, const at::Tensor& t) {
   return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr() &&

@@ -67,7 +67,7 @@ std::optional<StepReport> StepReports::newest(bool wait) const {
   const c10::OptionalDeviceGuard guard(device_);
   TORCH_CHECK(
       !is_capturing(device_),
-      "amp_mp: what a step has come to is not known while it is captured; ask after a replay");
+      "amp_mp: the report of a captured step exists only after a replay; ask after replaying");
   const char* error = cuda::synchronize(stream_);
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device_, ": ", error);
   return look();

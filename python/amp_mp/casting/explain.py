@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from amp_mp import _C
 from amp_mp.text_table import aligned
 
-OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/autocast.h, Trace
+OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/trace.h
 
 _mode = OFF  # outside of explain
 

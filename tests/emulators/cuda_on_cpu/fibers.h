@@ -27,7 +27,7 @@ class Fiber {
   Fiber(const Fiber&) = delete;
 
   void resume();  // called from outside: runs the fiber until it pauses
-  void pause();   // called by the fiber: goes back to whoever resumed it, on any thread
+  void pause();   // called by the fiber: returns to what resumed it, on any thread
 
  private:
   static void enter();

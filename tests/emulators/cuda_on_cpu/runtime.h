@@ -39,7 +39,7 @@ cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* memory);
 
-// Of any stream: there is one capture at a time, and whoever computes meanwhile is part of it.
+// Of any stream: there is one capture at a time, and all work queued meanwhile belongs to it.
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 
 namespace cuda_on_cpu {

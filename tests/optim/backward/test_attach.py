@@ -201,7 +201,7 @@ def test_every_backward_steps(device: str) -> None:
 
 @pytest.mark.parametrize("measures", [False, True])
 def test_there_is_never_more_than_one_gradient(device: str, measures: bool) -> None:
-    """By the parameters and by the tensors themselves, whoever may still hold them."""
+    """By the parameters and by the tensors themselves, also where others still refer to them."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(n, n + 32) for n in range(32, 256, 32)]).to(device)
     params = list(net.parameters())
