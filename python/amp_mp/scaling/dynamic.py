@@ -42,7 +42,6 @@ class Backoff(ScalePolicy):
             scale_max=scale_max,
             step_factor=step_factor,
             step_window=step_window,
-            iteration=0,
             last_overflow=-1,
         )
 
@@ -110,7 +109,6 @@ class Hysteresis(ScalePolicy):
             growth_interval=growth_interval,
             hysteresis=hysteresis,
             refill_on_growth=refill == "growth",
-            growth_tracker=0,
             hysteresis_tracker=hysteresis,
         )
 
@@ -173,9 +171,6 @@ class LogMax(ScalePolicy):
             beta1=beta1,
             beta2=beta2,
             overflow_std_dev=overflow_std_dev,
-            mean=0,
-            slow_mean=0,
-            slow_square=0,
             missing=1,
             slow_missing=1,
         )

@@ -24,10 +24,10 @@ class ScalePolicy:
     needs_max_abs = False  # whether update has to be told max_abs
 
     def __init__(self, **values: float) -> None:
-        """For subclasses: the state's elements by name, checked as those of a snapshot are."""
-        self._check(values)
-        numbers = [self._kind, *(values[name] for name in self._fields)]
-        self.state_tensor = torch.tensor(numbers, dtype=torch.float64)
+        """For subclasses: the state's elements by name; those that are not given start at 0."""
+        state = dict.fromkeys(self._fields, 0.0) | values
+        self._check(state)
+        self.state_tensor = torch.tensor([self._kind, *state.values()], dtype=torch.float64)
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the state to a device, where `update` then runs without the host waiting."""
