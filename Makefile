@@ -7,9 +7,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
-NATIVE := $(shell find csrc -type f) setup.py pyproject.toml
+NATIVE := $(shell find csrc -type f) build_tools/native.py setup.py pyproject.toml
 SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-PYTHON_DIRS := python tests examples benchmarks setup.py
+PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
 .PHONY: demo test test-fast lint format bench gpu clean build
 
@@ -34,7 +34,7 @@ lint: build
 	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 	@! grep -rnE '#include *[<"](torch|ATen|c10)/' csrc/core csrc/cuda csrc/cpu csrc/plan.h \
 	  || { echo 'no torch header belongs in there: csrc/torch is the only C++ that knows torch'; exit 1; }
-	@! grep -nE '(-ffast-math|--use_fast_math)' setup.py | grep -v '^[0-9]*:#' \
+	@! grep -nE '(-ffast-math|--use_fast_math)' build_tools/native.py | grep -v '^[0-9]*:#' \
 	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
 
 format: $(VENV)/tools

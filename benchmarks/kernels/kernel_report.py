@@ -19,12 +19,12 @@ from pathlib import Path
 from kernel_code import COUNTED, LIMITS, Kernel, add_ptx, add_sass, parse_ptxas, short_name
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ["-std=c++20", "-O3", "-fmad=false"]  # setup.py's, as far as they reach device code
+FLAGS = ["-std=c++20", "-O3", "-fmad=false"]  # build_tools/native.py's for device code
 NO_NVCC = "no nvcc on the PATH or in /usr/local/cuda/bin"
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler, where setup.py looks for it."""
+    """The CUDA compiler, where the build looks for it."""
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 

@@ -103,13 +103,38 @@ struct AdaptiveScale {
   }
 };
 
+// fairseq's DynamicLossScaler: lowers the scale only where the share of steps with an overflow,
+// since the scale last changed, has reached `tolerance`. As there, growing does not start the count
+// of overflows anew.
+struct ToleranceScale {
+  AMP_MP_SCALE_FIELDS(scale, scale_min, scale_max, step_factor, step_window, tolerance, iteration,
+                      last_overflow, last_rescale, overflows);
+
+  AMP_MP_BOTH void update(bool found_inf, double) {
+    if (found_inf) {
+      last_overflow = iteration;
+      overflows += 1;
+      if (overflows / (iteration - last_rescale) >= tolerance) {
+        scale = clip(scale / step_factor, scale_min, scale_max);
+        last_rescale = iteration;
+        overflows = 0;
+      }
+    } else if (step_window >= 1 && int64_t(iteration - last_overflow) % int64_t(step_window) == 0) {
+      scale = clip(scale * step_factor, scale_min, scale_max);
+      last_rescale = iteration;
+    }
+    iteration += 1;
+  }
+};
+
 // The list of policies: struct, name. A state's `kind` is the index in this list.
 #define AMP_MP_FOR_EACH_SCALE(X) \
   X(FixedScale, fixed)           \
   X(BackoffScale, backoff)       \
   X(HysteresisScale, hysteresis) \
   X(LogMaxScale, log_max)        \
-  X(AdaptiveScale, adaptive)
+  X(AdaptiveScale, adaptive)     \
+  X(ToleranceScale, tolerance)
 
 #define AMP_MP_SCALE(Struct, name) name,
 enum class ScaleKind : int { AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE) };

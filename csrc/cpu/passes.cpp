@@ -38,7 +38,7 @@ void for_each_range(const Item* items, int64_t count, int64_t unit, int threads,
     }
   };
   if (threads <= 1) return share(0);
-#ifdef _OPENMP  // the tests' builds are without; setup.py's never is
+#ifdef _OPENMP  // the tests compile without OpenMP
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
 #endif
   for (int t = 0; t < threads; ++t) share(t);

@@ -7,12 +7,15 @@ namespace amp_mp::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr FormatSet kThird = just(Format::float32);  // of the third state
 // Blocks per multiprocessor. Without this bound ptxas saves registers and splits the loads; with
 // four, some rules would spill registers.
 template <class Rule>
 constexpr int kBlocks = Rule::kStates > 2 ? 2 : 4;
 template <>
 constexpr int kBlocks<RMSprop> = 3;
+template <>
+constexpr int kBlocks<Adamax> = 3;
 
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
@@ -25,7 +28,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
   const float multiplier = slot.slot_rule.multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
-  constexpr FormatSet kThird = just(Format::float32);
   // Every thread runs the same number of iterations, because m8 exchanges numbers between threads.
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;

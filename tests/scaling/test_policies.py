@@ -24,6 +24,7 @@ from amp_mp.scaling import (
     LogNormal,
     Policy,
     Static,
+    Tolerance,
     from_state_dict,
     make_policy,
 )
@@ -490,6 +491,41 @@ def test_adaptive_grad_scale_aims_at_four_times_its_target() -> None:
         assert policy.scale == scale
 
 
+class FairseqScaler:
+    """fairseq's DynamicLossScaler, as in its source, without the error at the smallest scale."""
+
+    def __init__(self, window: int, tolerance: float) -> None:
+        self.scale, self.window, self.tolerance = 2.0**15, window, tolerance
+        self.iteration, self.last_overflow, self.last_rescale, self.overflows = 0, -1, -1, 0
+
+    def step(self, overflow: bool) -> None:
+        if overflow:
+            since = self.iteration - self.last_rescale
+            self.last_overflow = self.iteration
+            self.overflows += 1
+            if self.overflows / float(since) >= self.tolerance:
+                self.scale /= 2.0
+                self.last_rescale, self.overflows = self.iteration, 0
+        elif (self.iteration - self.last_overflow) % self.window == 0:
+            self.scale *= 2.0
+            self.last_rescale = self.iteration
+        self.iteration += 1
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.3, 1.0])
+def test_tolerance_is_fairseqs_recurrence(tolerance: float) -> None:
+    policy = Tolerance(step_window=7, tolerance=tolerance, scale_min=2.0**-100)
+    theirs, scales = FairseqScaler(7, tolerance), set()
+    for overflow in script(20_000, 0.1, seed=5):
+        policy.update(overflow)
+        theirs.step(overflow)
+        wanted = min(max(theirs.scale, 2.0**-100), 2.0**126)
+        theirs.scale = wanted
+        assert policy.scale == wanted
+        scales.add(wanted)
+    assert len(scales) > 3
+
+
 # Every policy: devices, snapshots, bounds.
 
 
@@ -501,6 +537,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "Hysteresis, Megatron": lambda: Hysteresis(growth_interval=9, refill="growth"),
     "LogMax": lambda: LogMax(),
     "AdaptiveGradScale": lambda: AdaptiveGradScale(),
+    "Tolerance": lambda: Tolerance(step_window=9, tolerance=0.1),
 }
 
 
@@ -571,6 +608,7 @@ def test_log_max_has_two_names_and_make_policy_knows_both() -> None:
         (lambda: LogMax(overflow_std_dev="3"), "overflow_std_dev"),  # type: ignore[arg-type]
         (lambda: LogMax(scale_min=0.0), "scale_min"),
         (lambda: AdaptiveGradScale(target=0.0), "target"),
+        (lambda: Tolerance(tolerance=1.5), "tolerance"),
         (lambda: from_state_dict({"policy": "Best"}), "policy must be one of Static, Backoff"),
     ],
 )

@@ -1,4 +1,4 @@
-// The checks of an optimizer's tensors when they are gathered.
+// The checks of an optimizer's tensors: lengths of lists, dtypes, layouts, devices, shared memory.
 #include "torch/step/slots.h"
 
 namespace amp_mp {

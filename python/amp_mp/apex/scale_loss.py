@@ -36,7 +36,7 @@ def scaled_loss(
         if isinstance(policy, Static) and policy.scale == 1:
             yield loss
             return
-        scale, params = policy.scale, _parameters(optimizers)
+        scale, params = policy.scale, _all_parameters(optimizers)
         with set_aside(params), _warning_if_unscaled(loss):
             yield loss.float() * scale
             grads = gradients_of(params)
@@ -134,7 +134,7 @@ def _checked(optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+def _all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
     groups = [group for each in optimizers for group in each.param_groups]
     return list(dict.fromkeys(param for group in groups for param in group["params"]))
@@ -151,7 +151,7 @@ def skip_next_step(optimizer: Optimizer) -> None:
     aside: list[tuple[Tensor, Tensor]] = []
 
     def before(*_: Any) -> None:
-        params = _parameters([optimizer])
+        params = _all_parameters([optimizer])
         aside.extend((param, param.grad) for param in params if param.grad is not None)
         for param, _grad in aside:
             param.grad = None

@@ -16,16 +16,7 @@ class Backoff(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 1
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "step_factor",
-        "step_window",
-        "iteration",
-        "last_overflow",
-    )
+    _kind = "backoff"
 
     def __init__(
         self,
@@ -47,8 +38,7 @@ class Backoff(ScalePolicy):
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        if check_scale(values["step_factor"], "step_factor") <= 1:
-            raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
+        _check_above_1(values, "step_factor")
         _check_whole(values, "step_window")
         _check_counts(values, "iteration", "last_overflow")
 
@@ -72,19 +62,7 @@ class Hysteresis(ScalePolicy):
         ValueError: naming the argument that is out of range.
     """
 
-    _kind = 2
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "refill_on_growth",
-        "growth_tracker",
-        "hysteresis_tracker",
-    )
+    _kind = "hysteresis"
 
     def __init__(
         self,
@@ -114,8 +92,7 @@ class Hysteresis(ScalePolicy):
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        if check_scale(values["growth_factor"], "growth_factor") <= 1:
-            raise ValueError(f"growth_factor must be above 1, found {values['growth_factor']!r}")
+        _check_above_1(values, "growth_factor")
         if check_scale(values["backoff_factor"], "backoff_factor") >= 1:
             raise ValueError(f"backoff_factor must be below 1, found {values['backoff_factor']!r}")
         _check_whole(values, "growth_interval", "hysteresis")
@@ -137,21 +114,7 @@ class LogMax(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 3
-    _fields = (
-        "scale",
-        "scale_min",
-        "scale_max",
-        "log_max",
-        "beta1",
-        "beta2",
-        "overflow_std_dev",
-        "mean",
-        "slow_mean",
-        "slow_square",
-        "missing",
-        "slow_missing",
-    )
+    _kind = "log_max"
     needs_max_abs = True
 
     def __init__(
@@ -177,8 +140,7 @@ class LogMax(ScalePolicy):
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        for name, value in values.items():
-            _check_finite(value, name)
+        _check_finite(values, *values)
         for name in ("beta1", "beta2"):
             if not 0 <= values[name] < 1:
                 raise ValueError(f"{name} must be in [0, 1), found {values[name]!r}")
@@ -193,8 +155,7 @@ class AdaptiveGradScale(ScalePolicy):
     Raises ValueError naming the argument that is out of range.
     """
 
-    _kind = 4
-    _fields = ("scale", "scale_min", "scale_max", "target")
+    _kind = "adaptive"
     needs_max_abs = True
 
     def __init__(
@@ -205,6 +166,48 @@ class AdaptiveGradScale(ScalePolicy):
     def _check(self, values: dict[str, Any]) -> None:
         check_scale(values["target"], "target")
         _check_bounds(values)
+
+
+class Tolerance(ScalePolicy):
+    """fairseq's DynamicLossScaler: an occasional overflow skips its step but keeps the scale.
+
+    On overflow the scale is divided by step_factor only if overflows / steps >= tolerance, counted
+    since the scale last changed. It is multiplied by step_factor after step_window steps without
+    overflow, and stays in [scale_min, scale_max]. A tolerance of 0 lowers it at every overflow.
+
+    Raises ValueError naming the argument that is out of range.
+    """
+
+    _kind = "tolerance"
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**15,
+        step_factor: float = 2.0,
+        step_window: int = 2000,
+        tolerance: float = 0.05,
+        scale_min: float = 1e-4,
+        scale_max: float = NO_CEILING,
+    ) -> None:
+        super().__init__(
+            scale=init_scale,
+            scale_min=scale_min,
+            scale_max=scale_max,
+            step_factor=step_factor,
+            step_window=step_window,
+            tolerance=tolerance,
+            last_overflow=-1,
+            last_rescale=-1,
+        )
+
+    def _check(self, values: dict[str, Any]) -> None:
+        _check_bounds(values)
+        _check_above_1(values, "step_factor")
+        _check_finite(values, "tolerance")
+        if not 0 <= values["tolerance"] <= 1:
+            raise ValueError(f"tolerance must be in [0, 1], found {values['tolerance']!r}")
+        _check_whole(values, "step_window")
+        _check_counts(values, "iteration", "last_overflow", "last_rescale", "overflows")
 
 
 def _check_bounds(values: dict[str, Any]) -> None:
@@ -218,15 +221,22 @@ def _check_bounds(values: dict[str, Any]) -> None:
         )
 
 
+def _check_above_1(values: dict[str, Any], name: str) -> None:
+    if check_scale(values[name], name) <= 1:
+        raise ValueError(f"{name} must be above 1, found {values[name]!r}")
+
+
 def _check_whole(values: dict[str, Any], *names: str) -> None:
     for name in names:
         if check_scale(values[name], name) % 1 != 0:
             raise ValueError(f"{name} must be a whole number from 1 on, found {values[name]!r}")
 
 
-def _check_finite(value: float, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, found {value!r}")
+def _check_finite(values: dict[str, Any], *names: str) -> None:
+    for name in names:
+        x = values[name]
+        if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
+            raise ValueError(f"{name} must be a finite number, found {x!r}")
 
 
 def _check_counts(values: dict[str, Any], *names: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMax
+from amp_mp.scaling.dynamic import Backoff, LogMax
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 
 NAMES: dict[str, type[ScalePolicy]] = {
@@ -11,7 +11,6 @@ NAMES: dict[str, type[ScalePolicy]] = {
     "logmax": LogMax,
     "lognormal": LogMax,
 }
-ALL: tuple[type[ScalePolicy], ...] = (Static, Backoff, Hysteresis, LogMax, AdaptiveGradScale)
 
 
 def make_policy(
@@ -48,7 +47,7 @@ def from_state_dict(state_dict: dict[str, Any]) -> ScalePolicy:
     Raises ValueError for an unknown policy, or a number that is missing or out of range.
     """
     name = state_dict.get("policy")
-    kinds = {kind.__name__: kind for kind in ALL}
+    kinds = {kind.__name__: kind for kind in ScalePolicy.__subclasses__()}
     if name not in kinds:
         raise ValueError(f"state_dict: policy must be one of {', '.join(kinds)}, found {name!r}")
     policy = kinds[name]()

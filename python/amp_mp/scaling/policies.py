@@ -1,12 +1,15 @@
 """The base of the loss-scale policies, whose arithmetic is in csrc/core/scale.h."""
 
 import math
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
+
+# The fields of each kind's state. A state begins with the position of its kind.
+KINDS = _C.scale_kinds()
 
 # The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
@@ -19,15 +22,19 @@ class ScalePolicy:
     It is on the CPU unless `to` has moved it.
     """
 
-    _kind: int
-    _fields: tuple[str, ...]  # the state tensor's elements after the kind
+    _kind: ClassVar[str]  # the name in csrc/core/scale.h
+    _fields: ClassVar[tuple[str, ...]]  # the elements of the state after the kind
     needs_max_abs = False  # whether update has to be told max_abs
+
+    def __init_subclass__(cls) -> None:
+        cls._fields = KINDS[cls._kind]
 
     def __init__(self, **values: float) -> None:
         """For subclasses: the state's elements by name; those that are not given start at 0."""
         state = dict.fromkeys(self._fields, 0.0) | values
         self._check(state)
-        self.state_tensor = torch.tensor([self._kind, *state.values()], dtype=torch.float64)
+        numbers = [list(KINDS).index(self._kind), *state.values()]
+        self.state_tensor = torch.tensor(numbers, dtype=torch.float64)
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the state to a device, where `update` then runs without the host waiting."""
@@ -110,8 +117,7 @@ class Static(ScalePolicy):
     Raises ValueError unless the scale is a finite number above 0.
     """
 
-    _kind = 0
-    _fields = ("scale",)
+    _kind = "fixed"
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(scale=scale)

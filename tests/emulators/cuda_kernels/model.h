@@ -1,106 +1,11 @@
 #pragma once
 // What compare.cpp updates, copies and measures: lists of tensors in which every format meets every
-// other. Buffers have exactly the size they need, so that the address sanitizer sees the first byte
-// past them.
+// other.
 #include <array>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <vector>
 
-#include "cpu/passes.h"
+#include "arrays.h"
 
 namespace {
-
-using namespace amp_mp;
-using F = Format;
-
-// Bytes that end where the allocation ends and begin `shift` off an aligned address.
-class Memory {
- public:
-  Memory(size_t bytes, size_t shift) : bytes_(bytes), shift_(shift) {
-    data_.reset(static_cast<char*>(std::malloc(shift + bytes > 0 ? shift + bytes : 1)));
-    std::memset(at(), 0xA5, bytes_);
-  }
-  Memory(const Memory& other) : Memory(other.bytes_, other.shift_) {
-    std::memcpy(at(), other.at(), bytes_);
-  }
-
-  Memory(Memory&&) = default;
-  Memory& operator=(Memory&&) = default;
-
-  char* at() const { return data_.get() + shift_; }
-  size_t bytes() const { return bytes_; }
-  bool same(const Memory& other) const { return !std::memcmp(at(), other.at(), bytes_); }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  size_t bytes_, shift_;
-  std::unique_ptr<char, Free> data_;
-};
-
-size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
-size_t rest_bytes_of(Format f) { return size_t(kFormats[int(f)].rest_width); }
-
-// n numbers in a format; or no array at all.
-struct StoredArray {
-  bool exists = false;
-  size_t n = 0;
-  Format format = F::float32;
-  Memory data{0, 0}, rest{0, 0};
-
-  StoredArray() = default;
-  StoredArray(size_t count, Format f, size_t shift, size_t rest_shift)  // in elements
-      : exists(true),
-        n(count),
-        format(f),
-        data(n * bytes_of(f), shift * bytes_of(f)),
-        rest((f == F::m8 ? n / kGroup : n) * rest_bytes_of(f), rest_shift * rest_bytes_of(f)) {}
-
-  Array array() const {
-    if (!exists) return {nullptr, F::float32};
-    return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
-  }
-
-  bool same(const StoredArray& other) const {
-    return data.same(other.data) && rest.same(other.rest);
-  }
-
-  void fill(const std::vector<float>& x, bool clamp) {
-    if (!exists) return;
-    const Array from = {const_cast<float*>(x.data()), F::float32};
-    const Transfer t = {int64_t(n), array(), from, clamp, random_stream(5, 1, 7, false)};
-    cpu::copy(&t, 1, 1.0, 1);
-  }
-
-  void fill_with_any_bits(std::mt19937& random) {
-    for (const Memory* m : {&data, &rest})
-      for (size_t i = 0; i < m->bytes(); ++i) m->at()[i] = char(random());
-  }
-};
-
-// Normally distributed numbers, or their magnitudes.
-std::vector<float> numbers(size_t n, size_t seed, float spread, bool positive = false) {
-  static const std::vector<float> pool = [] {
-    std::mt19937 random(1);
-    std::normal_distribution<float> normal;
-    std::vector<float> x(10007);
-    for (float& y : x) y = normal(random);
-    return x;
-  }();
-  std::vector<float> x(n);
-  for (size_t i = 0; i < n; ++i) {
-    x[i] = spread * pool[(i + 37 * seed) % pool.size()];
-    if (positive) x[i] = std::fabs(x[i]);
-  }
-  return x;
-}
-
-size_t to_groups(size_t n) { return (n + kGroup - 1) / kGroup * kGroup; }
 
 // The cycles of the formats have lengths without a common factor, so that after 330 tensors each
 // has met all others, and a few tensors already have a bit of everything.
@@ -150,7 +55,7 @@ struct Tensor {
 
 Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   // Most tensors are aligned, some in all but one array, few in none.
-  const auto shift = [&](size_t which) {
+  const auto skew = [&](size_t which) {
     return t % 16 == 2 || (t % 4 == 1 && t / 4 % 8 == which) ? 1 + t % 7 : 0;
   };
   const Kept& kept = kKept[t % 11];
@@ -158,12 +63,12 @@ Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   if (first == F::m8 && n % kGroup != 0) first = F::bfloat16_stochastic;
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
-  x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 11) % 3], shift(0), 0);
-  if (kept.has_weight) x.arrays[kWeight] = StoredArray(n, kept.weight, shift(1), 0);
-  x.arrays[kMaster] = StoredArray(n, kept.master, shift(2), shift(3));
-  if (states > 0) x.arrays[kState0] = StoredArray(n, first, shift(4), shift(5));
-  if (states > 1) x.arrays[kState1] = StoredArray(n, kSquares[t % 6], shift(6), 0);
-  if (states > 2) x.arrays[kState2] = StoredArray(n, F::float32, shift(7), 0);
+  x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 11) % 3], skew(0), 0);
+  if (kept.has_weight) x.arrays[kWeight] = StoredArray(n, kept.weight, skew(1), 0);
+  x.arrays[kMaster] = StoredArray(n, kept.master, skew(2), skew(3));
+  if (states > 0) x.arrays[kState0] = StoredArray(n, first, skew(4), skew(5));
+  if (states > 1) x.arrays[kState1] = StoredArray(n, kSquares[t % 6], skew(6), 0);
+  if (states > 2) x.arrays[kState2] = StoredArray(n, F::float32, skew(7), 0);
 
   // Some so small that squares need care, some weights beyond float16, where it saturates.
   const bool still = t % 19 == 5;
@@ -241,5 +146,21 @@ struct Model {
     return list;
   }
 };
+
+const std::vector<size_t> kEdges = {1, 8, 0, 257, 31, 2049, 64, 9, 4097, 256, 700, 7, 513};
+const std::vector<size_t> kTiny = {3, 0, 9, 1, 8, 33, 0, 5};
+const std::vector<size_t> kRagged = {
+    0,  1,    7,  8,  9,     0,     63,    64, 65, 4095, 4096,  4097, 16383, 16384, 16385, 3,
+    49, 2049, 15, 17, 65535, 65536, 65537, 31, 0,  33,   70001, 2,    12320, 100,   65568};
+
+// `count` sizes in which `cycle` repeats; where the moments may be in m8, whole groups.
+Shape repeated(const std::vector<size_t>& cycle, size_t count, int per_group, size_t offset = 0) {
+  Shape shape = {{}, per_group, offset};
+  for (size_t t = 0; t < count; ++t) {
+    const size_t n = cycle[t % cycle.size()];
+    shape.sizes.push_back((t + offset) % 5 == 0 ? to_groups(n) : n);
+  }
+  return shape;
+}
 
 }  // namespace

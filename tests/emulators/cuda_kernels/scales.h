@@ -73,6 +73,7 @@ const std::vector<std::pair<const char*, std::vector<double>>> kScales = {
      numbers_of(HysteresisScale{2, 65536, 1, 16777216, 2, .5, 5, 2, 1, 0, 2})},
     {"LogMax", numbers_of(LogMaxScale{3, 1, 1e-9, 16777216, 16, .99, .999, 3.09, 0, 0, 0, 1, 1})},
     {"adaptive", numbers_of(AdaptiveScale{4, 1000, 1, 16777216, 1000})},
+    {"tolerance", numbers_of(ToleranceScale{5, 32768, 1e-4, 16777216, 2, 5, .1, 0, -1, -1, 0})},
 };
 
 // The loss scale's own functions against the library's.

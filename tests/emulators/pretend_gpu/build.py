@@ -1,6 +1,6 @@
 """Builds amp_mp._C a second time: kernels that run on the CPU, and the pretend GPU to run them on.
 
-One library holds two modules: `_C` as in setup.py but with `AMP_MP_WITH_CUDA`, and
+One library holds two modules: `_C` as in build_tools/native.py but with `AMP_MP_WITH_CUDA`, and
 `amp_mp_pretend_gpu`, which is what tests see of the device.
 """
 
@@ -25,7 +25,7 @@ CSRC = ROOT / "csrc"
 OUT = ROOT / "build/pretend_gpu"
 CUDA = "13.0"  # the version that torch is to name
 
-# The arithmetic of setup.py. Little else is optimised: compiling takes longer than running.
+# The arithmetic of build_tools/native.py. Little is optimised: compiling takes longer than running.
 FLAGS = [
     *("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-g0", "-Wall", "-Wextra"),
     *("-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{SHIM}"),

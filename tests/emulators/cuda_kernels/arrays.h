@@ -1,0 +1,103 @@
+#pragma once
+// Arrays of every format. Buffers have exactly the size they need, so that the address sanitizer
+// sees the first byte past them.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "cpu/passes.h"
+
+namespace {
+
+using namespace amp_mp;
+using F = Format;
+
+// Bytes that end where the allocation ends and begin `skew` off an aligned address.
+class Memory {
+ public:
+  Memory(size_t bytes, size_t skew) : bytes_(bytes), skew_(skew) {
+    data_.reset(static_cast<char*>(std::malloc(skew + bytes > 0 ? skew + bytes : 1)));
+    std::memset(at(), 0xA5, bytes_);
+  }
+  Memory(const Memory& other) : Memory(other.bytes_, other.skew_) {
+    std::memcpy(at(), other.at(), bytes_);
+  }
+
+  Memory(Memory&&) = default;
+  Memory& operator=(Memory&&) = default;
+
+  char* at() const { return data_.get() + skew_; }
+  size_t bytes() const { return bytes_; }
+  bool same(const Memory& other) const { return !std::memcmp(at(), other.at(), bytes_); }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  size_t bytes_, skew_;
+  std::unique_ptr<char, Free> data_;
+};
+
+size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
+size_t rest_bytes_of(Format f) { return size_t(kFormats[int(f)].rest_width); }
+
+// n numbers in a format; or no array at all.
+struct StoredArray {
+  bool exists = false;
+  size_t n = 0;
+  Format format = F::float32;
+  Memory data{0, 0}, rest{0, 0};
+
+  StoredArray() = default;
+  StoredArray(size_t count, Format f, size_t skew, size_t rest_skew)  // in elements
+      : exists(true),
+        n(count),
+        format(f),
+        data(n * bytes_of(f), skew * bytes_of(f)),
+        rest((f == F::m8 ? n / kGroup : n) * rest_bytes_of(f), rest_skew * rest_bytes_of(f)) {}
+
+  Array array() const {
+    if (!exists) return {nullptr, F::float32};
+    return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
+  }
+
+  bool same(const StoredArray& other) const {
+    return data.same(other.data) && rest.same(other.rest);
+  }
+
+  void fill(const std::vector<float>& x, bool clamp) {
+    if (!exists) return;
+    const Array from = {const_cast<float*>(x.data()), F::float32};
+    const Transfer t = {int64_t(n), array(), from, clamp, random_stream(5, 1, 7, false)};
+    cpu::copy(&t, 1, 1.0, 1);
+  }
+
+  void fill_with_any_bits(std::mt19937& random) {
+    for (const Memory* m : {&data, &rest})
+      for (size_t i = 0; i < m->bytes(); ++i) m->at()[i] = char(random());
+  }
+};
+
+// Normally distributed numbers, or their magnitudes.
+std::vector<float> numbers(size_t n, size_t seed, float spread, bool positive = false) {
+  static const std::vector<float> pool = [] {
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(10007);
+    for (float& y : x) y = normal(random);
+    return x;
+  }();
+  std::vector<float> x(n);
+  for (size_t i = 0; i < n; ++i) {
+    x[i] = spread * pool[(i + 37 * seed) % pool.size()];
+    if (positive) x[i] = std::fabs(x[i]);
+  }
+  return x;
+}
+
+size_t to_groups(size_t n) { return (n + kGroup - 1) / kGroup * kGroup; }
+
+}  // namespace

@@ -1,0 +1,135 @@
+#pragma once
+// Optimizer steps of both sides, on lists of all lengths.
+#include <iterator>
+
+#include "cuda/slot_table.h"
+#include "scales.h"
+
+namespace {
+
+struct Rule {
+  const char* name;
+  int states, squares;
+  bool needs_norms, needs_update_norm;
+  void (*on_cpu)(const std::vector<Slot>&, const std::vector<Hyper>&, double, const NormInputs&);
+  const char* (*on_cuda)(const std::vector<Slot>&, const std::vector<Hyper>&, const DecideInputs*,
+                         Verdict*, const cuda::SpanSums&, const cuda::SpanSums&, const NormInputs&);
+};
+
+template <class R>
+constexpr Rule rule_of(const char* name) {
+  return {name,
+          R::kStates,
+          R::kSquares,
+          needs_norms<R>,
+          needs_update_norm<R>,
+          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers, double multiplier,
+             const NormInputs& norms) {
+            std::vector<R> rules(slots.size());
+            cpu::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), multiplier,
+                          rules.data(), norms, 1);
+          },
+          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers,
+             const DecideInputs* inputs, Verdict* verdict, const cuda::SpanSums& grads,
+             const cuda::SpanSums& weights, const NormInputs& norms) {
+            std::vector<SlotRule<R>> slot_rules(slots.size());
+            return cuda::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), inputs,
+                                  verdict, grads, weights, slot_rules.data(), norms, nullptr);
+          }};
+}
+
+#define AMP_MP_RULE(R, op) rule_of<R>(#R),
+constexpr Rule kRules[] = {AMP_MP_FOR_EACH_RULE(AMP_MP_RULE)};
+
+// What a rule is told, with its scratch.
+struct NormScratch {
+  std::vector<Statistics> spans, updates;
+  std::vector<int64_t> first;
+  unsigned ticket = 7;
+  NormInputs inputs;
+
+  NormScratch(const Rule& rule, const std::vector<Slot>& slots, const Statistics* grads,
+              const Statistics* masters) {
+    if (!rule.needs_norms) return;
+    inputs.grads = grads;
+    inputs.weights = masters;
+    if (!rule.needs_update_norm) return;
+    int64_t room = 1;
+    for (const Slot& s : slots) room += ceil_divide(s.size, kSpan);
+    spans.resize(room);
+    updates.resize(slots.size() + 1);
+    first.resize(slots.size() + 1);
+    inputs.update_spans = spans.data();
+    inputs.updates = updates.data();
+    inputs.first_span = first.data();
+    inputs.ticket = &ticket;
+  }
+  NormScratch(const NormScratch&) = delete;
+};
+
+// One step. `given`: the verdict is made before, as for a second device.
+void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool given = false) {
+  const Model before(shape, bad, rule.states, rule.squares);
+  Model wanted = before, found = before;
+  const std::vector<Reading> gradients = before.readings(kGrad),
+                             masters = rule.needs_norms ? before.readings(kMaster)
+                                                        : std::vector<Reading>();
+  const std::vector<Statistics> grads = measure_on_cpu(gradients),
+                                weights = measure_on_cpu(masters);
+  Measuring device_grads(gradients, rule.name), device_weights(masters, rule.name);
+
+  Outside outside;
+  const DecideInputs inputs = outside.decide_inputs();
+  const Verdict host = decide(&grads.back(), &outside.scale, nullptr, 1.0);
+  Verdict verdict = {};
+  if (given) {
+    cuda::combine(device_grads.sums, nullptr);
+    cuda::decide(&device_grads.tensors.back(), inputs, &verdict, nullptr);
+    device_grads.sums.spans = nullptr;
+  }
+  const std::vector<Slot> slots = wanted.slots(), device_slots = found.slots();
+  const std::vector<Hyper> hypers = before.hypers();
+  const NormScratch norms(rule, slots, grads.data(), weights.data()),
+      device_norms(rule, slots, device_grads.tensors.data(), device_weights.tensors.data());
+  if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.inputs);
+  const char* error =
+      rule.on_cuda(device_slots, hypers, given ? nullptr : &inputs, &verdict, device_grads.sums,
+                   rule.needs_norms ? device_weights.sums : cuda::SpanSums{}, device_norms.inputs);
+  expect(!error, "apply is launched", rule.name, 0);
+  expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.name, 0);
+  expect((verdict.found_inf != 0) == bad, "overflow is found", rule.name, 0);
+  expect(outside.count == 1, "one decision", rule.name, size_t(outside.count));
+  outside.expect_report(host, bad ? 512 : 2048, rule.name);
+  expect(outside.next_scale == (bad ? 512 : 2048) && outside.next_tracker == 0, "scale", rule.name,
+         0);
+  device_grads.expect_same(grads, rule.name);
+  if (rule.needs_norms) device_weights.expect_same(weights, rule.name);
+  size_t moved = 0, may_stay = 0;  // large weights may not move in float32
+  for (size_t t = 0; t < slots.size(); ++t) {
+    const Tensor& f = found.tensors[t];
+    expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.name, t);
+    const StoredArray& master = f.arrays[kMaster];
+    if (bad || master.n < 64 || master.format != F::float32) continue;
+    ++(master.same(before.tensors[t].arrays[kMaster]) ? may_stay : moved);
+  }
+  expect(moved >= 3 * may_stay, "apply moves weights", rule.name, may_stay);
+  for (size_t t = 0; !bad && t < norms.updates.size(); ++t)
+    expect(same(norms.updates[t], device_norms.updates[t]), "norm of the update", rule.name, t);
+  std::printf("%s: %zu tensors, %s\n", rule.name, slots.size(), bad ? "overflow" : "applied");
+}
+
+// Lists of all lengths at which a launch, of ours or of others, begins or ends, empty tensors
+// anywhere.
+template <class R>
+void lengths_of_lists(const Rule& rule, bool quick) {
+  constexpr int capacity = cuda::SlotTable<R>::kCapacity;
+  const std::vector<int> all = {0,   1,   2,    35,           36,       37,          319,
+                                320, 321, 1500, capacity - 1, capacity, capacity + 1};
+  for (int count : quick ? std::vector{0, 1, capacity + 1} : all)
+    step_both(rule, repeated(kTiny, count, 100), false, count % 2 == 0);
+  step_both(rule, repeated({33}, 40, 1));  // more groups than a launch takes
+  step_both(rule, {{0, 0, 0}, 1});
+  step_both(rule, {{0, 0, 5, 0, 40, 0, 0}, 3});
+}
+
+}  // namespace
