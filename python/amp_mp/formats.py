@@ -89,18 +89,19 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     Raises ValueError for another format, or arrays that are not of it.
     """
     _check(format)
-    two = format in SPLITS or format == "m8"
-    if len(parts) != 1 + two:
-        raise ValueError(f"{format} has {1 + two} array(s), found {len(parts)}")
-    rest = parts[1] if two else None
-    if rest is None or format == "m8":
-        return get(parts[0], rest, native_name(format))
-    if REST_FORMATS.get(rest.dtype) != format or parts[0].dtype not in LOW_PRECISION:
+    is_split = format in SPLITS
+    count = 2 if is_split or format == "m8" else 1
+    if len(parts) != count:
+        raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
+    data, rest = parts[0], parts[1] if count == 2 else None
+    if not is_split or rest is None:
+        return get(data, rest, native_name(format))
+    if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
-            f"{format} is a low-precision weight and a remainder, found dtypes {parts[0].dtype} "
+            f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
             f"and {rest.dtype}"
         )
-    return get(parts[0], rest, split_name(format, parts[0].dtype))
+    return get(data, rest, split_name(format, data.dtype))
 
 
 def _check(format: str) -> None:

@@ -1,10 +1,12 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
@@ -15,6 +17,8 @@ from amp_mp.optim.step.handed import Handed
 from amp_mp.scaling.lookup import make_policy
 from amp_mp.scaling.observe import by_device, measure
 from amp_mp.scaling.policies import ScalePolicy
+
+LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -51,16 +55,12 @@ class GradScaler(torch.amp.GradScaler):
         if self._policy is not None:
             init_scale = self._policy.scale
         self._updates = ScaleUpdates(self._scale_state)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
-            device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As torch's; an amp_mp optimizer measures, decides and applies in its own step."""
         if (
             not self._enabled
@@ -81,8 +81,8 @@ class GradScaler(torch.amp.GradScaler):
             if len(self._per_optimizer_states) == 1:
                 handed.scale_update = self._updates.for_step()
         else:
-            found = [x.to(scale.device) for x in state["found_inf_per_device"].values()]
-            handed = Handed(getattr(optimizer, "grad_scale", None), torch.stack(found).sum())
+            found_inf = _combined([state], "found_inf_per_device", scale.device, torch.sum)
+            handed = Handed(getattr(optimizer, "grad_scale", None), found_inf)
         steps = optimizer.log.count
         result = optimizer.step_with(handed, *args, **kwargs)
         verdict = optimizer.log.verdict
@@ -98,16 +98,15 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _scale_state(self) -> ScaleState:
-        assert self._scale is not None
-        assert self._growth_tracker is not None
+        scale, tracker = self._check_scale_growth_tracker("update")
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        return ScaleState(self._scale, self._growth_tracker, *factors, self._policy)
+        return ScaleState(scale, tracker, *factors, self._policy)
 
     def scale_on(self, device: torch.device) -> Tensor | None:
         """The factor of the losses, float32 [] on the device; None before the first scaled loss."""
         return as_scalar(self._get_scale_async(), device)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
         if isinstance(optimizer, FusedOptimizer):
             attached = optimizer.attachment
@@ -124,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _keep(
-        self, optimizer: torch.optim.Optimizer, totals: dict[torch.device, Tensor]
+        self, optimizer: Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0.
 
@@ -136,11 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         return {device: total[2].clamp(max=1).float() for device, total in totals.items()}
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """One native read, one native write, whatever the dtype."""
         if isinstance(optimizer, FusedOptimizer) and optimizer.releases:
@@ -168,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         policy = self._policy
-        if new_scale is not None:
+        if new_scale is not None:  # set by hand
             super().update(new_scale)
             self._updates.forget()
             if policy is not None:
@@ -180,17 +175,14 @@ class GradScaler(torch.amp.GradScaler):
         if taken is not None:
             self._scale, self._growth_tracker = taken
         else:
-            found = [x.to(scale.device) for s in states for x in s["found_inf_per_device"].values()]
-            if not found:
+            found_inf = _combined(states, "found_inf_per_device", scale.device, torch.sum)
+            if found_inf is None:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            largest = [s.get("max_abs_per_device", {}) for s in states]
             max_abs = None
-            if policy is not None and policy.needs_max_abs and all(largest):
-                values = [x.to(scale.device) for each in largest for x in each.values()]
-                max_abs = torch.stack(values).max() if len(values) > 1 else values[0]
-            self._updates.in_place(
-                torch.stack(found).sum() if len(found) > 1 else found[0], max_abs
-            )
+            known = all(state.get("max_abs_per_device") for state in states)
+            if policy is not None and policy.needs_max_abs and known:
+                max_abs = _combined(states, "max_abs_per_device", scale.device, torch.max)
+            self._updates.in_place(found_inf, max_abs)
         self._per_optimizer_states.clear()
 
     def get_scale(self) -> float:
@@ -202,12 +194,10 @@ class GradScaler(torch.amp.GradScaler):
         return float(super().get_scale()) if known is None else known
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, which refuses in the middle of an iteration."""
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
         return {name: value for name, value in state.items() if name != "_updates"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's."""
         super().__setstate__(state)
         self._updates = ScaleUpdates(self._scale_state)
 
@@ -228,22 +218,25 @@ class GradScaler(torch.amp.GradScaler):
         self._updates.forget()
 
 
-def _plain_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+def _combined(
+    states: list[dict[str, Any]], key: str, device: torch.device, combine: Callable[..., Tensor]
+) -> Tensor | None:
+    """The optimizers' numbers of all devices as one on this device; None if there are none."""
+    numbers = [x.to(device) for state in states for x in state.get(key, {}).values()]
+    if len(numbers) > 1:
+        return combine(torch.stack(numbers))
+    return numbers[0] if numbers else None
+
+
+def _plain_gradients(optimizer: Optimizer) -> list[Tensor] | None:
     """The gradients; None if torch must handle one of them (sparse, a DTensor, float64)."""
-    grads: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            dense = grad.layout == torch.strided and (grad.is_contiguous() or _channels_last(grad))
-            if type(grad) is not Tensor or grad.dtype not in NATIVE or not dense:
-                return None
-            grads.append(grad)
-    return grads
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (
-        tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    plain = all(
+        type(grad) is Tensor
+        and grad.dtype in NATIVE
+        and grad.layout == torch.strided
+        and any(grad.is_contiguous(memory_format=layout) for layout in LAYOUTS)
+        for grad in grads
     )
+    return grads if plain else None

@@ -46,7 +46,7 @@ Key = tuple[float, ...]
 
 
 class ScaleUpdates:
-    """Updates a GradScaler's numbers once per iteration.
+    """Updates a GradScaler's numbers once per iteration; `state` gives them as they are now.
 
     The step of one optimizer computes, in the same launch, what the numbers will be if no other
     optimizer takes part in the iteration; `update` then only exchanges the tensors, which costs no
@@ -56,14 +56,13 @@ class ScaleUpdates:
     """
 
     def __init__(self, state: Callable[[], ScaleState]) -> None:
-        """state: gives the scaler's numbers as they are now."""
         self._state = state
         self._spare: list[Tensor] = []
         # Native updates of the last two iterations, with their tensors: as long as these are
         # referenced, no other tensor gets the same id.
         self._known: dict[Key, tuple[list[Tensor], _C.ScaleUpdate]] = {}
         self._asked: Key | None = None  # what the update handed to a step starts from
-        self._ahead: Key | None = None  # what the numbers in `_spare` were made from
+        self._ahead: Key | None = None  # what the numbers in `_spare` were computed from
         self._stepped: _C.StepReports | None = None  # of the optimizer that made them
         self._reports: _C.StepReports | None = None  # where the last update was reported
         self._own: _C.StepReports | None = None
@@ -73,7 +72,7 @@ class ScaleUpdates:
         self._asked = self._ahead = self._reports = None
 
     def _key(self, state: ScaleState) -> Key:
-        """Stays equal as long as nothing else writes what the next numbers depend on."""
+        """Stays equal until something else writes what the next numbers depend on."""
         versions = [n for t in state.tensors() for n in (id(t), t._version)]
         return (state.growth_factor, state.backoff_factor, state.growth_interval, *versions)
 
@@ -96,7 +95,8 @@ class ScaleUpdates:
         self._asked = self._key(state)
         identity = (*self._asked[:3], *map(id, now), *map(id, self._spare))
         if identity not in self._known:
-            self._known = {} if len(self._known) > 1 else self._known
+            if len(self._known) > 1:
+                self._known.clear()
             self._known[identity] = [*now, *self._spare], state.update_to(self._spare)
         return self._known[identity][1]
 
@@ -116,7 +116,7 @@ class ScaleUpdates:
         taken, self._spare = self._spare, state.tensors()
         if state.policy is not None:  # torch's tracker stays where it is
             state.policy.state_tensor = taken[2]
-            self._spare[1], taken = taken[1], [taken[0], self._spare[1]]
+            self._spare[1], taken[1] = taken[1], self._spare[1]
         self._reports = self._stepped
         return taken[:2]
 
@@ -147,6 +147,4 @@ class ScaleUpdates:
         if self._reports is None or self._ahead is not None:
             return None
         report = self._reports.newest(wait=True)
-        if report is None or report[-1] == 0:
-            return None
-        return float(report[-1])
+        return report[-1] if report and report[-1] != 0 else None

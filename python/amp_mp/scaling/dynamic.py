@@ -33,14 +33,12 @@ class Backoff(ScalePolicy):
             scale_max=scale_max,
             step_factor=step_factor,
             step_window=step_window,
-            iteration=0,
             last_overflow=-1,
         )
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        if check_scale(values["step_factor"], "step_factor") <= 1:
-            raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
+        _check_above_1(values, "step_factor")
         _check_whole(values, "step_window")
         _check_counts(values, "iteration", "last_overflow")
 
@@ -89,14 +87,12 @@ class Hysteresis(ScalePolicy):
             growth_interval=growth_interval,
             hysteresis=hysteresis,
             refill_on_growth=refill == "growth",
-            growth_tracker=0,
             hysteresis_tracker=hysteresis,
         )
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        if check_scale(values["growth_factor"], "growth_factor") <= 1:
-            raise ValueError(f"growth_factor must be above 1, found {values['growth_factor']!r}")
+        _check_above_1(values, "growth_factor")
         if check_scale(values["backoff_factor"], "backoff_factor") >= 1:
             raise ValueError(f"backoff_factor must be below 1, found {values['backoff_factor']!r}")
         _check_whole(values, "growth_interval", "hysteresis")
@@ -138,17 +134,13 @@ class LogMax(ScalePolicy):
             beta1=beta1,
             beta2=beta2,
             overflow_std_dev=overflow_std_dev,
-            mean=0,
-            slow_mean=0,
-            slow_square=0,
             missing=1,
             slow_missing=1,
         )
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        for name, value in values.items():
-            _check_finite(value, name)
+        _check_finite(values, *values)
         for name in ("beta1", "beta2"):
             if not 0 <= values[name] < 1:
                 raise ValueError(f"{name} must be in [0, 1), found {values[name]!r}")
@@ -204,16 +196,14 @@ class Tolerance(ScalePolicy):
             step_factor=step_factor,
             step_window=step_window,
             tolerance=tolerance,
-            iteration=0,
             last_overflow=-1,
             last_rescale=-1,
-            overflows=0,
         )
 
     def _check(self, values: dict[str, Any]) -> None:
         _check_bounds(values)
-        if check_scale(values["step_factor"], "step_factor") <= 1:
-            raise ValueError(f"step_factor must be above 1, found {values['step_factor']!r}")
+        _check_above_1(values, "step_factor")
+        _check_finite(values, "tolerance")
         if not 0 <= values["tolerance"] <= 1:
             raise ValueError(f"tolerance must be in [0, 1], found {values['tolerance']!r}")
         _check_whole(values, "step_window")
@@ -231,15 +221,22 @@ def _check_bounds(values: dict[str, Any]) -> None:
         )
 
 
+def _check_above_1(values: dict[str, Any], name: str) -> None:
+    if check_scale(values[name], name) <= 1:
+        raise ValueError(f"{name} must be above 1, found {values[name]!r}")
+
+
 def _check_whole(values: dict[str, Any], *names: str) -> None:
     for name in names:
         if check_scale(values[name], name) % 1 != 0:
             raise ValueError(f"{name} must be a whole number from 1 on, found {values[name]!r}")
 
 
-def _check_finite(value: float, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, found {value!r}")
+def _check_finite(values: dict[str, Any], *names: str) -> None:
+    for name in names:
+        x = values[name]
+        if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
+            raise ValueError(f"{name} must be a finite number, found {x!r}")
 
 
 def _check_counts(values: dict[str, Any], *names: str) -> None:

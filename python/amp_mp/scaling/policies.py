@@ -30,9 +30,10 @@ class ScalePolicy:
         cls._fields = KINDS[cls._kind]
 
     def __init__(self, **values: float) -> None:
-        """For subclasses: the state's elements by name, checked as those of a snapshot are."""
-        self._check(values)
-        numbers = [list(KINDS).index(self._kind), *(values[name] for name in self._fields)]
+        """For subclasses: the state's elements by name; those that are not given start at 0."""
+        state = dict.fromkeys(self._fields, 0.0) | values
+        self._check(state)
+        numbers = [list(KINDS).index(self._kind), *state.values()]
         self.state_tensor = torch.tensor(numbers, dtype=torch.float64)
 
     def to(self, device: torch.device | str) -> Self:
