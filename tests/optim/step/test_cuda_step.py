@@ -1,4 +1,4 @@
-"""A step on a GPU: how much is launched, that the host does not wait, and CUDA graphs that replay it.
+"""A step on a GPU: launches are counted, the host does not wait, and CUDA graphs replay it.
 
 Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.py).
 """
