@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT
 
 LOW = torch.bfloat16
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 2, 64, 32  # as examples/train_gpt.py
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 2, 64, 32  # as examples/gpt_settings.py
 ARMS = {  # the table, and the optimizer
     "torch.autocast": ("", torch.optim.AdamW),
     '"torch" table': ("torch", torch.optim.AdamW),

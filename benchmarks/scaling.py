@@ -21,7 +21,7 @@ from gpt import GPT
 from rich.console import Console
 from rich.table import Table
 
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 2, 64, 32  # as examples/train_gpt.py
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 2, 64, 32  # as examples/gpt_settings.py
 LOW = torch.bfloat16  # float16's own slowness on a CPU would hide the difference
 SCALES: dict[str, Any] = {"static": 128.0, "Backoff": "Backoff", "LogMax": "LogMax"}
 
