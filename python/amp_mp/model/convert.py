@@ -24,6 +24,8 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
         ValueError: a pattern matches nothing (a typo would go unnoticed); nothing is marked.
         TypeError: an entry is neither type nor string; nothing is marked.
     """
+    if patterns_or_types is None:  # which is the default elsewhere
+        raise TypeError("keep_fp32 takes nn.Module types and strings, found None")
     modules, tensors = select(model, patterns_or_types)
     whole = set(map(id, modules))
     for module in model.modules():
