@@ -10,6 +10,7 @@ from amp_mp.optim.state.formats import ROUNDINGS
 # What help() of every fused optimizer ends with.
 SHARED_ARGUMENTS = """
     All fused optimizers also take:
+        params: parameters or param_groups.
         maximize: True ascends. Default False.
         max_grad_norm: clip inside the step by the gradients' global 2-norm over all groups, as
             torch.nn.utils.clip_grad_norm_ does. Default None: no clipping.
@@ -31,12 +32,14 @@ SHARED_ARGUMENTS = """
         exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
             of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
             "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
+            Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are always float32.
         rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
         seed: of stochastic rounding, a whole number in [0, 2^64). Saved in the state dict; must be
             the same on all replicas. Default 0.
         foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
             and a CUDA graph can capture it. lr may be a tensor of one element.
 
+    Every state also has step, and master or remainder for low-precision parameters.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 
