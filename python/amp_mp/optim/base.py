@@ -92,7 +92,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        handed = self.handed or Handed.by_torch(self)
+        handed = self.handed
+        if handed is None:  # a stock torch.amp.GradScaler sets two attributes instead
+            handed = Handed(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         if isinstance(self.attachment, Release):
             self.attachment.finish(handed)
         else:
@@ -202,7 +204,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return self.attachment
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with formats of the group's own, by `memory` or by name, if it has them."""
+        """As torch's; the group's parameters get their state at the next step.
+
+        The group may have formats of its own, by `memory` or by name.
+        """
         resolve_group(param_group, self._chosen, kinds_of(self.rules))
         super().add_param_group(param_group)
         self.forget()

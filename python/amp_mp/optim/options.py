@@ -44,8 +44,8 @@ SHARED_ARGUMENTS = """
     """
 
 
-class SharedOptions(TypedDict, total=False):
-    """Keyword arguments of every fused optimizer, explained in SHARED_ARGUMENTS."""
+class Options(TypedDict, total=False):
+    """Keyword arguments of the fused optimizers, explained in SHARED_ARGUMENTS."""
 
     maximize: bool
     max_grad_norm: float | None
@@ -59,11 +59,7 @@ class SharedOptions(TypedDict, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
-
-
-class Options(SharedOptions, total=False):
-    """With the formats of states; an optimizer takes those of its own states."""
-
+    # Formats of states; an optimizer takes those of its own.
     exp_avg: str | None
     exp_avg_sq: str | None
     momentum_buffer: str | None
@@ -71,6 +67,7 @@ class Options(SharedOptions, total=False):
     sum: str | None
 
 
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 NOT_NEGATIVE = (
     *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
@@ -82,7 +79,7 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
 
     name: the optimizer's. states: those whose format may be chosen.
     """
-    known = SharedOptions.__annotations__
+    known = [option for option in Options.__annotations__ if option not in STATES]
     unknown = set(options) - set(known) - set(states)
     if unknown:
         raise TypeError(

@@ -27,7 +27,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Registers itself; raises ValueError where the model has another hook."""
         self._group = model.process_group
-        self._steppers: MutableSet[Stepper] = weakref.WeakSet()
+        self.steppers: MutableSet[Stepper] = weakref.WeakSet()  # they get the gradients
         try:
             # A lambda has no annotations: torch refuses a bucket that is annotated as Any.
             model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
@@ -36,14 +36,6 @@ class DDPHook:
                 "model has a communication hook of its own already, and takes no second one; "
                 "release=True needs it"
             ) from error
-
-    def add(self, stepper: Stepper) -> None:
-        """Passes it the gradients from now on, as long as it lives."""
-        self._steppers.add(stepper)
-
-    def discard(self, stepper: Stepper) -> None:
-        """Passes it no more gradients."""
-        self._steppers.discard(stepper)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The hook; bucket: a torch.distributed.GradBucket."""
@@ -59,7 +51,7 @@ class DDPHook:
                     # The bucket holds elements in the parameter's memory order, and gradients()
                     # has forgotten that of channels_last ones.
                     grad = grad.as_strided(param.shape, param.stride())
-                for stepper in self._steppers:
+                for stepper in self.steppers:
                     stepper.arrive_averaged(param, grad)
             return done.value()[0]
 

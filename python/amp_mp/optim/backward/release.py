@@ -40,7 +40,7 @@ class Release(Attachment):
         if self._ddp_hook is None:
             self._hook(model)
         else:
-            self._ddp_hook.add(self)
+            self._ddp_hook.steppers.add(self)
 
     def forget(self) -> None:
         """See Attachment."""
@@ -51,7 +51,7 @@ class Release(Attachment):
         """See Attachment."""
         super().remove()
         if self._ddp_hook is not None:
-            self._ddp_hook.discard(self)
+            self._ddp_hook.steppers.discard(self)
 
     # One parameter.
 
@@ -186,8 +186,8 @@ class Release(Attachment):
             verdict = decide(device, [total[None] for total in totals.values()], inputs)
             log.add(verdict, True)
             if self._clip == "previous" and self._rows:
-                before = torch.full_like(verdict[2], -1.0)
-                before = before if self._previous is None else self._previous
+                none = torch.full_like(verdict[2], -1.0)
+                before = none if self._previous is None else self._previous
                 self._previous = torch.where(verdict[0] != 0, before, verdict[2])
         else:
             with self._lock, torch.no_grad():

@@ -146,18 +146,17 @@ def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or name in CLOCK or name.endswith("_scale"):
                 continue
+            what = f"state_dict: {name!r} of parameter {position} has"
             if value.shape != param.shape:
                 raise ValueError(
-                    f"state_dict: {name!r} of parameter {position} has shape "
-                    f"{tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}; "
-                    "nothing was loaded"
+                    f"{what} shape {tuple(value.shape)}, but the parameter has shape "
+                    f"{tuple(param.shape)}; nothing was loaded"
                 )
             coded = name not in MASTERS and not value.is_floating_point()
             if coded and DTYPES.get(group.get(name)) != value.dtype:
                 raise ValueError(
-                    f"state_dict: {name!r} of parameter {position} has dtype {value.dtype}, but "
-                    f"its param_group says that it is stored as {group.get(name)!r}; nothing was "
-                    "loaded"
+                    f"{what} dtype {value.dtype}, but its param_group says that it is stored as "
+                    f"{group.get(name)!r}; nothing was loaded"
                 )
 
 

@@ -1,6 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,10 +128,9 @@ def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     return values
 
 
-def check_low_precision(master: str, params: Iterable[Any]) -> None:
+def check_low_precision(master: str, params: Sequence[Tensor]) -> None:
     """Raises ValueError for a split master where all parameters are float32."""
-    tensors = [p for p in params if isinstance(p, Tensor)]
-    if master.startswith("split") and tensors and all(p.dtype == torch.float32 for p in tensors):
+    if master.startswith("split") and params and all(p.dtype == torch.float32 for p in params):
         raise ValueError(
             f"master={master!r} splits a float32 master into a low-precision weight and a "
             "remainder, but all parameters are float32; make the model low precision first with "

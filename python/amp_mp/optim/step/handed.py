@@ -1,7 +1,6 @@
 """What a loss scaler passes to one step of an optimizer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,3 @@ class Handed:
     # and then sets scale_updated.
     scale_update: _C.ScaleUpdate | None = None
     scale_updated: bool = False
-
-    @staticmethod
-    def by_torch(optimizer: Any) -> "Handed":
-        """From the two attributes that torch.amp.GradScaler sets on an optimizer for a step."""
-        return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
