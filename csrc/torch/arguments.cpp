@@ -30,6 +30,19 @@ Format format_named(const std::string& name) {
   return Format(found - kFormatNames);
 }
 
+void check_weights(const py::sequence& weights, const std::vector<std::string>& names) {
+  const Tensors list = unpack(weights, "weights");
+  TORCH_CHECK_VALUE(list.size() == names.size(), "amp_mp: there are ", list.size(),
+                    " weights, but ", names.size(), " names");
+  std::vector<std::pair<at::Tensor, Label>> written;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Label label{"the weight", int64_t(i), &names[i]};
+    check_writable(list[i], label);
+    written.emplace_back(list[i], label);
+  }
+  check_no_overlap(written);
+}
+
 Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const py::sequence& states, const py::sequence& scales,
                  const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,

@@ -15,6 +15,10 @@ Tensors unpack(const py::sequence& list, const char* argument);
 // One of kFormatNames; ValueError for another name.
 Format format_named(const std::string& name);
 
+// Raises unless a step can write each of the weights and no two of them share memory. The messages
+// use their names.
+void check_weights(const py::sequence& weights, const std::vector<std::string>& names);
+
 // Slots::Lists by name.
 Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const py::sequence& states, const py::sequence& scales,

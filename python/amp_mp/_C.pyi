@@ -174,6 +174,9 @@ def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence
 def same_items(lists: Sequence[Sequence[Tensor]], items: Sequence[Tensor]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
 
+def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
+
 def encode_(
     x: Tensor,
     data: Tensor,

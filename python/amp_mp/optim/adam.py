@@ -1,12 +1,56 @@
-"""Adam: the weight decay is added to the gradient."""
+"""Adam and AdamW; their rules are csrc/core/rules/adam.h."""
 
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp.optim.adamw import AMSGRAD_STATES, MOMENTS, NUMBERS, AdamW
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.rule import Rule, State, numbers, same_in_all_groups
+
+MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
+AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact"))
+NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
+
+
+class AdamW(FusedOptimizer):
+    """Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), as torch.optim.AdamW.
+
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    t counts the parameter's own steps. Where betas change between steps, beta^t is the product of
+    the betas of all steps.
+
+    Args:
+        lr: learning rate. Default 1e-3.
+        betas: decay rates of m and v. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: the weights shrink by lr times this at each step. Default 0.01.
+        amsgrad: use the largest v so far in the last line (Reddi et al. 2018). Default False.
+
+    State: exp_avg (m), exp_avg_sq (v), beta_powers, and max_exp_avg_sq with amsgrad.
+    """
+
+    rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad}, options)
+
+    def rule(self) -> Rule:
+        """With or without amsgrad, which must be the same in all groups (ValueError)."""
+        return self.rules[same_in_all_groups(self.param_groups, "amsgrad")]
 
 
 class Adam(AdamW):
@@ -20,7 +64,7 @@ class Adam(AdamW):
     Args:
         weight_decay: what is added to the gradient, times the weight. Default 0. (For torch's
             decoupled_weight_decay=True use AdamW.)
-        params, lr, betas, eps, amsgrad, exp_avg, exp_avg_sq: see AdamW.
+        lr, betas, eps, amsgrad: as AdamW, with the same defaults.
 
     State: as AdamW's.
     """

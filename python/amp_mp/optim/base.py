@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.backward.release import Release
 from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_numbers, check_options
 from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
@@ -61,8 +62,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._runner = StepRunner()
         super().__init__(params, defaults)
-        everything = [p for group in self.param_groups for p in group["params"]]
-        check_low_precision(stored["master"], everything)
+        check_low_precision(stored["master"], [p for g in self.param_groups for p in g["params"]])
 
     def __init_subclass__(cls) -> None:
         """Adds the shared arguments to the class's docstring, so that help() explains them all."""
@@ -92,8 +92,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        handed = self.handed or Handed.by_torch(self)
-        if self.attachment is not None and self.attachment.releases:
+        handed = self.handed
+        if handed is None:  # a stock torch.amp.GradScaler sets two attributes instead
+            handed = Handed(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if isinstance(self.attachment, Release):
             self.attachment.finish(handed)
         else:
             self._runner.run(self, handed)
@@ -114,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def hyper(self, index: int) -> _C.Hyper:
         """The numbers of one param_group, for the native step."""
-        return self._runner.hyper(self, index)
+        return self._runner.hyper(self.rule(), self.param_groups, index)
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
@@ -132,7 +134,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         that are inf or NaN, of all gradients together. Attached with release=True: of the gradients
         released since the last step; RuntimeError where nothing asked for measuring them.
         """
-        if self.attachment is not None and self.attachment.releases:
+        if isinstance(self.attachment, Release):
             return self.attachment.totals()
         return self.measure().totals()
 
@@ -144,7 +146,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     @property
     def releases(self) -> bool:
         """Whether gradients are stepped and freed during backward (attach)."""
-        return self.attachment is not None and self.attachment.releases
+        return isinstance(self.attachment, Release)
 
     def last_report(self, wait: bool = False) -> StepReport | None:
         """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
@@ -198,12 +200,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        self.attachment = attach(self, model, release, measure, scaler, clip, self._detach)
+        self.attachment = attach(self, model, release, measure, scaler, clip)
         return self.attachment
-
-    def _detach(self, attachment: Attachment) -> None:
-        if self.attachment is attachment:
-            self.attachment = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.

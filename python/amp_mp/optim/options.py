@@ -10,6 +10,7 @@ from amp_mp.optim.state.formats import ROUNDINGS
 # What help() of every fused optimizer ends with.
 SHARED_ARGUMENTS = """
     All fused optimizers also take:
+        params: parameters or param_groups.
         maximize: True ascends. Default False.
         max_grad_norm: clip inside the step by the gradients' global 2-norm over all groups, as
             torch.nn.utils.clip_grad_norm_ does. Default None: no clipping.
@@ -31,18 +32,20 @@ SHARED_ARGUMENTS = """
         exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
             of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
             "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
+            Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are always float32.
         rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
         seed: of stochastic rounding, a whole number in [0, 2^64). Saved in the state dict; must be
             the same on all replicas. Default 0.
         foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
             and a CUDA graph can capture it. lr may be a tensor of one element.
 
+    Every state also has step, and master or remainder for low-precision parameters.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 
 
-class SharedOptions(TypedDict, total=False):
-    """Keyword arguments of every fused optimizer, explained in SHARED_ARGUMENTS."""
+class Options(TypedDict, total=False):
+    """Keyword arguments of the fused optimizers, explained in SHARED_ARGUMENTS."""
 
     maximize: bool
     max_grad_norm: float | None
@@ -56,11 +59,7 @@ class SharedOptions(TypedDict, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
-
-
-class Options(SharedOptions, total=False):
-    """With the formats of states; an optimizer takes those of its own states."""
-
+    # Formats of states; an optimizer takes those of its own.
     exp_avg: str | None
     exp_avg_sq: str | None
     momentum_buffer: str | None
@@ -68,6 +67,7 @@ class Options(SharedOptions, total=False):
     sum: str | None
 
 
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 NOT_NEGATIVE = (
     *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
@@ -79,7 +79,7 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
 
     name: the optimizer's. states: those whose format may be chosen.
     """
-    known = SharedOptions.__annotations__
+    known = [option for option in Options.__annotations__ if option not in STATES]
     unknown = set(options) - set(known) - set(states)
     if unknown:
         raise TypeError(

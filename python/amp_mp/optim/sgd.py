@@ -1,4 +1,4 @@
-"""SGD with momentum."""
+"""SGD with momentum, and LARS; their rules are csrc/core/rules/sgd.h."""
 
 from typing import Any, Unpack
 
@@ -9,6 +9,7 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule, State, has_momentum, numbers
 
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+LARS_NUMBERS = numbers(*NUMBERS, "clip", "eps", trust_coefficient="trust")
 BUFFER = (State("momentum_buffer", "moment"),)
 
 
@@ -35,17 +36,14 @@ class SGD(FusedOptimizer):
     times the other. In float16 lr g may vanish where g does not: see docs/fp16_momentum.md.
 
     Args:
-        params: parameters or param_groups.
-        lr: learning rate, a number or a tensor of one element. Default 1e-3.
+        lr: learning rate. Default 1e-3.
         momentum: decay rate of b. Default 0: no b.
         dampening: reduces what is added to b. Default 0.
         weight_decay: what is added to the gradient, times the weight. Default 0.
         nesterov: Nesterov's momentum; needs momentum > 0 and dampening = 0. Default False.
         momentum_form: "unscaled" or "scaled", which has no dampening. Default "unscaled".
-        momentum_buffer: how b is stored; see memory below.
 
-    State: step, momentum_buffer (b) if a group has momentum, and master or remainder for
-    low-precision parameters.
+    State: momentum_buffer (b), if a group has momentum.
     """
 
     rules = (
@@ -71,9 +69,7 @@ class SGD(FusedOptimizer):
                 f'momentum_form must be "unscaled" or "scaled", found {momentum_form!r}'
             )
         if momentum_form == "scaled" and dampening != 0:
-            raise ValueError(
-                f'momentum_form="scaled" has no dampening, found dampening={dampening!r}'
-            )
+            raise ValueError(f'momentum_form="scaled" has no dampening, found {dampening=!r}')
         self.momentum_form = momentum_form
         values = (lr, momentum, dampening, weight_decay, nesterov)
         super().__init__(params, dict(zip(NUMBERS, values, strict=True)), options)
@@ -87,3 +83,46 @@ class SGD(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "momentum_form": self.momentum_form}
+
+
+class LARS(FusedOptimizer):
+    """You, Gitman & Ginsburg, "Large batch training of convolutional networks" (2017).
+
+    SGD with momentum on gradients that are scaled tensor by tensor, as Apex's LARC(SGD(...)):
+
+        ratio = trust_coefficient |w| / (|g| + weight_decay |w| + eps)
+        g = ratio (g + weight_decay w); unchanged where |w| or |g| is 0
+        b = g at a parameter's first step, else momentum b + (1 - dampening) g
+        w = w - lr (g + momentum b if nesterov else b)
+
+    Args:
+        lr: learning rate. Default 1e-3.
+        momentum, dampening, nesterov: as SGD. Default 0.9, 0, False.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        trust_coefficient: factor of the ratio. Default 0.02.
+        clip: True is LARC: the ratio is min(ratio / lr, 1), so that no layer's rate exceeds lr.
+            Default False.
+        eps: added to the ratio's denominator. Default 1e-8.
+
+    State: momentum_buffer (b).
+    """
+
+    rules = (Rule("lars_", LARS_NUMBERS, BUFFER, needs_norms=True),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        trust_coefficient: float = 0.02,
+        clip: bool = False,
+        eps: float = 1e-8,
+        **options: Unpack[Options],
+    ) -> None:
+        values = (lr, momentum, dampening, weight_decay, nesterov)
+        more = {"clip": clip, "eps": eps, "trust_coefficient": trust_coefficient}
+        super().__init__(params, {**dict(zip(NUMBERS, values, strict=True)), **more}, options)

@@ -1,6 +1,5 @@
 """FusedOptimizer.attach: checks its arguments and makes the attachment."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,25 +14,9 @@ CLIPS = ("parameter", "previous")
 
 
 def attach(
-    optimizer: Steppable,
-    model: nn.Module,
-    release: bool,
-    measure: bool,
-    scaler: Scaler | None,
-    clip: str,
-    on_remove: Callable[[Attachment], None],
-) -> Attachment:
-    """See FusedOptimizer.attach. on_remove is called with the attachment when it ends."""
-    _check(optimizer, model, release, measure, scaler, clip)
-    if release:
-        return Release(optimizer, model, scaler, clip, on_remove)
-    return Measure(optimizer, model, on_remove)
-
-
-def _check(
     optimizer: Steppable, model: Any, release: bool, measure: bool, scaler: Any, clip: str
-) -> None:
-    """Raises for every argument that cannot work, before anything is changed."""
+) -> Attachment:
+    """See FusedOptimizer.attach. Every argument is checked before anything is changed."""
     if optimizer.attachment is not None:
         raise RuntimeError("the optimizer is attached already; remove() that attachment first")
     if not isinstance(model, nn.Module):
@@ -72,3 +55,6 @@ def _check(
             "model: release=True does not go with find_unused_parameters=True; which parameters "
             "have no gradient is known only after the last one has been averaged"
         )
+    if release:
+        return Release(optimizer, model, scaler, clip)
+    return Measure(optimizer, model)

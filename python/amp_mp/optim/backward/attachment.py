@@ -2,15 +2,12 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.optim.step.gather import Bucket
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.protocols import Scaler, Steppable
 
 
@@ -20,9 +17,8 @@ class Attachment(ABC):
     releases: ClassVar[bool] = False  # whether gradients are stepped and freed
     scaler: Scaler | None = None
 
-    def __init__(self, optimizer: Steppable, on_remove: "Callable[[Attachment], None]") -> None:
+    def __init__(self, optimizer: Steppable) -> None:
         self._optimizer = optimizer
-        self._on_remove = on_remove
         self._handles: list[Any] = []
 
     def _hook(self, model: nn.Module) -> None:
@@ -48,14 +44,6 @@ class Attachment(ABC):
         """The statistics of a bucket's gradients."""
         return bucket.slots.measure()
 
-    def finish(self, handed: Handed) -> None:
-        """Ends an iteration in place of the step; for an attachment that releases."""
-        raise RuntimeError("this attachment does not step")
-
-    def totals(self) -> dict[torch.device, Tensor]:
-        """The statistics of what was released since the last step, float64 [3] per device."""
-        raise RuntimeError("this attachment does not step")
-
     def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
         """Drops what is derived from param_groups and state."""
 
@@ -64,7 +52,8 @@ class Attachment(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._on_remove(self)
+        if self._optimizer.attachment is self:
+            self._optimizer.attachment = None
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """The communication hook through which attached optimizers step under DistributedDataParallel."""
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, MutableSet
 from typing import Any, Protocol
 
 import torch
@@ -27,23 +27,15 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Registers itself; raises ValueError where the model has another hook."""
         self._group = model.process_group
-        self._steppers: list[weakref.ref[Stepper]] = []
+        self.steppers: MutableSet[Stepper] = weakref.WeakSet()  # they get the gradients
         try:
-            # A lambda: torch compares annotations with types, and in this file they are strings.
+            # A lambda has no annotations: torch refuses a bucket that is annotated as Any.
             model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
         except RuntimeError as error:
             raise ValueError(
                 "model has a communication hook of its own already, and takes no second one; "
                 "release=True needs it"
             ) from error
-
-    def add(self, stepper: Stepper) -> None:
-        """Passes it the gradients from now on, as long as it lives."""
-        self._steppers.append(weakref.ref(stepper))
-
-    def discard(self, stepper: Stepper) -> None:
-        """Passes it no more gradients."""
-        self._steppers = [ref for ref in self._steppers if ref() not in (None, stepper)]
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The hook; bucket: a torch.distributed.GradBucket."""
@@ -54,13 +46,12 @@ class DDPHook:
         future: torch.futures.Future[list[Tensor]] = work.get_future()
 
         def step(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            steppers = [stepper for ref in self._steppers if (stepper := ref()) is not None]
             for param, grad in zip(params, grads, strict=True):
                 if grad.layout == torch.strided:
                     # The bucket holds elements in the parameter's memory order, and gradients()
                     # has forgotten that of channels_last ones.
                     grad = grad.as_strided(param.shape, param.stride())
-                for stepper in steppers:
+                for stepper in self.steppers:
                     stepper.arrive_averaged(param, grad)
             return done.value()[0]
 

@@ -1,7 +1,5 @@
 """Measures gradients during the backward pass, while they are in the cache."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -16,10 +14,8 @@ from amp_mp.optim.step.protocols import Steppable
 class Measure(Attachment):
     """Reads each gradient in its hook, so that the step need not."""
 
-    def __init__(
-        self, optimizer: Steppable, model: nn.Module, on_remove: Callable[[Attachment], None]
-    ) -> None:
-        super().__init__(optimizer, on_remove)
+    def __init__(self, optimizer: Steppable, model: nn.Module) -> None:
+        super().__init__(optimizer)
         # The gradient that was read, its memory and version then, and what was found.
         self._rows: dict[Tensor, tuple[TensorWeakRef, int, int, Tensor]] = {}
         self._hook(model)

@@ -56,22 +56,18 @@ def restore_state(
             saved = final["state"].get(saved_id)
             if saved is not None:
                 state = _restored(saved, param, saved_group, group, index)
-                _keep_master(state, before.get(param, {}), param)
+                _restore_master(saved, before.get(param, {}), param, state, group["master"])
                 optimizer.state[param] = state
             index += 1
 
 
 def _restored(
-    saved: dict[str, Any],
-    param: Tensor,
-    saved_group: dict[str, Any],
-    group: Group,
-    tensor_index: int,
+    saved: dict[str, Any], param: Tensor, saved_group: Group, group: Group, tensor_index: int
 ) -> dict[str, Any]:
-    """One parameter's state in the group's formats, sharing nothing with the saved one."""
+    """A parameter's state without its master, in the group's formats; no tensor is shared."""
     state: dict[str, Any] = {}
     for name, value in saved.items():
-        if name in MASTERS or (name.endswith("_scale") and name[: -len("_scale")] in saved):
+        if name in MASTERS or (name.endswith("_scale") and name.removesuffix("_scale") in saved):
             continue
         if not isinstance(value, Tensor):
             state[name] = value
@@ -80,58 +76,56 @@ def _restored(
         elif value.dtype == torch.float64 or name not in group:
             state[name] = _like(value, param)
         else:
-            found = _saved_format(value, saved_group.get(name))
-            scale = saved.get(f"{name}_scale")
-            wanted = format_of(group[name], param)
-            if found == wanted:
-                state[name] = _like(value, param)
-                if scale is not None:
-                    state[f"{name}_scale"] = scale.detach().to(param.device, copy=True)
-                continue
-            values = get(_like(value, param), _moved(scale, param), native_name(found))
-            state[name], new_scale = new_state(wanted, param)
-            random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
-            put(values, state[name], new_scale, native_name(wanted), **random)
-            if new_scale is not None:
-                state[f"{name}_scale"] = new_scale
-    if param.dtype in LOW_PRECISION:
-        _restore_master(saved, param, state, group["master"])
-    elif "master" in saved:
-        state["master"] = _like(saved["master"], param)
+            data, scale = _like(value, param), saved.get(f"{name}_scale")
+            if scale is not None:
+                scale = scale.detach().to(param.device, copy=True)
+            found, wanted = (
+                _saved_format(value, saved_group.get(name)),
+                format_of(group[name], param),
+            )
+            if found != wanted:
+                values = get(data, scale, native_name(found))
+                data, scale = new_state(wanted, param)
+                random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
+                put(values, data, scale, native_name(wanted), **random)
+            state[name] = data
+            if scale is not None:
+                state[f"{name}_scale"] = scale
     return state
 
 
 def _restore_master(
-    saved: dict[str, Any], param: Tensor, state: dict[str, Any], wanted: str
+    saved: dict[str, Any], before: dict[str, Any], param: Tensor, state: dict[str, Any], wanted: str
 ) -> None:
+    """Puts the saved master into the state, as `wanted` says it is stored.
+
+    Where the file has none, the one of the state before stays if it still rounds to the weight.
+    """
     rest, master = saved.get("remainder"), saved.get("master")
-    if rest is not None and REST_FORMATS[rest.dtype] == wanted:
-        state["remainder"] = _like(rest, param)
-    elif rest is not None:
-        set_master(wanted, param, state, master_of(param, {"remainder": _like(rest, param)}))
+    if param.dtype not in LOW_PRECISION:
+        if master is not None:
+            state["master"] = _like(master, param)
+        return
+    if rest is not None:
+        rest = _like(rest, param)
+        if REST_FORMATS[rest.dtype] == wanted:
+            state["remainder"] = rest
+        else:
+            set_master(wanted, param, state, master_of(param, {"remainder": rest}))
     elif master is not None:
         set_master(wanted, param, state, _like(master.float(), param))
-
-
-def _keep_master(state: dict[str, Any], before: dict[str, Any], param: Tensor) -> None:
-    """Keeps the present master, if it still rounds to the weight and the file has none."""
-    if param.dtype not in LOW_PRECISION or "master" in state or "remainder" in state:
+    if "master" in state or "remainder" in state:
         return
-    master = before.get("master")
+    master, rest = before.get("master"), before.get("remainder")
     if master is not None and torch.equal(rounded(master, param.dtype), param.detach()):
         state["master"] = master
-    elif before.get("remainder") is not None:
-        state["remainder"] = before["remainder"]
-
-
-def _moved(tensor: Tensor | None, param: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to(param.device)
+    elif rest is not None:
+        state["remainder"] = rest
 
 
 def _like(value: Tensor, param: Tensor) -> Tensor:
     """A copy with the parameter's layout and device, and the value's own dtype."""
-    like = torch.empty_like(param, dtype=value.dtype, memory_format=torch.preserve_format)
-    return like.copy_(value.detach())
+    return torch.empty_like(param, dtype=value.dtype).copy_(value.detach())
 
 
 def _saved_format(value: Tensor, tag: str | None) -> str:
@@ -152,18 +146,17 @@ def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or name in CLOCK or name.endswith("_scale"):
                 continue
+            what = f"state_dict: {name!r} of parameter {position} has"
             if value.shape != param.shape:
                 raise ValueError(
-                    f"state_dict: {name!r} of parameter {position} has shape "
-                    f"{tuple(value.shape)}, but the parameter has shape {tuple(param.shape)}; "
-                    "nothing was loaded"
+                    f"{what} shape {tuple(value.shape)}, but the parameter has shape "
+                    f"{tuple(param.shape)}; nothing was loaded"
                 )
             coded = name not in MASTERS and not value.is_floating_point()
             if coded and DTYPES.get(group.get(name)) != value.dtype:
                 raise ValueError(
-                    f"state_dict: {name!r} of parameter {position} has dtype {value.dtype}, but "
-                    f"its param_group says that it is stored as {group.get(name)!r}; nothing was "
-                    "loaded"
+                    f"{what} dtype {value.dtype}, but its param_group says that it is stored as "
+                    f"{group.get(name)!r}; nothing was loaded"
                 )
 
 
@@ -178,9 +171,9 @@ def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[st
     groups = [g for g in optimizer.param_groups for _ in g["params"]]
     state: dict[Any, dict[str, Any]] = {}
     for number, param, group in zip(ids, params, groups, strict=True):
-        if number not in packed["state"]:
+        saved = packed["state"].get(number)
+        if saved is None:
             continue
-        saved = packed["state"][number]
         row = state[number] = {"step": saved["step"].float().cpu()}
         for name in rule.names:
             native = native_name(format_of(group[name], param))

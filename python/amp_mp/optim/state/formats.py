@@ -1,6 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,18 @@ _SPLITS = {name.split("_")[1]: f for name, f in _PLAIN.items() if f["split"]}
 MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
-# What a state of each kind (rule.py, State) may be stored as.
-KINDS = {"moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
+# What a master, and a state of each kind (rule.py, State), may be stored as.
+KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
 # The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
-# What `memory=` stands for: a master, first moments, sums of squares.
+# What `memory=` stands for, by kind.
 PRESETS = {
-    "exact": ("split32", "float32", "float32"),
-    "lean": ("split24", "bfloat16", "ue8m8"),
-    "tiny": ("split24", "m8", "ue8m8"),
+    "exact": {"master": "split32", "moment": "float32", "square": "float32"},
+    "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
+    "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
 }
 
 
@@ -37,25 +37,19 @@ def resolve(
 ) -> dict[str, str]:
     """The format of the master and of each state: as chosen, else the preset's, else float32.
 
-    Args:
-        memory: a preset's name, or None.
-        chosen: formats by "master" or state name, None where none was chosen.
-        kinds: what each state holds, by its name.
-
-    Raises ValueError naming the argument.
+    memory: a preset or None. chosen: formats by "master" or a state's name, or None. kinds: of the
+    states, by name. Raises ValueError naming the argument.
     """
     if memory is not None and memory not in PRESETS:
         raise ValueError(f"memory must be one of {', '.join(PRESETS)}; found {memory!r}")
-    presets = dict(zip(("master", "moment", "square"), PRESETS[memory or "exact"], strict=True))
+    preset = {} if memory is None else PRESETS[memory]
     formats = {}
     for name, format in chosen.items():
         kind = kinds.get(name, "master")
-        known = KINDS.get(kind, MASTERS)
-        if format is None:
-            format = presets.get(kind, "float32") if memory else "float32"
-        if format not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; found {format!r}")
-        formats[name] = format
+        found = preset.get(kind, "float32") if format is None else format
+        if found not in KINDS[kind]:
+            raise ValueError(f"{name} must be one of {', '.join(KINDS[kind])}; found {found!r}")
+        formats[name] = found
     return formats
 
 
@@ -100,7 +94,7 @@ def split_name(format: str, dtype: torch.dtype) -> str:
 def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
     """A zero state in the format, shaped like the parameter, and its scales if it has them."""
     entry = NATIVE_FORMATS[format]
-    data = torch.zeros_like(param, dtype=entry["dtype"], memory_format=torch.preserve_format)
+    data = torch.zeros_like(param, dtype=entry["dtype"])
     if entry["rest_dtype"] is None:
         return data, None
     count = param.numel() // entry["group"]
@@ -109,8 +103,7 @@ def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def new_rest(format: str, param: Tensor) -> Tensor:
     """Zero remainders of a split master."""
-    dtype = _SPLITS[format]["rest_dtype"]
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return torch.zeros_like(param, dtype=_SPLITS[format]["rest_dtype"])
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -120,8 +113,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def put(values: Tensor, data: Tensor, rest: Tensor | None, native: str, **random: int) -> None:
     """Stores float32 values of data's layout in arrays of a format."""
-    like = torch.empty_like(data, dtype=torch.float32, memory_format=torch.preserve_format)
-    like.copy_(values)
+    like = torch.empty_like(data, dtype=torch.float32).copy_(values)
     if native == "ue8m8":
         like += 0.0  # the format has no sign: -0.0 would become a NaN
     second = None if rest is None else flat(rest)
@@ -130,16 +122,15 @@ def put(values: Tensor, data: Tensor, rest: Tensor | None, native: str, **random
 
 def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     """The float32 values, in data's layout."""
-    values = torch.empty_like(data, dtype=torch.float32, memory_format=torch.preserve_format)
+    values = torch.empty_like(data, dtype=torch.float32)
     second = None if rest is None else flat(rest)
     flat(values).copy_(_C.decode(flat(data), second, native))
     return values
 
 
-def check_low_precision(master: str, params: Iterable[Any]) -> None:
+def check_low_precision(master: str, params: Sequence[Tensor]) -> None:
     """Raises ValueError for a split master where all parameters are float32."""
-    tensors = [p for p in params if isinstance(p, Tensor)]
-    if master.startswith("split") and tensors and all(p.dtype == torch.float32 for p in tensors):
+    if master.startswith("split") and params and all(p.dtype == torch.float32 for p in params):
         raise ValueError(
             f"master={master!r} splits a float32 master into a low-precision weight and a "
             "remainder, but all parameters are float32; make the model low precision first with "

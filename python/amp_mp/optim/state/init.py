@@ -56,18 +56,12 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
     longer lie side by side in memory (after loading, copying or an assignment), or where a
     torch.optim checkpoint has nothing but the step.
     """
-    step, powers, layer = (state.get(name) for name in CLOCK)
-    if (
-        isinstance(step, Tensor)
-        and isinstance(powers, Tensor)
-        and isinstance(layer, Tensor)
-        and step.dtype == powers.dtype == layer.dtype == torch.float64
-        and step.device == powers.device == layer.device == param.device
-        and powers.data_ptr() == step.data_ptr() + step.element_size()
-        and layer.data_ptr() == step.data_ptr() + 3 * step.element_size()
-        and step.untyped_storage().data_ptr() == layer.untyped_storage().data_ptr()
-    ):
-        return step.as_strided((4,), (1,))
+    step, powers, layer = entries = [state.get(name) for name in CLOCK]
+    views = [e for e in entries if isinstance(e, Tensor) and e.dtype == torch.float64]
+    if len(views) == 3 and all(view.device == param.device for view in views):
+        offsets = [view.storage_offset() - views[0].storage_offset() for view in views]
+        if offsets == [0, 1, 3] and len({view.untyped_storage().data_ptr() for view in views}) == 1:
+            return views[0].as_strided((4,), (1,))
     # torch's SGD counts no steps: a momentum buffer says that there was at least one.
     count = float(step) if step is not None else float(state.get("momentum_buffer") is not None)
     products = [b**count for b in betas] if powers is None else powers.tolist()

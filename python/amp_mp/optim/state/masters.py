@@ -28,11 +28,10 @@ def take_original(param: Tensor) -> Tensor:
     """
     original, version = _float32_values.pop(param, (None, 0))
     if original is not None and original.shape == param.shape and param._version == version:
-        master = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-        master.copy_(original)
+        master = torch.empty_like(param, dtype=torch.float32).copy_(original)
         if torch.equal(rounded(master, param.dtype), param.detach()):
             return master
-    return param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+    return param.detach().to(torch.float32, copy=True)
 
 
 def set_master(
@@ -43,14 +42,12 @@ def set_master(
     Without values an existing master is kept, or converted if it has another format. A split master
     also writes the parameter: a value half way between two weights is rounded away from zero.
     """
-    rest = state.get("remainder")
     if values is None:
-        if "master" in state if format == "float32" else rest is not None:
+        name = "master" if format == "float32" else "remainder"
+        if format == "none" or state.get(name) is not None:
             return
-        if format == "none":
-            return
-        values = master_of(param, state)
-        values = take_original(param) if values is None else values
+        present = master_of(param, state)
+        values = take_original(param) if present is None else present
     state.pop("master", None)
     state.pop("remainder", None)
     if format == "float32":
@@ -62,14 +59,12 @@ def set_master(
 
 
 def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    """A low-precision parameter's master as float32: the tensor itself, or decoded; None without.
+    """A low-precision parameter's master as float32, shape and layout of the parameter, or None.
 
-    Same shape and layout as the parameter.
+    It is the state's own tensor, or decoded from the parameter and its remainder.
     """
     master: Tensor | None = state.get("master")
-    if master is not None:
-        return master
     rest = state.get("remainder")
-    if rest is None:
-        return None
+    if master is not None or rest is None:
+        return master
     return get(param.detach(), rest, split_name(REST_FORMATS[rest.dtype], param.dtype))

@@ -1,12 +1,11 @@
 """Bytes of an optimizer and its parameters, counted from their storages."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-CLOCK = "step"
+from amp_mp.optim.state.init import CLOCK
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,10 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Of everything, gradients included."""
+        """Bytes of everything, gradients included."""
         return sum(self.bytes.values())
 
     def __str__(self) -> str:
-        """A line a kind."""
         rows = [f"{'':12} {'MiB':>10} {'bytes a parameter':>18}"]
         for kind, each in self.per_parameter.items():
             rows.append(f"{kind:12} {self.bytes[kind] / 2**20:10.2f} {each:18.3f}")
@@ -46,24 +44,18 @@ class MemoryReport:
 
 
 def report_memory(optimizer: Optimizer) -> MemoryReport:
-    """See FusedOptimizer.memory_report; any torch optimizer will do."""
+    """See FusedOptimizer.memory_report; takes any torch optimizer."""
     counted: set[int] = set()
     found: dict[str, int] = {}
-    elements = 0
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        elements += param.numel()
-        for kind, tensor in _tensors(optimizer, param):
-            storage = tensor.untyped_storage()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        tensors = {"weight": param, "grad": param.grad, **optimizer.state.get(param, {})}
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor):
+                continue
+            storage = value.untyped_storage()
             if storage.data_ptr() not in counted:
                 counted.add(storage.data_ptr())
+                kind = "step" if name in CLOCK else name
                 found[kind] = found.get(kind, 0) + storage.nbytes()
-    return MemoryReport(elements, found)
-
-
-def _tensors(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Tensor]]:
-    yield "weight", param
-    if param.grad is not None:
-        yield "grad", param.grad
-    for name, value in optimizer.state.get(param, {}).items():
-        if isinstance(value, Tensor):
-            yield CLOCK if name in ("beta_powers", "layer") else name, value
+    return MemoryReport(sum(p.numel() for p in params), found)

@@ -1,5 +1,7 @@
 """What a step that a CUDA graph captures must not do."""
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -8,7 +10,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_new_state(devices: set[torch.device]) -> None:
+def refuse_new_state(devices: Iterable[torch.device]) -> None:
     """Raises RuntimeError during capture: every replay would make the state anew."""
     if any(is_capturing(device) for device in devices):
         raise RuntimeError(

@@ -22,23 +22,9 @@ def decide_inputs(
     scale_update: _C.ScaleUpdate | None = None,
     reports: _C.StepReports | None = None,
 ) -> _C.DecideInputs:
-    """What a decision on a device depends on, besides the gradients' statistics.
-
-    Args:
-        device: where the decision is made.
-        scale: the loss scale that the gradients carry; None for 1.
-        found_inf: another's verdict, not 0 for an overflow.
-        max_norm: the norm to clip to; None for no clipping.
-        scale_update: how the loss scale changes after the decision.
-        reports: where the device writes its verdict for the host.
-    """
-    return _C.DecideInputs(
-        as_scalar(scale, device),
-        as_scalar(found_inf, device),
-        max_norm or 0.0,
-        scale_update,
-        reports,
-    )
+    """The inputs of a decision on the device, besides statistics: see Handed; reports: StepLog."""
+    scale, found_inf = as_scalar(scale, device), as_scalar(found_inf, device)
+    return _C.DecideInputs(scale, found_inf, max_norm or 0.0, scale_update, reports)
 
 
 def decide(
@@ -46,11 +32,8 @@ def decide(
 ) -> Tensor:
     """A verdict, float64 [_C.VERDICT_SIZE], on the device, without waiting for it.
 
-    Args:
-        device: where the decision is made.
-        statistics: results of _C.measure, one per device; only their last rows are used. None or
-            empty: the gradients were not measured.
-        inputs: see decide_inputs.
+    statistics: results of _C.measure, one per device; only their last rows are used. None or empty:
+    the gradients were not measured.
     """
     total = None
     if statistics:

@@ -1,7 +1,6 @@
 """What a loss scaler passes to one step of an optimizer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +24,19 @@ class Measured:
 
 @dataclass
 class Handed:
-    """What GradScaler, FP16_Optimizer or a stock torch scaler passes to a step.
+    """What GradScaler, FP16_Optimizer or a stock torch scaler passes to a step."""
 
-    scale: the loss scale that the gradients carry, a tensor of one element or a number; None is 1.
-    found_inf: another's verdict, not 0 to skip the step; None where the step itself decides.
-    measure: read the gradients for the verdict even if the optimizer itself needs no statistics.
-    measured: statistics that were read already; the step then reads the gradients only once.
-    max_norm: clip to this norm instead of the optimizer's max_grad_norm.
-    scale_update: where the loss scale goes next. The step applies it where all parameters are on
-        one device, and then sets scale_updated.
-    """
-
+    # The loss scale that the gradients carry, a number or a tensor of one element; None is 1.
     scale: Tensor | float | None = None
+    # Another's verdict, not 0 to skip the step; None where the step itself decides.
     found_inf: Tensor | float | None = None
+    # Read the gradients for the verdict even if the optimizer itself needs no statistics.
     measure: bool = False
+    # Statistics that were read already; the step then reads the gradients only once.
     measured: Measured | None = None
+    # Clip to this norm instead of the optimizer's max_grad_norm.
     max_norm: float | None = None
+    # Where the loss scale goes next. The step applies it where all parameters are on one device,
+    # and then sets scale_updated.
     scale_update: _C.ScaleUpdate | None = None
     scale_updated: bool = False
-
-    @staticmethod
-    def by_torch(optimizer: Any) -> "Handed":
-        """From the two attributes that torch.amp.GradScaler sets on an optimizer for a step."""
-        return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))

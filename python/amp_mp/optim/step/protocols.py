@@ -1,4 +1,4 @@
-"""What the parts around an optimizer need of it, and what an optimizer needs of a loss scaler."""
+"""What the step and the work during backward need of an optimizer and of a loss scaler."""
 
 from collections.abc import MutableMapping
 from typing import Any, Protocol, runtime_checkable
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.step.gather import Bucket
 from amp_mp.optim.step.step_report import StepLog
 
 
@@ -22,22 +21,15 @@ class Scaler(Protocol):
     def scale_on(self, device: torch.device) -> Tensor | None: ...
 
 
-class GradientReader(Protocol):
-    """An attachment that may have read gradients during the backward pass."""
-
-    def read(self, bucket: Bucket) -> _C.Measurement: ...
-
-
 class Steppable(Protocol):
     """An optimizer as the step and the work during backward see it; see FusedOptimizer."""
 
     param_groups: list[Group]
     max_grad_norm: float | None
+    attachment: Any  # an Attachment (backward/attachment.py, which imports this) or None
 
     @property
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]: ...
-    @property
-    def attachment(self) -> GradientReader | None: ...
     @property
     def amp_scaling(self) -> bool: ...
     @property

@@ -30,7 +30,7 @@ class StepLog:
         self.count = 0  # steps queued so far
         self.verdict: Tensor | None = None  # of the last step
         self.reports: _C.StepReports | None = None
-        self._measured = False
+        self._measured = False  # whether the last step read the gradients
         self._memory: Tensor | None = None
 
     def forget(self) -> None:
@@ -63,20 +63,10 @@ class StepLog:
         """The last step's report; without waiting, the last one that has reached the host."""
         if self.verdict is None:
             return None
-        if self.reports is None:
-            values = self.verdict.tolist()
-            number = self.count
-        else:
-            found = self.reports.newest(wait)
-            if found is None:
-                return None
-            number, *values = found
-        found_inf, _, norm, max_abs, scale = values[: _C.VERDICT_SIZE]
-        measured = self._measured
-        return StepReport(
-            number,
-            found_inf != 0,
-            norm if measured else None,
-            max_abs if measured else None,
-            scale,
-        )
+        found = self.reports.newest(wait) if self.reports else (self.count, *self.verdict.tolist())
+        if found is None:
+            return None
+        number, found_inf, _, norm, max_abs, scale, *_ = found
+        if not self._measured:
+            norm = max_abs = None
+        return StepReport(number, found_inf != 0, norm, max_abs, scale)

@@ -1,0 +1,167 @@
+"""Adagrad, RMSprop, Adamax and Lion; their rules are csrc/core/rules/adaptive.h."""
+
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.options import Options
+from amp_mp.optim.rule import Rule, State, has_momentum, numbers, same_in_all_groups
+
+ADAGRAD_NUMBERS = numbers("lr", "lr_decay", "eps", "weight_decay")
+RMSPROP_NUMBERS = numbers("lr", "eps", "weight_decay", "momentum", alpha="beta2")
+ADAMAX_NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
+SUM = State("sum", "square", initial="initial_accumulator_value")
+BUFFER, SQUARE = State("momentum_buffer", "moment"), State("square_avg", "square")
+EXP_AVG, EXP_INF = State("exp_avg", "moment"), State("exp_inf", "exact")
+
+
+class Adagrad(FusedOptimizer):
+    """Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), as torch.optim.Adagrad.
+
+        g = g + weight_decay w
+        s = s + g^2
+        w = w - lr / (1 + (t - 1) lr_decay) * g / (sqrt(s) + eps)
+
+    Args:
+        lr: learning rate. Default 1e-2.
+        lr_decay: how fast the learning rate falls with the steps. Default 0.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        initial_accumulator_value: what s starts from. Default 0.
+        eps: added to the denominator. Default 1e-10.
+
+    State: sum (s).
+    """
+
+    rules = (Rule("adagrad_", ADAGRAD_NUMBERS, (SUM,)),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        defaults["initial_accumulator_value"] = initial_accumulator_value
+        super().__init__(params, defaults, options)
+
+
+class RMSprop(FusedOptimizer):
+    """Tieleman & Hinton, lecture 6.5 of "Neural networks for machine learning" (2012), as in torch.
+
+        g = g + weight_decay w
+        v = alpha v + (1 - alpha) g^2
+        u = g / (sqrt(v) + eps), with momentum b = momentum b + u instead
+        w = w - lr u
+
+    Args:
+        lr: learning rate. Default 1e-2.
+        alpha: decay rate of v. Default 0.99.
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        momentum: decay rate of b. Default 0: no b.
+        centered: subtract the square of the averaged gradient from v (Graves 2013). The difference
+            needs float32 states. Default False.
+
+    State: square_avg (v), momentum_buffer (b) if a group has momentum or with centered, and
+    grad_avg with centered.
+    """
+
+    rules = (
+        Rule("plain_rmsprop_", RMSPROP_NUMBERS, (SQUARE,)),
+        Rule("rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE)),
+        Rule("centered_rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE, State("grad_avg", "exact"))),
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        square = options.get("square_avg")
+        if centered and square not in (None, "float32"):
+            raise ValueError(f'square_avg must be "float32" if centered, found {square!r}')
+        if centered:
+            options["square_avg"] = "float32"
+        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "momentum": momentum, "centered": centered}, options)
+
+    def rule(self) -> Rule:
+        """Centered or not, which must be the same in all groups; with momentum if any group has."""
+        plain, with_momentum, centered = self.rules
+        if same_in_all_groups(self.param_groups, "centered"):
+            return centered
+        return with_momentum if has_momentum(self.param_groups) else plain
+
+
+class Adamax(FusedOptimizer):
+    """Kingma & Ba, "Adam" (2015), algorithm 2, as torch.optim.Adamax.
+
+        g = g + weight_decay w
+        m = beta1 m + (1 - beta1) g
+        u = max(beta2 u, |g| + eps)
+        w = w - lr / (1 - beta1^t) * m / u
+
+    Args:
+        lr: learning rate. Default 2e-3.
+        betas: decay rates of m and u. Default (0.9, 0.999).
+        eps: added to |g|. Default 1e-8.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+
+    State: exp_avg (m), exp_inf (u) and beta_powers.
+    """
+
+    rules = (Rule("adamax_", ADAMAX_NUMBERS, (EXP_AVG, EXP_INF)),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, options)
+
+
+class Lion(FusedOptimizer):
+    """Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2.
+
+        c = beta1 m + (1 - beta1) g
+        m = beta2 m + (1 - beta2) g
+        w = (1 - lr weight_decay) w - lr sign(c)
+
+    Every element moves by lr: use a third to a tenth of AdamW's lr, and 3 to 10 times its decay.
+
+    Args:
+        lr: learning rate. Default 1e-4.
+        betas: decay rates of the direction c and of the average m. Default (0.9, 0.99).
+        weight_decay: the weights shrink by lr times this at each step. Default 0.
+
+    State: exp_avg (m).
+    """
+
+    rules = (Rule("lion_", numbers("lr", "betas", "weight_decay"), (EXP_AVG,)),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, options)
