@@ -85,8 +85,7 @@ def _update_scale(
     _iterations[policy] = _Iteration(
         steps_taken(), policy.state_dict(), copy.copy(counter), counter, found_inf, max_abs
     )
-    describe = partial(describe_nonfinite, optimizers)
-    update_scale(policy, counter, found_inf, max_abs, describe)
+    update_scale(policy, counter, found_inf, max_abs, partial(describe_nonfinite, optimizers))
     return is_first
 
 
