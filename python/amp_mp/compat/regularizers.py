@@ -4,7 +4,6 @@ With weights of 1e-3 and a coefficient of 1e-5 the product is below float16's sm
 nine weights in ten.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -19,49 +18,34 @@ Regularizer = Callable[[Tensor], Any]
 _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
 
 
-class _BuiltIn(ABC):
-    """A regularizer whose gradient is written down. coefficient: lambda; not negative."""
+class _BuiltIn:
+    """A regularizer `value` with coefficient lambda, and its derivative as a second function."""
 
-    def __init__(self, coefficient: float) -> None:
+    def __init__(self, coefficient: float, value: Regularizer, gradient: Regularizer) -> None:
         if not coefficient >= 0:
             raise ValueError(f"coefficient must not be negative, found {coefficient!r}")
-        self.coefficient = coefficient
+        self.coefficient, self.value, self.gradient = coefficient, value, gradient
 
-    @abstractmethod
-    def gradient(self, weight: Tensor) -> Tensor:
-        """The derivative of the term with respect to the weight."""
-
-
-class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)
-    """lambda sum w^2; gradient 2 lambda w."""
-
-    _factor = 1.0
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """The term of the loss."""
-        return self._factor * self.coefficient * weight.square().sum()
-
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Its derivative."""
-        return (2 * self._factor * self.coefficient) * weight
+    def __call__(self, weight: Tensor) -> Any:
+        return self.value(weight)
 
 
-class l2_half(l2_sum):  # noqa: N801
-    """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w."""
+def l2_sum(coefficient: float) -> Regularizer:
+    """lambda sum w^2; gradient 2 lambda w. ValueError for a negative coefficient lambda."""
+    c = coefficient
+    return _BuiltIn(c, lambda w: c * w.square().sum(), lambda w: (2 * c) * w)
 
-    _factor = 0.5
+
+def l2_half(coefficient: float) -> Regularizer:
+    """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w. Errors as l2_sum."""
+    c = coefficient
+    return _BuiltIn(c, lambda w: (0.5 * c) * w.square().sum(), lambda w: c * w)
 
 
-class l1(_BuiltIn):  # noqa: N801
-    """lambda sum |w|; gradient lambda sign(w), 0 at 0."""
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """The term of the loss."""
-        return self.coefficient * weight.abs().sum()
-
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Its derivative."""
-        return self.coefficient * weight.sign()
+def l1(coefficient: float) -> Regularizer:
+    """lambda sum |w|; gradient lambda sign(w), 0 at 0. Errors as l2_sum."""
+    c = coefficient
+    return _BuiltIn(c, lambda w: c * w.abs().sum(), lambda w: c * w.sign())
 
 
 def mp_regularizer_wrapper(regularizer: Regularizer) -> Regularizer:
@@ -100,11 +84,9 @@ def add_regularization(pairs: list[tuple[Tensor, Tensor]]) -> None:
                 master.grad = dense.add_(_gradient(regularizer, master.detach()))
 
 
-def _gradient(regularizer: Regularizer, weight: Tensor) -> Tensor:
-    built_in: Any = regularizer
-    if isinstance(built_in, _BuiltIn):
-        return built_in.gradient(weight)
+def _gradient(regularizer: Regularizer, weight: Tensor) -> Any:
+    if isinstance(regularizer, _BuiltIn):
+        return regularizer.gradient(weight)
     with torch.enable_grad():
         leaf = weight.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(regularizer(leaf), leaf)
-    return gradient
+        return torch.autograd.grad(regularizer(leaf), leaf)[0]
