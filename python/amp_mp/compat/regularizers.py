@@ -4,6 +4,7 @@ With weights of 1e-3 and a coefficient of 1e-5 the product is below float16's sm
 nine weights in ten.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -18,34 +19,46 @@ Regularizer = Callable[[Tensor], Any]
 _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
 
 
-class _BuiltIn:
-    """A regularizer `value` with coefficient lambda, and its derivative as a second function."""
+class _BuiltIn(ABC):
+    """A regularizer with a coefficient lambda and a derivative; ValueError for a negative one."""
 
-    def __init__(self, coefficient: float, value: Regularizer, gradient: Regularizer) -> None:
+    def __init__(self, coefficient: float) -> None:
         if not coefficient >= 0:
             raise ValueError(f"coefficient must not be negative, found {coefficient!r}")
-        self.coefficient, self.value, self.gradient = coefficient, value, gradient
+        self.coefficient = coefficient
 
-    def __call__(self, weight: Tensor) -> Any:
-        return self.value(weight)
+    @abstractmethod
+    def _gradient(self, weight: Tensor) -> Tensor: ...
 
 
-def l2_sum(coefficient: float) -> Regularizer:
+class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)
     """lambda sum w^2; gradient 2 lambda w. ValueError for a negative coefficient lambda."""
-    c = coefficient
-    return _BuiltIn(c, lambda w: c * w.square().sum(), lambda w: (2 * c) * w)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.coefficient * weight.square().sum()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return (2 * self.coefficient) * weight
 
 
-def l2_half(coefficient: float) -> Regularizer:
+class l2_half(_BuiltIn):  # noqa: N801
     """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w. Errors as l2_sum."""
-    c = coefficient
-    return _BuiltIn(c, lambda w: (0.5 * c) * w.square().sum(), lambda w: c * w)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.coefficient / 2 * weight.square().sum()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return self.coefficient * weight
 
 
-def l1(coefficient: float) -> Regularizer:
+class l1(_BuiltIn):  # noqa: N801
     """lambda sum |w|; gradient lambda sign(w), 0 at 0. Errors as l2_sum."""
-    c = coefficient
-    return _BuiltIn(c, lambda w: c * w.abs().sum(), lambda w: c * w.sign())
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.coefficient * weight.abs().sum()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return self.coefficient * weight.sign()
 
 
 def mp_regularizer_wrapper(regularizer: Regularizer) -> Regularizer:
@@ -86,7 +99,7 @@ def add_regularization(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def _gradient(regularizer: Regularizer, weight: Tensor) -> Any:
     if isinstance(regularizer, _BuiltIn):
-        return regularizer.gradient(weight)
+        return regularizer._gradient(weight)
     with torch.enable_grad():
         leaf = weight.detach().requires_grad_()
         return torch.autograd.grad(regularizer(leaf), leaf)[0]
