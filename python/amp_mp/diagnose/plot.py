@@ -25,9 +25,8 @@ def plot_gradients(report: GradientReport) -> "Figure":
 
     Bars: share of the elements that are not 0, inf or NaN in each binade of the unscaled gradients.
     Shaded: what becomes of a binade in the report's format at the report's loss scale. Dotted: the
-    format's edges without scaling; the loss scale moves them by its log2.
-
-    Raises ValueError if the report is empty, ImportError without matplotlib.
+    format's edges without scaling; the loss scale moves them by its log2. Raises ValueError if the
+    report is empty, ImportError without matplotlib.
     """
     kinds = (("Weight gradients", report.weights), ("Activation gradients", report.activations))
     seen = [(title, histogram) for title, histogram in kinds if histogram.elements]
@@ -35,15 +34,14 @@ def plot_gradients(report: GradientReport) -> "Figure":
         raise ValueError("the report is empty: no gradient has been seen, so none can be drawn")
     figure, panels = new_figure(len(seen), height=5.2)
     for axes, (title, histogram) in zip(panels, seen, strict=True):
-        _draw(axes, title, histogram, report.scale, report.dtype)
+        _draw(axes, title, histogram, report)
     panels[0].set_ylabel("share of the elements per binade [%]\n(0, inf and NaN left out)")
     figure.legend(*panels[0].get_legend_handles_labels(), **BELOW)  # the panels' are the same
     return figure
 
 
-def _draw(
-    axes: "Axes", title: str, histogram: ExponentHistogram, scale: float, dtype: torch.dtype
-) -> None:
+def _draw(axes: "Axes", title: str, histogram: ExponentHistogram, report: GradientReport) -> None:
+    scale, dtype = report.scale, report.dtype
     name, at_scale = dtype_name(dtype), f"loss scale {scale_text(scale)}"
     counts = histogram.counts
     shares = (100 * counts / max(1, int(counts.sum()))).tolist()
@@ -76,9 +74,8 @@ def plot_updates(table: UpdateTable) -> "Figure":
     """What becomes of each parameter's updates, and each layer's median ratio to the weight.
 
     Left: shares lost, in between and kept. Right: median |update| / |weight| of the parameter's
-    layer at the last step, with the two edges of the formats in use.
-
-    Raises ValueError if the table is empty, ImportError without matplotlib.
+    layer at the last step, with the two edges of the formats in use. Raises ValueError if the table
+    is empty, ImportError without matplotlib.
     """
     if not table:
         raise ValueError("the table is empty: no step has been seen, so none can be drawn")

@@ -114,10 +114,7 @@ class Recording:
         return GradientReport(**kinds, scale=scale, dtype=torch.float16)
 
     def finish(self, out: str | Path | None = None) -> bool:
-        """Closes, prints every table, and with `out` saves pictures in that folder.
-
-        Returns False, and prints why, if there is nothing to report.
-        """
+        """Closes, prints all tables, saves pictures in `out`; False if there was no gradient."""
         self.close()
         report, updates = self.report(), self.ratios.report()
         if not report:

@@ -55,12 +55,9 @@ class GradientReport(list[Row]):
         self.weights = sum(weights.values(), ExponentHistogram())
         self.activations = sum(activations.values(), ExponentHistogram())
         seen = (("weight", weights, self.weights), ("activation", activations, self.activations))
-        super().__init__(
-            Row(kind, name, histogram, histogram.at(scale, dtype))
-            for kind, each, total in seen
-            if each
-            for name, histogram in (("(all)", total), *each.items())
-        )
+        for kind, each, total in seen:
+            rows = {"(all)": total, **each} if each else {}
+            self.extend(Row(kind, name, h, h.at(scale, dtype)) for name, h in rows.items())
 
     @property
     def safe_log2_scale(self) -> int | None:

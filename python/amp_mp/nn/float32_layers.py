@@ -168,10 +168,9 @@ def _check_dim(x: Tensor, dim: int) -> int:
 
 
 def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor.dim() < 2:
-            shape = tuple(tensor.shape)
-            raise ValueError(f"{name} must have at least two dimensions, found {shape}")
+    for name, x in (("query", query), ("key", key)):
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have at least two dimensions, found {tuple(x.shape)}")
     if (size := query.size(-1)) != key.size(-1):
         raise ValueError(f"key must have query's last dimension, {size}, found {tuple(key.shape)}")
     wanted = (*_leading_dimensions("key", key, "query's", query), query.size(-2), key.size(-2))

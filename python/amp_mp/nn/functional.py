@@ -21,13 +21,11 @@ _lock = threading.Lock()
 def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, with the weight's gradient accumulated in float32.
 
-    Returns input weight^T + bias, bit for bit what F.linear returns. In the backward
-
-        weight.grad += grad_output^T input, over all rows, in float32,
-
-    where autograd would round each micro-batch's gradient, and their sum, to the weight's dtype.
-    The call sets `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and
-    has the bias' own grad_dtype; the input's gradient is F.linear's.
+    Returns input weight^T + bias, bit for bit what F.linear returns. The backward computes
+    weight.grad += grad_output^T input over all rows in float32; autograd would round each
+    micro-batch's gradient, and their sum, to the weight's dtype. The call sets `weight.grad_dtype =
+    torch.float32`. The bias' gradient is summed in float32 and has the bias' own grad_dtype; the
+    input's gradient is F.linear's.
 
     If the weight has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in
     `torch.autograd.grad`, and on a CUDA stream other than the default one, autograd adds a float32
