@@ -131,10 +131,10 @@ class ExponentHistogram:
     def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
         """What becomes of the elements, times scale, in a format.
 
-        A bin that an edge of the format cuts is split as if its elements were spread evenly. So
-        lost and subnormal are exact if scale is a power of two; overflow is exact in being 0 or
-        not, because the largest |x| is known. Raises ValueError for another dtype than float16,
-        bfloat16 and float32, and for a scale that is not finite or not above 0.
+        If scale is a power of two, lost and subnormal are exact: their edges are edges of bins. A
+        bin that an edge cuts is split as if its elements were spread evenly; yet overflow is 0 only
+        if nothing overflows, because the largest |x| is known. Raises ValueError for another dtype
+        than float16, bfloat16 and float32, and for a scale that is not finite or not above 0.
         """
         edges = limits(dtype)
         check_scale(scale, "scale")

@@ -16,11 +16,11 @@ def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     """Which gradients have inf or NaN now; call it between backward and the step.
 
     Every element is read, of a sparse gradient its values. Absent gradients, tensor subclasses, and
-    dtypes other than float32, float16 and bfloat16 are skipped. params: a module, or parameters by
-    name: a mapping or pairs. scale: the loss scale of the gradients, for the advice: anything that
-    `watch` takes; default: None, no scale.
+    dtypes other than float32, float16 and bfloat16 are skipped.
 
-    Raises TypeError for other params or scales, ValueError for a scale not finite or not above 0.
+    params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the
+    gradients, for the advice: anything that `watch` takes; default: None, no scale. Raises
+    TypeError for other params or scales, ValueError for a scale not finite or not above 0.
     """
     return nonfinite_gradients(_named(params), scale_of(scale))
 
