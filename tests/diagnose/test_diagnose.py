@@ -935,11 +935,3 @@ def test_only_what_is_given_is_logged() -> None:
         diagnose.log(writer, 2, watch, figures=True)
     assert not writer.histograms
     assert not writer.figures
-
-
-def test_without_tensorboard_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from amp_mp.diagnose.plot import writer
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="not installed: pip install tensorboard"):
-        writer("runs")

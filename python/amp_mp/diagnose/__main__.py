@@ -19,8 +19,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", metavar="DIR", default="diagnosis", help="folder for the pictures")
     parser.add_argument("--steps", metavar="N", type=_steps, help="end after N backward passes")
-    judged = "loss scale to judge at; default: auto, that of the script's GradScaler or policy"
-    parser.add_argument("--scale", metavar="auto|S", type=_scale, help=judged)
+    scale_help = "loss scale to judge at; default: auto, that of the script's GradScaler or policy"
+    parser.add_argument("--scale", metavar="auto|S", type=_scale, help=scale_help)
     parser.add_argument("script", type=Path, help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     options = parser.parse_args(arguments)

@@ -41,11 +41,11 @@ def limits(dtype: torch.dtype) -> Limits:
 class Diagnosis(NamedTuple):
     """What becomes of numbers x that are multiplied by a scale and rounded to a format.
 
-    lost, subnormal and overflow are shares, from 0 to 1, of the elements that are not 0, inf or NaN
-    and whose product with the scale becomes 0 (in float16 up to 2^-25), is above that and below the
-    smallest normal number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades
-    the scale can grow until the largest |x| exceeds the format's largest number (65504); below 0 if
-    it does already; None if all elements are 0, inf or NaN.
+    lost, subnormal, overflow: of the elements that are not 0, inf or NaN, the shares from 0 to 1
+    whose product becomes 0 (in float16 up to 2^-25), is above that and below the smallest normal
+    number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades the scale can grow
+    until the largest |x| exceeds the format's largest number (65504); below 0 if it does already;
+    None if all elements are 0, inf or NaN.
     """
 
     scale: float
@@ -72,14 +72,10 @@ class ExponentHistogram:
     def of(cls, tensor: Tensor, scale: float = 1.0) -> Self:
         """Counts the elements of tensor / scale.
 
-        The counting reads bits, so it is exact also where the processor flushes subnormals to 0.
-        The division is in float32, exact for powers of two unless a quotient is below 2^-126.
-
-        Args:
-            tensor: float16, bfloat16 or float32, any shape, any layout with strides.
-            scale: finite and above 0; default: 1.
-
-        Raises TypeError for a tensor of another dtype, ValueError for another scale.
+        tensor: float16, bfloat16 or float32, or TypeError; any shape, any layout with strides.
+        scale: finite and above 0, or ValueError; default: 1. The division is in float32, exact for
+        powers of two unless a quotient is below 2^-126. The counting reads bits, so it is exact
+        also where the processor flushes subnormals to 0.
         """
         if tensor.dtype not in NATIVE:
             expected = "a histogram takes float16, bfloat16 and float32 tensors"
@@ -135,11 +131,10 @@ class ExponentHistogram:
     def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
         """What becomes of the elements, times scale, in a format.
 
-        With a power of two as scale, lost and subnormal are exact, for their edges are edges of
-        bins. A bin that an edge cuts is split as if its elements were spread evenly over it; that
-        concerns overflow at any scale, yet overflow is 0 exactly if nothing overflows, because the
-        largest |x| is known. Raises ValueError for another dtype than float16, bfloat16 and
-        float32, and for a scale that is not finite or not above 0.
+        If scale is a power of two, lost and subnormal are exact: their edges are edges of bins. A
+        bin that an edge cuts is split as if its elements were spread evenly; yet overflow is 0 only
+        if nothing overflows, because the largest |x| is known. Raises ValueError for another dtype
+        than float16, bfloat16 and float32, and for a scale that is not finite or not above 0.
         """
         edges = limits(dtype)
         check_scale(scale, "scale")
@@ -158,10 +153,7 @@ class ExponentHistogram:
         return Diagnosis(scale, dtype, lost / n, (small - lost) / n, over / n, headroom)
 
     def largest_safe_log2_scale(self, dtype: torch.dtype = torch.float16) -> int | None:
-        """floor(log2(largest number of the format / amax)), exact; None where amax is 0.
-
-        2 to this power is the largest that takes no finite element above that number (65504).
-        """
+        """floor(log2(largest number of the format / amax)), exact; None where amax is 0."""
         return _floor_log2(limits(dtype).largest, self.amax)
 
     def __repr__(self) -> str:

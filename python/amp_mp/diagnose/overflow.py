@@ -18,11 +18,9 @@ def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     Every element is read, of a sparse gradient its values. Absent gradients, tensor subclasses, and
     dtypes other than float32, float16 and bfloat16 are skipped.
 
-    Args:
-        params: a module, or parameters by name: a mapping or pairs.
-        scale: the loss scale of the gradients, for the advice: anything `watch` takes.
-
-    Raises TypeError for other params or scales, ValueError for a scale not finite or not above 0.
+    params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the
+    gradients, for the advice: anything that `watch` takes; default: None, no scale. Raises
+    TypeError for other params or scales, ValueError for a scale not finite or not above 0.
     """
     return nonfinite_gradients(_named(params), scale_of(scale))
 
@@ -50,19 +48,17 @@ class OverflowTracker:
 
     Args:
         params, scaler: as diagnose_overflow's params and scale, with its errors.
-        patience: for how many steps in a row a gradient has to be non-finite, while the scale
-            falls, to count as incurable. A scale that starts at 2^24 needs up to 24 halvings to
-            reach a value that fits, so the default is 25.
-        floor_patience: for how many overflowing steps in a row a scale has to stay the same to
-            count as stuck. Raises ValueError for a patience below 2.
+        patience: a gradient is incurable if it is non-finite in this many steps in a row while the
+            scale falls. Default: 25, because a scale of 2^24 may need 24 halvings until it fits.
+        floor_patience: a scale is stuck if it stays the same in this many overflowing steps in a
+            row; default: 5. Raises ValueError for a patience below 2.
     """
 
     def __init__(
         self, params: Named, scaler: Any = None, patience: int = 25, floor_patience: int = 5
     ) -> None:
         if min(patience, floor_patience) < 2:
-            found = f"{patience!r} and {floor_patience!r}"
-            raise ValueError(f"patience must be 2 or more, found {found}")
+            raise ValueError(f"patience must be 2 or more, found {patience} and {floor_patience}")
         self._params, self._scaler = _named(params), scaler
         self._patience, self._floor_patience = patience, floor_patience
         # For each non-finite parameter the step at which that began, and the loss scale then.
@@ -92,20 +88,16 @@ class OverflowTracker:
         name, (since, start) = min(reversed(self._began.items()), key=lambda item: item[1][0])
         scale, steps = self.report.scale, self.steps - since + 1
         stuck = self.steps - self._same_since + 1 >= self._floor_patience
-        fell = scale < start
+        fell, now = scale < start, scale_text(scale)
         if not stuck and not (fell and steps >= self._patience):
             return None
         trouble = f"the gradient of {name} has been inf or NaN in each of the {steps} steps since"
         if scale > 1 and not fell:
-            return (
-                f"The loss scale is stuck at {scale_text(scale)}: {trouble} step {since} and the "
-                "scale has not moved; lower it, or make it dynamic."
-            )
-        history = f"and the scale is {scale_text(scale)} already"
+            cure = "and the scale has not moved; lower it, or make it dynamic."
+            return f"The loss scale is stuck at {now}: {trouble} step {since} {cure}"
+        history = f"and the scale is {now} already"
         if fell:
-            history = f"while the scale fell from {scale_text(start)} to {scale_text(scale)}"
-            history += ", its floor" if stuck else ""
-        return (
-            f"No loss scale can cure this: {trouble} step {since}, {history}, so look for the NaN "
-            "or inf in the forward pass or the data."
-        )
+            floor = ", its floor" if stuck else ""
+            history = f"while the scale fell from {scale_text(start)} to {now}{floor}"
+        cure = "so look for the NaN or inf in the forward pass or the data."
+        return f"No loss scale can cure this: {trouble} step {since}, {history}, {cure}"

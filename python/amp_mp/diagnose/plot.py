@@ -1,7 +1,5 @@
 """Pictures of gradients and updates, which need matplotlib but no display, and TensorBoard logs."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_mp.diagnose.histogram import EXPONENTS, ExponentHistogram, limits
-from amp_mp.diagnose.report import GradientReport
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
-from amp_mp.diagnose.watch import Watch, scale_of
+from amp_mp.diagnose.watch import GradientReport, Watch, scale_of
 from amp_mp.text_table import dtype_name, percent, scale_text
 
 if TYPE_CHECKING:
@@ -23,14 +20,13 @@ LOST, SUBNORMAL, NORMAL, OVERFLOW = "#d62728", "#ff9f1c", "#2a9d4a", "#7b2cbf"
 BELOW: dict[str, Any] = {"loc": "outside lower center", "ncols": 5, "fontsize": 8}  # legends
 
 
-def plot_gradients(report: GradientReport) -> Figure:
+def plot_gradients(report: GradientReport) -> "Figure":
     """Weight and activation gradients over their binades, and what the format makes of them.
 
     Bars: share of the elements that are not 0, inf or NaN in each binade of the unscaled gradients.
     Shaded: what becomes of a binade in the report's format at the report's loss scale. Dotted: the
-    format's edges without scaling; the loss scale moves them by its log2.
-
-    Raises ValueError if the report is empty, ImportError without matplotlib.
+    format's edges without scaling; the loss scale moves them by its log2. Raises ValueError if the
+    report is empty, ImportError without matplotlib.
     """
     kinds = (("Weight gradients", report.weights), ("Activation gradients", report.activations))
     seen = [(title, histogram) for title, histogram in kinds if histogram.elements]
@@ -38,15 +34,14 @@ def plot_gradients(report: GradientReport) -> Figure:
         raise ValueError("the report is empty: no gradient has been seen, so none can be drawn")
     figure, panels = new_figure(len(seen), height=5.2)
     for axes, (title, histogram) in zip(panels, seen, strict=True):
-        _draw(axes, title, histogram, report.scale, report.dtype)
+        _draw(axes, title, histogram, report)
     panels[0].set_ylabel("share of the elements per binade [%]\n(0, inf and NaN left out)")
     figure.legend(*panels[0].get_legend_handles_labels(), **BELOW)  # the panels' are the same
     return figure
 
 
-def _draw(
-    axes: Axes, title: str, histogram: ExponentHistogram, scale: float, dtype: torch.dtype
-) -> None:
+def _draw(axes: "Axes", title: str, histogram: ExponentHistogram, report: GradientReport) -> None:
+    scale, dtype = report.scale, report.dtype
     name, at_scale = dtype_name(dtype), f"loss scale {scale_text(scale)}"
     counts = histogram.counts
     shares = (100 * counts / max(1, int(counts.sum()))).tolist()
@@ -65,31 +60,27 @@ def _draw(
     if shift:
         text = f"edges of {name} without scaling"
         axes.vlines(plain, 0, top, colors="0.35", linestyles=":", linewidth=1, label=text)
-        arrow = {"arrowstyle": "->", "color": "0.2"}
         tip, tail = (scaled[1], 0.9 * top), (plain[1], 0.9 * top)
-        axes.annotate("", tip, tail, arrowprops=arrow, zorder=4)
+        axes.annotate("", tip, tail, arrowprops={"arrowstyle": "->", "color": "0.2"}, zorder=4)
         axes.text((scaled[1] + plain[1]) / 2, 0.92 * top, at_scale, ha="center", fontsize=8)
     found = histogram.at(scale, dtype)._asdict()
     line = ", ".join(f"{percent(found[key])} {key}" for key in ("lost", "subnormal", "overflow"))
     axes.set_title(f"{title} in {name} at {at_scale}\n{line}", fontsize=10)
     axes.set_xlabel("magnitude of the unscaled gradient [log2 |g|]")
-    axes.set_xlim(ends[0], ends[-1])
-    axes.set_ylim(0, top)
+    axes.set(xlim=(ends[0], ends[-1]), ylim=(0, top))
 
 
-def plot_updates(table: UpdateTable) -> Figure:
+def plot_updates(table: UpdateTable) -> "Figure":
     """What becomes of each parameter's updates, and each layer's median ratio to the weight.
 
     Left: shares lost, in between and kept. Right: median |update| / |weight| of the parameter's
-    layer at the last step, with the two edges of the formats in use.
-
-    Raises ValueError if the table is empty, ImportError without matplotlib.
+    layer at the last step, with the two edges of the formats in use. Raises ValueError if the table
+    is empty, ImportError without matplotlib.
     """
     if not table:
         raise ValueError("the table is empty: no step has been seen, so none can be drawn")
     figure, (left, right) = new_figure(2, height=2.0 + 0.24 * len(table), sharey=True)
-    rows = range(len(table))
-    start = [0.0] * len(table)
+    rows, start = range(len(table)), [0.0] * len(table)
     parts = (("lost", LOST, "lost"), ("between", SUBNORMAL, "depends on the weight"))
     for key, color, label in (*parts, ("kept", NORMAL, "kept")):
         part = [100 * getattr(row, key) for row in table]
@@ -97,9 +88,8 @@ def plot_updates(table: UpdateTable) -> Figure:
         start = [a + b for a, b in zip(start, part, strict=True)]
     left.set_yticks(rows, [f"{row.name} ({dtype_name(row.dtype)})" for row in table], fontsize=8)
     left.invert_yaxis()
-    left.set_xlim(0, 100)
+    left.set(xlim=(0, 100), xlabel="share of the updates [%]")
     left.set_title("Updates of weights kept without float32 masters", fontsize=10)
-    left.set_xlabel("share of the updates [%]")
 
     points = [(row.median, i) for i, row in enumerate(table) if row.median]
     if points:
@@ -116,13 +106,13 @@ def plot_updates(table: UpdateTable) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> None:
+def save(figure: "Figure", path: str | Path) -> None:
     """Writes a picture; the file's ending chooses the format. Makes folders that are missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def new_figure(panels: int, height: float, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+def new_figure(panels: int, height: float, sharey: bool = False) -> "tuple[Figure, list[Axes]]":
     """An empty figure that needs no display, with panels side by side; height in inches."""
     try:
         from matplotlib.figure import Figure
@@ -134,16 +124,6 @@ def new_figure(panels: int, height: float, sharey: bool = False) -> tuple[Figure
     for each in axes:
         each.grid(alpha=0.3)
     return figure, axes
-
-
-def writer(log_dir: str) -> Any:
-    """A torch.utils.tensorboard.SummaryWriter; the ImportError without it says what to install."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        needed = "logging needs tensorboard, which is not installed: pip install tensorboard"
-        raise ImportError(needed) from error
-    return SummaryWriter(log_dir)
 
 
 def log(
@@ -171,20 +151,22 @@ def log(
         figures: also `gradients/exponents`, the picture, which takes a fraction of a second.
     """
     policy = watch.scaler if policy is None and watch is not None else policy
+    scalars: dict[str, float | None] = {}
     if policy is not None:
-        writer.add_scalar("loss_scale", scale_of(policy), step)
+        scalars["loss_scale"] = scale_of(policy)
     if watch is not None:
         report = watch.report(scale_of(policy))
-        for row in [row for row in report if row.name == "(all)"]:
-            for name in ("lost", "subnormal", "overflow", "headroom"):
-                if (value := getattr(row.diagnosis, name)) is not None:
-                    writer.add_scalar(f"gradients/{row.kind}s/{name}", value, step)
+        for kind, name, _, found in report:
+            if name == "(all)":
+                for key in ("lost", "subnormal", "overflow", "headroom"):
+                    scalars[f"gradients/{kind}s/{key}"] = getattr(found, key)
         for name, grad in watch.gradients():
             writer.add_histogram(f"gradients/{name}", torch.where(grad.isfinite(), grad, 0.0), step)
         if figures and report:
             writer.add_figure("gradients/exponents", plot_gradients(report), step)
     if ratios is not None:
-        for each in ratios.report():
-            writer.add_scalar(f"updates/lost/{each.name}", each.lost, step)
-        for layer, median in ratios.medians.items():
-            writer.add_scalar(f"updates/median/{layer}", median, step)
+        scalars |= {f"updates/lost/{row.name}": row.lost for row in ratios.report()}
+        scalars |= {f"updates/median/{layer}": m for layer, m in ratios.medians.items()}
+    for name, value in scalars.items():
+        if value is not None:
+            writer.add_scalar(name, value, step)

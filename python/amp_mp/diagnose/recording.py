@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from amp_mp.diagnose.overflow import OverflowTracker
 from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
-from amp_mp.diagnose.report import GradientReport
 from amp_mp.diagnose.updates import UpdateRatios
-from amp_mp.diagnose.watch import Watch, scale_of
+from amp_mp.diagnose.watch import GradientReport, Watch, scale_of
 from amp_mp.scaling.policies import ScalePolicy, check_scale
 
 
@@ -31,11 +30,9 @@ class Recording:
     watched with everything in it, under its class's name. The loss scale is that of the policy or
     GradScaler last used before backward. Compiled code runs uncompiled, so that hooks see it.
 
-    Args:
-        scale: the loss scale to judge gradients at; default: the script's own at the end.
-        steps: raise EnoughError in the backward after this many.
-
-    Raises ValueError for a scale that is not finite or not above 0, and steps below 1.
+    scale: the loss scale to judge gradients at; default: the script's own at the end. steps: raise
+    EnoughError in the backward after this many. Raises ValueError for a scale that is not finite or
+    not above 0, and steps below 1.
     """
 
     def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
@@ -43,15 +40,13 @@ class Recording:
             check_scale(scale, "scale")
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be above 0, found {steps}")
-        self._scale, self._steps = scale, steps
+        self._scale, self._steps, self.backwards = scale, steps, 0
         self._scaler: Any = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._watched: dict[str, tuple[Watch, OverflowTracker]] = {}  # by root name
-        self.backwards = 0
-        self.ratios = UpdateRatios()
         self._stack = ExitStack()
-        self._stack.callback(self.ratios.close)
+        self.ratios = self._stack.enter_context(UpdateRatios())
         self._stack.callback(register_module_forward_pre_hook(self._on_call).remove)
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._wrap(torch.autograd, "backward", self._backward)
@@ -97,14 +92,11 @@ class Recording:
         for inner in module.modules():
             self._known.add(inner)
             if inner in self._roots:  # it was called on its own before
-                watch, _ = self._watched.pop(self._roots.pop(inner))
-                watch.close()
-        name, number = type(module).__name__, 1
-        while name in self._watched:
-            number += 1
-            name = f"{type(module).__name__}{number}"
-        watch = Watch(module, self._current_scale)
-        self._stack.callback(watch.close)
+                self._watched.pop(self._roots.pop(inner))[0].close()
+        kind = type(module).__name__
+        names = (kind, *(f"{kind}{i}" for i in range(2, len(self._watched) + 2)))
+        name = next(name for name in names if name not in self._watched)
+        watch = self._stack.enter_context(Watch(module, self._current_scale))
         self._roots[module] = name
         self._watched[name] = watch, OverflowTracker(module, self._current_scale)
         self.ratios.name(module, f"{name}.")
@@ -122,10 +114,7 @@ class Recording:
         return GradientReport(**kinds, scale=scale, dtype=torch.float16)
 
     def finish(self, out: str | Path | None = None) -> bool:
-        """Closes, prints every table, and with `out` saves pictures in that folder.
-
-        Returns False, and prints why, if there is nothing to report.
-        """
+        """Closes, prints all tables, saves pictures in `out`; False if there was no gradient."""
         self.close()
         report, updates = self.report(), self.ratios.report()
         if not report:
@@ -152,12 +141,9 @@ class Recording:
 def start(out: str | Path | None = None, scale: float | None = None) -> Recording:
     """Watches the rest of this script, and prints what was found when it ends.
 
-    Args:
-        out: a folder for pictures; default: none.
-        scale: the loss scale to judge gradients at; default: the script's own.
-
-    Raises ValueError for a scale that is not finite or not above 0, ImportError for pictures
-    without matplotlib.
+    out: a folder for pictures, which need matplotlib, or ImportError; default: none. scale: the
+    loss scale to judge gradients at, or ValueError if it is not finite or not above 0; default: the
+    script's own.
     """
     if out is not None:
         new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported

@@ -16,6 +16,8 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.state.masters import master_of
 from amp_mp.text_table import aligned, dtype_name, percent
 
+Source = Optimizer | FP16_Optimizer | nn.Module | None
+
 
 class Updates(NamedTuple):
     """One parameter's updates over all steps seen.
@@ -40,14 +42,14 @@ class UpdateTable(list[Updates]):
     def __str__(self) -> str:
         if not self:
             return "no step of an optimizer has been seen"
-        header = ["parameter", "weights in", "updates", " lost", " between", " kept"]
-        rows: list[list[Any]] = [[*header, "median |update / weight| of the layer"]]
+        title = "Updates: what weights in low precision, without masters, would lose"
+        header = ("parameter", "weights in", "updates", " lost", " between", " kept")
+        rows = []
         for name, dtype, elements, *shares, median in self:
             parts = (f"{percent(share):>6}" for share in shares)
             ratio = None if median is None else f"{median:.2g}"
-            rows.append([name, dtype_name(dtype), elements, *parts, ratio])
-        title = "Updates: what weights in low precision, without masters, would lose"
-        return f"{title}\n{aligned(rows[0], rows[1:])}"
+            rows.append((name, dtype_name(dtype), elements, *parts, ratio))
+        return f"{title}\n{aligned((*header, 'median |update / weight| of the layer'), rows)}"
 
 
 class UpdateRatios(AbstractContextManager["UpdateRatios"]):
@@ -57,17 +59,16 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
             train(model)
         print(ratios.report())
 
-    A weight w that is kept in a format with unit eps (2^-10 in float16) loses, rounding to nearest
-    even, every update |u| < |w| eps / 4 (2^-12 |w|), and keeps every |u| > |w| eps / 2 (2^-11 |w|);
-    in between it depends on the weight's fraction and on the sign. Below the normal numbers the
-    spacing is constant, and half of it (float16: 2^-25) is the edge of both. In bfloat16 the ratios
-    are 2^-9 and 2^-8. w is the weight rounded to the format, u the exact difference that the step
-    makes to the float32 weight: a float32 parameter, or the master in the optimizer's state.
+    A weight w in a format with unit eps (2^-10 in float16), rounded to nearest even, loses every
+    update |u| < |w| eps / 4 (2^-12 |w|; in bfloat16 2^-9 |w|) and keeps every |u| > |w| eps / 2; in
+    between it depends on the weight's fraction and on the sign. Below the normal numbers half the
+    constant spacing (float16: 2^-25) is the edge of both. w is the weight rounded to the format, u
+    the step's exact change of the float32 weight: a parameter, or the master in the optimizer.
 
-    For a low-precision parameter without a master the table shows what happened instead of what
-    would: an update is lost where the weight stayed the same although its gradient is not zero. Not
-    counted: a step that changed nothing because of inf or NaN in the gradients, and the step in
-    which an amp_mp optimizer makes a parameter's master. Weights are copied during each step.
+    Of a low-precision parameter without a master the table shows what really happened: an update is
+    lost where the weight stayed the same although its gradient is not zero. Not counted: a step
+    that changed nothing because of inf or NaN in the gradients, and the step in which an amp_mp
+    optimizer makes a parameter's master. Weights are copied during each step.
 
     Args:
         source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of
@@ -78,11 +79,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     Raises TypeError for another source, ValueError for another dtype.
     """
 
-    def __init__(
-        self,
-        source: Optimizer | FP16_Optimizer | nn.Module | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, source: Source = None, dtype: torch.dtype | None = None) -> None:
         if dtype is not None:
             limits(dtype)  # raises for another dtype
         self._dtype = dtype
@@ -136,14 +133,13 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._before = []
         for index, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names")
             for i, param in enumerate(group["params"]):
                 name = self._names.get(param)
                 if name is None and not self._named_only:
+                    given = group.get("param_names")
                     name = given[i] if given else f"group {index}[{i}]"
                 if name is not None and param.is_floating_point():
-                    weight = _weight(optimizer, param).detach().clone()
-                    self._before.append((name, param, weight))
+                    self._before.append((name, param, _weight(optimizer, param).detach().clone()))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -186,7 +182,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
 
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
     """What the update changes: the float32 master in the optimizer's state, or the parameter."""
-    master = master_of(param, optimizer.state[param]) if param in optimizer.state else None
+    master = master_of(param, optimizer.state.get(param, {}))
     return param if master is None else master
 
 

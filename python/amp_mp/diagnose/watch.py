@@ -1,19 +1,87 @@
-"""Counting a model's gradients, of weights and of activations, during backward."""
+"""Counting a model's gradients, of weights and of activations, during backward; their table."""
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp.diagnose.histogram import ExponentHistogram
-from amp_mp.diagnose.report import GradientReport
+from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
 from amp_mp.scaling.nonfinite import dense_values
 from amp_mp.scaling.policies import check_scale
+from amp_mp.text_table import aligned, dtype_name, percent, scale_text
+
+
+class Row(NamedTuple):
+    """One tensor's gradients: "weight" or "activation", its name, their counts and diagnosis."""
+
+    kind: str
+    name: str
+    histogram: ExponentHistogram
+    diagnosis: Diagnosis
+
+    def cells(self) -> tuple[object, ...]:
+        """The row of the table."""
+        kind, name, seen, found = self
+        shares = (seen.zeros / max(1, seen.elements), found.lost, found.subnormal, found.overflow)
+        counts = (seen.elements, *(f"{percent(share):>6}" for share in shares), seen.infs or None)
+        largest = f"{math.log2(seen.amax):6.1f}" if seen.amax else None
+        headroom = None if found.headroom is None else f"{found.headroom:+d} binades"
+        return (kind, name, *counts, seen.nans or None, largest, headroom)
+
+
+class GradientReport(list[Row]):
+    """A row for all weights, for all activations, and for each tensor; prints as a table.
+
+    weights, activations: ExponentHistograms of unscaled gradients, by name as arguments, added up
+    as attributes. The diagnoses are of these gradients times `scale` in `dtype`. left_out: why
+    tensors were not counted, by name.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, ExponentHistogram],
+        activations: Mapping[str, ExponentHistogram],
+        scale: float,
+        dtype: torch.dtype,
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
+        self.scale, self.dtype, self.left_out = scale, dtype, dict(left_out or {})
+        self.weights = sum(weights.values(), ExponentHistogram())
+        self.activations = sum(activations.values(), ExponentHistogram())
+        seen = (("weight", weights, self.weights), ("activation", activations, self.activations))
+        for kind, each, total in seen:
+            rows = {"(all)": total, **each} if each else {}
+            self.extend(Row(kind, name, h, h.at(scale, dtype)) for name, h in rows.items())
+
+    @property
+    def safe_log2_scale(self) -> int | None:
+        """The largest power of two that no gradient seen overflows with; None without gradients."""
+        return (self.weights + self.activations).largest_safe_log2_scale(self.dtype)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no gradient has been seen"
+        name, scale = dtype_name(self.dtype), scale_text(self.scale)
+        header = ("gradient of", "tensor", "elements", " zero", " lost", " subnormal", " overflow")
+        lines = [
+            f"Gradients, and what becomes of them in {name} at loss scale {scale}",
+            "(shares of the elements that are not 0, inf or NaN; log2 of the unscaled largest)",
+            aligned((*header, "inf", "NaN", "log2 largest", "headroom"), map(Row.cells, self)),
+            *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
+        ]
+        if (safe := self.safe_log2_scale) is not None:
+            there = (self.weights + self.activations).at(2.0**safe, self.dtype)
+            lines.append(
+                f"The largest loss scale that overflows nothing seen is 2^{safe}: there "
+                f"{percent(there.lost)} would be lost and {percent(there.subnormal)} subnormal."
+            )
+        return "\n".join(lines)
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -27,13 +95,12 @@ class Watch(AbstractContextManager["Watch"]):
     module, one for all outputs and calls of a module. Of sparse gradients the stored values are
     counted. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
 
-    Made for eager code: around a compiled model put torch.compiler.set_stance("force_eager").
-    Copies of the model made meanwhile have hooks that do nothing once this is closed.
+    Around a compiled model put torch.compiler.set_stance("force_eager"), so that hooks see it. The
+    hooks of copies made of the model meanwhile do nothing once this is closed.
 
     Args:
-        model: what is watched: the gradients of its parameters, after accumulation, and those of
-            the outputs of its leaf modules (modules without children). Parameters and modules that
-            become trainable, or part of the model, later are not watched.
+        model: the gradients of its parameters, after accumulation, and of the outputs of modules
+            without children are counted; of those that are trainable and part of it now.
         scaler: what holds the loss scale, by which gradients are divided before they are counted: a
             number, a policy, a GradScaler (amp_mp's or torch's), an FP16_Optimizer, or a function
             that returns a number. Read for each gradient. Default: None, no scale.
@@ -63,8 +130,7 @@ class Watch(AbstractContextManager["Watch"]):
             self._handles.append(register(lambda param, n=name: self._on_weight(n, param)))
         for name, module in model.named_modules():
             if not list(module.children()):
-                register = module.register_forward_hook
-                name = name or type(module).__name__
+                name, register = name or type(module).__name__, module.register_forward_hook
                 self._handles.append(register(lambda _, a, out, n=name: self._on_forward(n, out)))
 
     def reset(self) -> None:
@@ -76,9 +142,9 @@ class Watch(AbstractContextManager["Watch"]):
 
     def close(self) -> None:
         """Removes every hook; the counts stay. Closing twice is fine."""
-        handles, self._handles = [*self._handles, *self._outputs], []
-        for handle in handles:
+        for handle in (*self._handles, *self._outputs):
             handle.remove()
+        self._handles = []
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -86,10 +152,7 @@ class Watch(AbstractContextManager["Watch"]):
     def report(
         self, scale: float | None = None, dtype: torch.dtype = torch.float16
     ) -> GradientReport:
-        """What was counted so far, judged at a loss scale, by default the scaler's present one.
-
-        Raises ValueError for a scale or dtype that ExponentHistogram.at does not take.
-        """
+        """What was counted so far, judged by ExponentHistogram.at; default: the scaler's scale."""
         scale = scale_of(self.scaler) if scale is None else scale
         return GradientReport(self.weights, self.activations, scale, dtype, self.left_out)
 
@@ -120,18 +183,15 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _is_turn(self, kind: str, name: str) -> bool:
         """Whether this gradient is to be counted; after `close` none is."""
-        if not self._handles:
-            return False
         self._times[kind, name] += 1
-        return (self._times[kind, name] - 1) % self.every == 0
+        return bool(self._handles) and (self._times[kind, name] - 1) % self.every == 0
 
     def _count(self, where: dict[str, ExponentHistogram], name: str, grad: Tensor) -> None:
-        values = dense_values(grad)
-        if isinstance(values, str):
+        if isinstance(values := dense_values(grad), str):
             self.left_out[name] = values
-            return
-        seen = ExponentHistogram.of(values, scale_of(self.scaler))
-        where[name] = where[name] + seen if name in where else seen
+        else:
+            seen = ExponentHistogram.of(values, scale_of(self.scaler))
+            where[name] = where.get(name, ExponentHistogram()) + seen
 
 
 watch = Watch

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.nn.norms import autocast_off
+from amp_mp.nn.float32_layers import autocast_off
 
 # For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
 _lock = threading.Lock()
@@ -21,33 +21,28 @@ _lock = threading.Lock()
 def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, with the weight's gradient accumulated in float32.
 
-    Returns input weight^T + bias, bit for bit what F.linear returns. In the backward
+    Returns input weight^T + bias, bit for bit what F.linear returns. The backward computes
+    weight.grad += grad_output^T input over all rows in float32; autograd would round each
+    micro-batch's gradient, and their sum, to the weight's dtype. The call sets `weight.grad_dtype =
+    torch.float32`. The bias' gradient is summed in float32 and has the bias' own grad_dtype; the
+    input's gradient is F.linear's.
 
-        weight.grad += grad_output^T input, over all rows, in float32,
-
-    where autograd would round each micro-batch's gradient, and their sum, to the weight's dtype.
-    The call sets `weight.grad_dtype = torch.float32`. The bias' gradient is summed in float32 and
-    has the bias' own grad_dtype; the input's gradient is F.linear's.
-
-    The micro-batch's gradient is a float32 tensor of its own, which autograd adds, where the weight
-    has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in `torch.autograd.grad` and
-    on a CUDA stream other than the default one: the same sum, with one more pass and buffer. A hook
-    on the weight's AccumulateGrad node gets None instead of the gradient.
+    If the weight has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in
+    `torch.autograd.grad`, and on a CUDA stream other than the default one, autograd adds a float32
+    gradient of the micro-batch: the same sum, with one more pass and buffer. A hook on the weight's
+    AccumulateGrad node gets None instead of the gradient.
 
     The call is plain F.linear, with F.linear's gradients, for weights of other dtypes, frozen
     weights, no_grad, torch.compile, torch.func, tensor subclasses as input, input and weight of
     different dtypes outside autocast, and a bias of another dtype than the weight's. It cannot be
     differentiated twice.
 
-    Args:
-        input: [..., in], floating-point, of the weight's dtype unless autocast is on.
-        weight: [out, in], a leaf; only float16 and bfloat16 weights accumulate in float32.
-        bias: [out], of the weight's dtype, or None. The result is [..., out].
+    input: [..., in], floating-point, of the weight's dtype unless autocast is on. weight:
+    [out, in], a leaf; only float16 and bfloat16 weights accumulate in float32. bias: [out], of the
+    weight's dtype, or None. The result is [..., out].
 
-    Raises:
-        TypeError: weight is a tensor subclass (a DTensor).
-        ValueError: weight is not a leaf, or already has a gradient in low precision.
-        RuntimeError: F.linear's own, for shapes and dtypes that do not go together.
+    Raises TypeError for a weight that is a tensor subclass (a DTensor), ValueError for one that is
+    not a leaf or already has a gradient in low precision, RuntimeError as F.linear does.
     """
     if weight.dtype in LOW_PRECISION and weight.requires_grad and torch.is_grad_enabled():
         _set_float32_grad(weight)
@@ -55,14 +50,13 @@ def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def _set_float32_grad(weight: Tensor) -> None:
+    instead = "use torch.nn.functional.linear"
     if not is_plain(weight):
-        raise TypeError(
-            f"weight must be a plain tensor, found {type(weight)}; use torch.nn.functional.linear"
-        )
+        raise TypeError(f"weight must be a plain tensor, found {type(weight)}; {instead}")
     if not weight.is_leaf:
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} is computed by {weight.grad_fn}, so it keeps "
-            "no gradient; pass a leaf, or use torch.nn.functional.linear"
+            f"no gradient; pass a leaf, or {instead}"
         )
     if weight.grad_dtype == torch.float32:
         return
@@ -125,7 +119,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(weight: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
-    """The gradient that autograd has still to add or return; None if it is added or unwanted."""
+    """The gradient for autograd to add or return; None if it is added already or unwanted."""
     accumulates = _C.accumulates(weight)
     if accumulates is None:
         return None

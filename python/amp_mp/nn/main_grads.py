@@ -23,8 +23,7 @@ class MainGrads(AbstractContextManager["MainGrads"]):
         self._modules = [module for module in model.modules() if _is_linear(module)]
         for param, _ in self._params:
             _set_grad_dtype(param, torch.float32)
-        for module in self._modules:
-            # A method named forward, so that copies and pickles of the model find their own.
+        for module in self._modules:  # a method named forward: copies and pickles find their own
             module.forward = MethodType(forward, module)
 
     def remove(self) -> None:
@@ -34,8 +33,7 @@ class MainGrads(AbstractContextManager["MainGrads"]):
                 del module.forward
         for param, dtype in self._params:
             _set_grad_dtype(param, dtype if param.dtype in LOW_PRECISION else param.dtype)
-        self._modules.clear()
-        self._params.clear()
+        self._modules, self._params = [], []
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -51,28 +49,23 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     - The weight of a low-precision nn.Linear: each micro-batch's gradient is made in float32 and
       added to `.grad` in the same product (amp_mp.nn.functional.linear_accumulate lists the
       exceptions). Its bias: summed and added in float32.
-    - Other low-precision parameters, and those of a Linear where its forward is not called: each
+    - Other low-precision parameters, and those of a Linear whose forward is not called: each
       micro-batch's gradient is rounded once to the parameter's dtype, and added in float32.
     - float32 parameters: nothing changes.
 
     Works with accumulation, activation checkpointing, tied weights, hooks, loss scaling, autocast
     and optimizer.attach. Under torch.compile a Linear's weight is treated as any other parameter. A
-    deep copy of the model is not attached.
+    deep copy of the model is not attached. torch's DistributedDataParallel has buckets of the
+    parameters' dtypes and does not take float32 gradients: do not wrap the model in it, but average
+    `.grad` before each step with torch.distributed.all_reduce.
 
-    Data-parallel training: torch's DistributedDataParallel has buckets of the parameters' dtypes
-    and does not take float32 gradients. Do not wrap the model in it; average `.grad` before each
-    step with torch.distributed.all_reduce.
+    The model is changed in place. `remove()` of the handle returned, which need not be kept, or the
+    end of a `with` block undoes it all.
 
-    The model is changed in place. The handle returned need not be kept: `remove()`, or the end of a
-    `with` block, undoes it all.
-
-    Raises:
-        TypeError: model is not a module.
-        ValueError: model is or contains a DistributedDataParallel or FSDP wrapper, or a
-            low-precision parameter is a tensor subclass (FSDP2's DTensor), lazy, or on another
-            device than a CPU or a GPU.
-        RuntimeError: model is attached already. Its forward raises RuntimeError where it has since
-            been wrapped in a DistributedDataParallel.
+    Raises TypeError if model is not a module; ValueError if it is or contains a
+    DistributedDataParallel or FSDP wrapper, or if a low-precision parameter is a tensor subclass
+    (FSDP2's DTensor), lazy, or not on a CPU or a GPU; RuntimeError if it is attached already. Its
+    forward raises RuntimeError if it is wrapped in a DistributedDataParallel later.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")

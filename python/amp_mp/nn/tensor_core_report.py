@@ -1,6 +1,7 @@
 """Which products of a model have sizes that Tensor Cores have to pad."""
 
 import math
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,7 @@ class ProductTable(list[Product]):
     """Products in the order in which they ran; prints as a table."""
 
     def __str__(self) -> str:
-        pads = (", ".join(f"{size} to {to}" for size, to in row.padding.items()) for row in self)
-        rows = [(*row[:5], pad) for row, pad in zip(self, pads, strict=True)]
+        rows = [(*row[:5], ", ".join(f"{k} to {to}" for k, to in row[5].items())) for row in self]
         return aligned(("module", "layer", "M", "K", "N", "pad"), rows)
 
 
@@ -40,21 +40,16 @@ def tensor_core_report(
 
     16-bit Tensor Cores multiply blocks of 8: other sizes are padded, which costs time and memory,
     or do not use the Tensor Cores (NVIDIA, Matrix Multiplication Background User's Guide). The
-    forward products are listed; backward's have the same three sizes. For a Linear, M is the number
-    of input rows, K in_features, N out_features. For a Conv, M is the number of output positions in
-    the batch, K the kernel's size times in_channels / groups, N out_channels / groups. For a
-    transposed Conv, M counts input positions and N, instead of K, has the kernel's size as factor.
+    forward products are listed, each once; backward's have the same three sizes. For a Linear, M is
+    the number of input rows, K in_features, N out_features. For a Conv, M is the number of output
+    positions in the batch, K the kernel's size times in_channels / groups, N out_channels / groups;
+    for a transposed Conv, M counts input positions, and the kernel's size is in N instead of K.
 
     Runs the model once, in evaluation mode and without gradients, and leaves it as it was.
 
-    Args:
-        model: any module; layers other than Linear and Conv are ignored.
-        inputs, kwargs: the arguments to call it with.
-        multiple: what the sizes should be multiples of, or ValueError if it is not positive;
-            default: 8, for 16-bit dtypes.
-
-    Returns:
-        The products with a size to pad, each once even if it ran several times.
+    model: any module; layers other than Linear and Conv are ignored. inputs, kwargs: the arguments
+    to call it with. multiple: what the sizes should be multiples of, or ValueError if it is not
+    positive; default: 8, for 16-bit dtypes.
     """
     pad_to_multiple(0, multiple)  # raises for a wrong multiple before the model runs
     found = ProductTable()
@@ -68,17 +63,12 @@ def tensor_core_report(
         if wrong and row not in found:
             found.append(row)
 
-    modes = {module: module.training for module in names}
-    layers = [module for module in names if isinstance(module, nn.Linear | _ConvNd)]
-    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            model.eval()(*inputs, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
+    with ExitStack() as undo, torch.no_grad():
+        for module in names:
+            undo.callback(setattr, module, "training", module.training)
+            if isinstance(module, nn.Linear | _ConvNd):
+                undo.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+        model.eval()(*inputs, **kwargs)
     return found
 
 
@@ -97,8 +87,8 @@ def pad_to_multiple(size: int, multiple: int = 8) -> int:
 def _sizes(module: nn.Module, given: Tensor, out: Tensor) -> dict[str, int]:
     """M, K and N of the product that a Linear or Conv module computes from one tensor."""
     if isinstance(module, nn.Linear):
-        K, N = module.in_features, module.out_features
-        return {"M": math.prod(given.shape[:-1]), "K": K, "N": N}
+        rows = math.prod(given.shape[:-1])
+        return {"M": rows, "K": module.in_features, "N": module.out_features}
     assert isinstance(module, _ConvNd)
     kernel = math.prod(module.kernel_size)
     inner, outer = module.in_channels // module.groups, module.out_channels // module.groups
