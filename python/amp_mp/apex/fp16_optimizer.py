@@ -14,8 +14,7 @@ from amp_mp.apex.loss_scale import apex_policy
 from amp_mp.apex.masters import Masters
 from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.nonfinite import nonfinite_gradients
-from amp_mp.scaling.observe import OverflowCounter, update_scale
+from amp_mp.scaling.observe import OverflowCounter, nonfinite_gradients, update_scale
 from amp_mp.scaling.policies import ScalePolicy
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from amp_mp.apex.loss_scale import LossScale
 from amp_mp.apex.masters import Masters
-from amp_mp.scaling.lookup import from_state_dict
+from amp_mp.scaling.dynamic import from_state_dict
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 

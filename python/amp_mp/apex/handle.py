@@ -15,8 +15,7 @@ from amp_mp.casting.autocast import disable_casts, resolve
 from amp_mp.casting.explain import set_verbose
 from amp_mp.casting.op_table import install
 from amp_mp.casting.step_hooks import install_step_hooks
-from amp_mp.scaling.dynamic import Backoff
-from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.dynamic import Backoff, make_policy
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 

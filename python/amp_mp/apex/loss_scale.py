@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from amp_mp.scaling.dynamic import Backoff
-from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.dynamic import Backoff, make_policy
 from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, check_scale
 
 

@@ -19,8 +19,13 @@ from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import copy_all_, gradients_of, named_parameters, set_aside
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.nonfinite import nonfinite_gradients
-from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
+from amp_mp.scaling.observe import (
+    OverflowCounter,
+    measure,
+    nonfinite_gradients,
+    observe,
+    update_scale,
+)
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")

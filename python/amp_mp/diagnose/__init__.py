@@ -24,7 +24,7 @@ from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.report import GradientReport
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
 from amp_mp.diagnose.watch import Watch, watch
-from amp_mp.scaling.nonfinite import OverflowReport
+from amp_mp.scaling.observe import OverflowReport
 
 __all__ = [
     "Diagnosis",

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp.diagnose.histogram import ExponentHistogram
 from amp_mp.diagnose.report import GradientReport
-from amp_mp.scaling.nonfinite import dense_values
+from amp_mp.scaling.observe import dense_values
 from amp_mp.scaling.policies import check_scale
 
 

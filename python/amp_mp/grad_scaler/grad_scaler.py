@@ -14,7 +14,7 @@ from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.decide import as_scalar, decide, decide_inputs
 from amp_mp.optim.step.handed import Handed
-from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.dynamic import make_policy
 from amp_mp.scaling.observe import by_device, measure
 from amp_mp.scaling.policies import ScalePolicy
 
