@@ -1,4 +1,4 @@
-"""Regions in which torch casts. On/off, dtype and nesting are torch's own."""
+"""Regions in which torch casts. Switching on and off, dtype and nesting are torch's own."""
 
 import functools
 import warnings
