@@ -64,7 +64,6 @@ def encode(
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
     _check(format)
-    random = {"seed": seed, "step": step, "tensor_index": number}
     if format in SPLITS:
         if weight_dtype not in LOW_PRECISION:
             raise ValueError(
@@ -79,7 +78,7 @@ def encode(
             f"m8 stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
         )
     data, scales = new_state(format, x)
-    put(x, data, scales, native_name(format), **random)
+    put(x, data, scales, native_name(format), seed=seed, step=step, tensor_index=number)
     return (data,) if scales is None else (data, scales)
 
 
@@ -89,12 +88,11 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     Raises ValueError for another format, or arrays that are not of it.
     """
     _check(format)
-    is_split = format in SPLITS
-    count = 2 if is_split or format == "m8" else 1
+    count = 2 if format in SPLITS or format == "m8" else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
     data, rest = parts[0], parts[1] if count == 2 else None
-    if not is_split or rest is None:
+    if format not in SPLITS or rest is None:
         return get(data, rest, native_name(format))
     if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
