@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import copy_all_, gradients_of, named_parameters, set_aside
-from amp_mp.casting.step_hooks import steps_taken
+from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.scaling.observe import (
     OverflowCounter,
