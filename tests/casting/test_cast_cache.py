@@ -265,6 +265,7 @@ def test_accumulation_and_timesteps_cast_a_weight_once(apex: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_optimizer_writes_what_a_cast_would(device: str, dtype: torch.dtype) -> None:
     linear, x = linear_on(device), rows_on(device)

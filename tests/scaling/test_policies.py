@@ -15,7 +15,7 @@ import torch
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.apex.loss_scale import apex_policy
+from amp_mp.apex.fp16_state import apex_policy
 from amp_mp.scaling import (
     AdaptiveGradScale,
     Backoff,

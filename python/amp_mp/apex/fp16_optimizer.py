@@ -2,19 +2,18 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_mp.apex.fp16_state import WrappedOptimizer
+from amp_mp.apex.fp16_state import WrappedOptimizer, apex_policy
 from amp_mp.apex.fused_masters import FusedMasters
-from amp_mp.apex.gradients import named_parameters
-from amp_mp.apex.loss_scale import apex_policy
-from amp_mp.apex.masters import Masters
-from amp_mp.apex.swapped_masters import SwappedMasters
+from amp_mp.apex.gradients import describe_nonfinite
+from amp_mp.apex.masters import Masters, SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import OverflowCounter, nonfinite_gradients, update_scale
+from amp_mp.scaling.observe import OverflowCounter, update_scale
 from amp_mp.scaling.policies import ScalePolicy
 
 
@@ -23,8 +22,7 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
 
     Each float16 or bfloat16 parameter gets a float32 master, which replaces it in the wrapped
     optimizer's param_groups (the lists stay the same objects, so schedulers keep working). float32
-    parameters need no master, and frozen ones stay as they are. From then on use this object, not
-    the wrapped one:
+    parameters need no master, and frozen ones stay as they are. From then on use this object:
 
         optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
                                        dynamic_loss_scale=True)
@@ -83,8 +81,6 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             return FusedMasters(optimizer)
         return SwappedMasters(optimizer)
 
-    # Gradients.
-
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
@@ -105,8 +101,8 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
     def update_master_grads(self) -> None:
         """Copies the model's gradients to the masters, divided by the scale.
 
-        A dynamic scale, or check_overflow, checks them first; on overflow `overflow` is set and
-        nothing is copied. Around an amp_mp optimizer nothing is copied at all.
+        A dynamic scale, or check_overflow, checks them first; an overflow sets `overflow` and
+        copies nothing. Around an amp_mp optimizer nothing is copied at all.
         """
         overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
         if self._checks:
@@ -132,8 +128,6 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             return None
         return self._masters.gradients()
 
-    # Steps.
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
 
@@ -143,21 +137,15 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         a lower scale; RuntimeError where the scale cannot fall any more.
         """
         before = self.loss_scale
-        update_scale(
-            self.loss_scaler, self._overflows, self.overflow, self._max_abs, self._describe
-        )
+        model_param = self._masters.model_param
+        describe = partial(describe_nonfinite, [self.optimizer], model_param=model_param)
+        update_scale(self.loss_scaler, self._overflows, self.overflow, self._max_abs, describe)
         if self.overflow:
             self._report(before)
             return None
         result = self._masters.step(None) if closure is None else self._step_with_closure(closure)
         self._masters.to_model()
         return result
-
-    def _describe(self, scale: float) -> str:
-        """Which of the model's gradients are inf or NaN."""
-        pairs = named_parameters(self.optimizer)
-        model = ((name, self._masters.model_param(param)) for name, param in pairs)
-        return str(nonfinite_gradients(model, scale))
 
     def _report(self, before: float) -> None:
         print(

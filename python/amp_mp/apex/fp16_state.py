@@ -1,23 +1,61 @@
-"""The part of FP16_Optimizer that passes through to the wrapped optimizer, saves and loads."""
+"""What FP16_Optimizer has beside its steps: the loss scale, the wrapped optimizer, snapshots."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_mp.apex.loss_scale import LossScale
 from amp_mp.apex.masters import Masters
-from amp_mp.scaling.dynamic import from_state_dict
-from amp_mp.scaling.policies import ScalePolicy, Static
+from amp_mp.scaling.dynamic import Backoff, from_state_dict, make_policy
+from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, Static, check_scale
+
+
+class LossScale:
+    """A policy, `loss_scaler`, whose scale can be read and set as `loss_scale`."""
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.loss_scaler = policy
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss. Can be set within the policy's bounds (ValueError)."""
+        return self.loss_scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.scale = value
+
+
+def apex_policy(
+    static: float,
+    dynamic: bool,
+    arguments: dict[str, Any] | None,
+    loss_scale: float | str | ScalePolicy | None,
+) -> ScalePolicy:
+    """The policy that the scale arguments of FP16_Optimizer describe."""
+    given = dict(arguments or {})
+    start = check_scale(given.pop("init_scale", 2.0**32), "dynamic_loss_args['init_scale']")
+    factor, window = given.pop("scale_factor", 2.0), given.pop("scale_window", 1000)
+    if given:
+        raise ValueError(
+            f"dynamic_loss_args: unknown {sorted(given)}; "
+            "known are init_scale, scale_factor, scale_window"
+        )
+    try:
+        preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
+    except ValueError as error:  # it names Backoff's arguments, not Apex's
+        raise ValueError(f"dynamic_loss_args: {error}") from None
+    if loss_scale is not None:
+        return make_policy(loss_scale, preset)
+    return preset if dynamic else make_policy(check_scale(static, "static_loss_scale"))
 
 
 class WrappedOptimizer(LossScale):
-    """An optimizer with masters and a loss scale, without its steps."""
+    """An optimizer with masters and a loss scale; `checks`: a static scale is checked too."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, masters: Masters, policy: ScalePolicy, checks: bool
     ) -> None:
-        """checks: look for overflows also where the scale is static."""
         super().__init__(policy)
         self.optimizer = optimizer
         self.dynamic_loss_scale = not isinstance(policy, Static)
@@ -79,10 +117,9 @@ class WrappedOptimizer(LossScale):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a snapshot; load the model's own state separately.
+        """Continues from a snapshot, also with its kind of loss scale; load the model separately.
 
-        Raises ValueError, before anything is changed, where groups or shapes differ, or something
-        is missing. The loss scale becomes the snapshot's, also if it is of another kind.
+        Raises ValueError, before anything is changed, where groups, shapes or keys do not match.
         """
         needed = {"loss_scaler", "overflow", "first_closure_call_this_step", "fp32_from_fp16"}
         missing = sorted((needed | {"optimizer_state_dict"}) - state_dict.keys())

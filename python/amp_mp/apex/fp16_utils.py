@@ -14,10 +14,7 @@ from amp_mp.optim.state.masters import take_original
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters.
-
-    For clip_grad_norm_ and the like, in scripts that work with and without mixed precision.
-    """
+    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -27,15 +24,9 @@ def prep_param_lists(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The model's trainable parameters, and float32 masters of them for an optimizer.
 
-    Args:
-        model: of any floating dtypes; with flat_master of one.
-        flat_master: one master, 1-D, of all parameters one after the other.
-
-    Returns:
-        Parameters and masters, the latter a list of one with flat_master.
-
-    Raises:
-        ValueError: flat_master with parameters of several dtypes or devices.
+    The parameters may have any floating dtypes. With flat_master the list of masters has a single
+    one, 1-D, of all parameters one after the other; ValueError unless these have one dtype and
+    device.
     """
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
@@ -61,15 +52,9 @@ def model_grads_to_master_grads(
         targets, sources = gradients_of(master_params), gradients_of(model_params)
         return copy_all_(zip(targets, sources, strict=True))
     (flat,) = master_params
-    if flat.grad is None:
-        flat.grad = torch.empty_like(flat)
-    copies = []
-    for piece, param in zip(_pieces(flat.grad, model_params), model_params, strict=True):
-        if param.grad is None:
-            piece.zero_()
-        else:
-            copies.append((piece, param.grad))
-    return copy_all_(copies)
+    flat.grad = torch.zeros_like(flat) if flat.grad is None else flat.grad.zero_()
+    pieces = zip(_pieces(flat.grad, model_params), model_params, strict=True)
+    return copy_all_((piece, p.grad) for piece, p in pieces if p.grad is not None)
 
 
 @torch.no_grad()
@@ -99,10 +84,7 @@ def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
 
 
 class tofp16(nn.Module):  # noqa: N801 (Apex's name)
-    """A layer that casts its input to `dtype`, unless the input is no floating-point tensor.
-
-    A plain cast: what is beyond float16 becomes inf.
-    """
+    """A layer that casts floating-point input to `dtype`; what is beyond float16 becomes inf."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -121,14 +103,8 @@ def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.
     """The model, converted in place, behind a layer that casts its input; Apex's function.
 
     Batch norms and the other normalisation layers stay float32, and so does what keep_fp32 has
-    marked. As in Apex, names in the result's state_dict start with "1.".
-
-    Args:
-        model: see `convert_network`.
-        dtype: torch.float16 or torch.bfloat16, which is the fast one on a CPU.
-
-    Raises:
-        ValueError: another dtype.
+    marked. As in Apex, names in the result's state_dict start with "1.". dtype: torch.float16 or
+    torch.bfloat16, which is the fast one on a CPU; ValueError for another.
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")

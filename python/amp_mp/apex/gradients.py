@@ -1,6 +1,6 @@
 """Functions for gradients that carry the loss scale, and for masters' gradients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.scaling.observe import by_device
+from amp_mp.scaling.observe import by_device, nonfinite_gradients
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -68,11 +68,13 @@ def copy_all_(
         _C.copy_(targets, sources, multiplier=multiplier, saturate=saturate)
 
 
-def named_parameters(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Every parameter with its name, if the optimizer was given names, else with its position."""
+def describe_nonfinite(
+    optimizers: list[Optimizer], scale: float, model_param: Callable[[Tensor], Tensor] = lambda p: p
+) -> str:
+    """Which gradients are inf or NaN; a parameter without a name is given by its position."""
     found: list[tuple[str, Tensor]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        params = group["params"]
-        places = (f"parameter {i} of group {index}" for i in range(len(params)))
-        found += zip(group.get("param_names") or places, params, strict=True)
-    return found
+    for index, group in [pair for each in optimizers for pair in enumerate(each.param_groups)]:
+        params = [model_param(param) for param in group["params"]]
+        positions = [f"parameter {i} of group {index}" for i in range(len(params))]
+        found += zip(group.get("param_names") or positions, params, strict=True)
+    return str(nonfinite_gradients(found, scale))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.loss_scale import LossScale
+from amp_mp.apex.fp16_state import LossScale
 from amp_mp.apex.scale_loss import OptimWrapper, scaled_loss
 from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
 from amp_mp.casting.explain import set_verbose
@@ -97,12 +97,11 @@ class NoOpHandle:
 
 
 class AmpHandle:
-    """Casting that `init` switched on, and its loss scale."""
+    """Casting that `init` switched on, and its loss scale. Use init to make one."""
 
     def __init__(
         self, device_type: str, dtype: torch.dtype, caching: bool, policy: ScalePolicy
     ) -> None:
-        """Use init."""
         self.device_type = device_type
         self.dtype = dtype
         self.has_cache = caching
@@ -154,10 +153,10 @@ class AmpHandle:
         return scaled_loss(loss, optimizer, self.loss_scaler, self.device_type)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """The torch.optim.Optimizer with a loss scale of its own for each of its losses.
+        """A torch.optim.Optimizer with its own loss scale for each of num_loss losses a step.
 
-        num_loss of them go backward between two steps. From then on use the wrapped optimizers'
-        scale_loss; the handle's own raises. TypeError or ValueError: another optimizer or count.
+        From then on use the wrapped optimizers' scale_loss; the handle's own raises. TypeError or
+        ValueError: another optimizer or count.
         """
         wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
         self._default_scaler = None

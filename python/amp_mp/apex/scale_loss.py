@@ -1,13 +1,11 @@
-"""The block in which a scaled loss goes backward, and the skipped step after an overflow.
-
-OptimWrapper is what handle.wrap_optimizer returns: an optimizer with a scale for each loss.
-"""
+"""The block in which a scaled loss goes backward, and the skipped step after an overflow."""
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,16 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.gradients import copy_all_, gradients_of, named_parameters, set_aside
+from amp_mp.apex.fp16_utils import master_params
+from amp_mp.apex.gradients import copy_all_, describe_nonfinite, gradients_of, set_aside
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import (
-    OverflowCounter,
-    measure,
-    nonfinite_gradients,
-    observe,
-    update_scale,
-)
+from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -92,12 +85,7 @@ def _update_scale(
     _iterations[policy] = _Iteration(
         steps_taken(), policy.state_dict(), copy.copy(counter), counter, found_inf, max_abs
     )
-
-    def describe(scale: float) -> str:
-        pairs = [pair for each in optimizers for pair in named_parameters(each)]
-        return str(nonfinite_gradients(pairs, scale))
-
-    update_scale(policy, counter, found_inf, max_abs, describe)
+    update_scale(policy, counter, found_inf, max_abs, partial(describe_nonfinite, optimizers))
     return is_first
 
 
@@ -141,25 +129,21 @@ def _checked(optimizer: Any) -> list[Optimizer]:
 
 def _all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    return list(dict.fromkeys(param for group in groups for param in group["params"]))
+    return list(dict.fromkeys(param for each in optimizers for param in master_params(each)))
 
 
 def skip_next_step(optimizer: Optimizer) -> None:
-    """Makes one step do nothing: gradients are set aside before it and put back after it.
-
-    `step` itself is not replaced, so schedulers and wrappers see an ordinary step.
-    """
+    """Hides the gradients from the next step, which does nothing but still counts as a step."""
     if getattr(optimizer, "_amp_mp_skips", False):
         return  # two overflows before a step are one skip
     optimizer._amp_mp_skips = True  # type: ignore[attr-defined]
     aside: list[tuple[Tensor, Tensor]] = []
 
     def before(*_: Any) -> None:
-        params = _all_parameters([optimizer])
-        aside.extend((param, param.grad) for param in params if param.grad is not None)
-        for param, _grad in aside:
-            param.grad = None
+        for param in _all_parameters([optimizer]):
+            if param.grad is not None:
+                aside.append((param, param.grad))
+                param.grad = None
 
     def after(*_: Any) -> None:
         for hook in hooks:
@@ -183,13 +167,12 @@ class OptimWrapper:
 
     Losses are told apart by their order since the last step. Each one's gradients are unscaled by
     its own scale, exactly once, and add up; if any overflows, the step changes nothing. Everything
-    else is the optimizer's own, `optimizer`, which is what a scheduler is given.
+    else is that of `optimizer`, to which schedulers should be attached.
     """
 
     def __init__(
         self, optimizer: Optimizer, policy: ScalePolicy, num_loss: int, device: str
     ) -> None:
-        """Use AmpHandle.wrap_optimizer. Each loss gets its own copy of the policy."""
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
         if not isinstance(optimizer, Optimizer):
@@ -202,10 +185,7 @@ class OptimWrapper:
         self._next = 0
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
-        """As AmpHandle.scale_loss, with the scale of the next loss.
-
-        Raises RuntimeError for more losses than num_loss between two steps.
-        """
+        """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         if self._next == len(self.loss_scalers):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={self._next} times before a step; "
@@ -215,11 +195,8 @@ class OptimWrapper:
         return scaled_loss(loss, self.optimizer, self.loss_scalers[self._next - 1], self._device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, which changes nothing if a loss has overflowed.
-
-        Raises NotImplementedError for a closure, whose losses cannot be scaled from here.
-        """
-        if closure is not None:
+        """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""
+        if closure is not None:  # its losses cannot be scaled from here
             raise NotImplementedError(
                 "a wrapped optimizer takes no closure; use amp.FP16_Optimizer, which does"
             )

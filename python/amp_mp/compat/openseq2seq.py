@@ -9,8 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import set_aside
-from amp_mp.apex.masters import Masters
-from amp_mp.apex.swapped_masters import SwappedMasters
+from amp_mp.apex.masters import Masters, SwappedMasters
 from amp_mp.compat.regularizers import add_regularization
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.dynamic import Backoff, LogMax
@@ -23,10 +22,8 @@ POLICIES: dict[str, type[ScalePolicy]] = {"backoff": Backoff, "logmax": LogMax, 
 class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
     """OpenSeq2Seq's wrapper of this name around a torch optimizer.
 
-    One step: loss times S; backward in low precision; gradients to float32; regularization on the
-    masters; divided by S; with a dynamic scale the overflow check, which may skip the rest; the
-    wrapped optimizer on the masters; masters rounded to the weights, saturating. Regularizers are
-    those that mp_regularizer_wrapper has recorded.
+    As FP16_Optimizer, with the regularizers that mp_regularizer_wrapper has recorded: their
+    gradients are computed on the masters and added to the unscaled ones, once per step.
 
     Args:
         optimizer: the optimizer to wrap.
@@ -35,8 +32,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         iter_size: how many calls of backward make a step. Each gradient is divided by it and added
             in float32; the scale stays until the step, and one overflow skips it.
 
-    Raises:
-        TypeError, ValueError: as FP16_Optimizer; iter_size is no whole number from 1 on.
+    Raises TypeError and ValueError as FP16_Optimizer, or if iter_size is no whole number from 1 on.
     """
 
     def __init__(
@@ -48,8 +44,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
     ) -> None:
         if isinstance(iter_size, bool) or not isinstance(iter_size, int) or iter_size < 1:
             raise ValueError(f"iter_size must be a whole number from 1 on, found {iter_size!r}")
-        scale = 1.0 if loss_scale is None else loss_scale
-        super().__init__(optimizer, verbose=False, loss_scale=scale)
+        super().__init__(optimizer, verbose=False, loss_scale=loss_scale)
         self.iter_size = iter_size
         self._calls = 0
 
@@ -107,8 +102,7 @@ def mixed_precision(
             dtype: "mixed" for low-precision weights and float32 masters; "float16" or "bfloat16"
                 for low precision alone, without a wrapper; "float32", the default.
             loss_scaling: a number, "Backoff" or "LogMax"; with loss_scaling_params, a dict of that
-                policy's arguments. Or the older keys: loss_scale, a number, and
-                automatic_loss_scaling, a name.
+                policy's arguments. Older: loss_scale, a number; automatic_loss_scaling, a name.
             low_precision: which one "mixed" means; default float16 on CUDA, bfloat16 on a CPU.
         options: passed on to MixedPrecisionOptimizerWrapper.
 
@@ -123,8 +117,8 @@ def mixed_precision(
     policy = _policy(config)
     if name == "mixed":
         on_cuda = any(p.is_cuda for p in model.parameters())
-        low = config.get("low_precision", "float16" if on_cuda else "bfloat16")
-        low = str(low).removeprefix("torch.")
+        default = "float16" if on_cuda else "bfloat16"
+        low = str(config.get("low_precision", default)).removeprefix("torch.")
         if low not in ("float16", "bfloat16"):
             raise ValueError(f'low_precision must be "float16" or "bfloat16", found {low!r}')
         model = prepare(model, DTYPES[low])
@@ -148,10 +142,10 @@ def _policy(config: Mapping[str, Any]) -> ScalePolicy:
         if params:
             raise ValueError("loss_scaling_params: needs a loss_scaling algorithm to belong to")
         return Static(check_scale(value, key))
-    algorithm = POLICIES.get(value.lower().strip())
-    if algorithm is None:
+    algorithm = value.lower().strip()
+    if algorithm not in POLICIES:
         raise ValueError(f"Unknown scaling algorithm: {value}")
     try:
-        return algorithm(**params)
+        return POLICIES[algorithm](**params)
     except TypeError as error:
         raise ValueError(f"loss_scaling_params: {error}") from None

@@ -20,7 +20,7 @@ _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
 
 
 class _BuiltIn(ABC):
-    """A regularizer whose gradient is written down. coefficient: lambda; not negative."""
+    """A regularizer with a coefficient lambda and a derivative; ValueError for a negative one."""
 
     def __init__(self, coefficient: float) -> None:
         if not coefficient >= 0:
@@ -28,39 +28,36 @@ class _BuiltIn(ABC):
         self.coefficient = coefficient
 
     @abstractmethod
-    def gradient(self, weight: Tensor) -> Tensor:
-        """The derivative of the term with respect to the weight."""
+    def _gradient(self, weight: Tensor) -> Tensor: ...
 
 
 class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)
-    """lambda sum w^2; gradient 2 lambda w."""
-
-    _factor = 1.0
+    """lambda sum w^2; gradient 2 lambda w. ValueError for a negative coefficient lambda."""
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """The term of the loss."""
-        return self._factor * self.coefficient * weight.square().sum()
+        return self.coefficient * weight.square().sum()
 
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Its derivative."""
-        return (2 * self._factor * self.coefficient) * weight
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return (2 * self.coefficient) * weight
 
 
-class l2_half(l2_sum):  # noqa: N801
-    """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w."""
+class l2_half(_BuiltIn):  # noqa: N801
+    """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w. Errors as l2_sum."""
 
-    _factor = 0.5
+    def __call__(self, weight: Tensor) -> Tensor:
+        return self.coefficient / 2 * weight.square().sum()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return self.coefficient * weight
 
 
 class l1(_BuiltIn):  # noqa: N801
-    """lambda sum |w|; gradient lambda sign(w), 0 at 0."""
+    """lambda sum |w|; gradient lambda sign(w), 0 at 0. Errors as l2_sum."""
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """The term of the loss."""
         return self.coefficient * weight.abs().sum()
 
-    def gradient(self, weight: Tensor) -> Tensor:
-        """Its derivative."""
+    def _gradient(self, weight: Tensor) -> Tensor:
         return self.coefficient * weight.sign()
 
 
@@ -100,11 +97,9 @@ def add_regularization(pairs: list[tuple[Tensor, Tensor]]) -> None:
                 master.grad = dense.add_(_gradient(regularizer, master.detach()))
 
 
-def _gradient(regularizer: Regularizer, weight: Tensor) -> Tensor:
-    built_in: Any = regularizer
-    if isinstance(built_in, _BuiltIn):
-        return built_in.gradient(weight)
+def _gradient(regularizer: Regularizer, weight: Tensor) -> Any:
+    if isinstance(regularizer, _BuiltIn):
+        return regularizer._gradient(weight)
     with torch.enable_grad():
         leaf = weight.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(regularizer(leaf), leaf)
-    return gradient
+        return torch.autograd.grad(regularizer(leaf), leaf)[0]

@@ -1,8 +1,4 @@
-"""Loss scaling by hand: hyperparameters that do with scaled gradients what they did with true ones.
-
-For loops that never unscale, as NVCaffe's recipe has it: loss times S, lr over S, weight decay
-times S. Which numbers change depends on the optimizer, because some of them divide the scale away.
-"""
+"""Hyperparameters for loops that never unscale gradients, as in NVCaffe's recipe."""
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -19,7 +15,7 @@ NORMALISED = (
 
 
 def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
-    """Changes every param_group so that gradients `scale` times too large make the same steps.
+    """Changes every param_group so that gradients S = `scale` times too large make the same steps.
 
     SGD: d = g + weight_decay w and the step lr d are linear in g, so lr / S and weight_decay S.
     Adam, RMSprop, Adagrad: the step is g over the root of g's squares, which divides S away; eps S,
@@ -30,13 +26,9 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
         optimizer: one of torch.optim's or amp_mp.optim's of these kinds, before its first step.
         scale: what the loss will be multiplied by.
 
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: scale is no positive number; or a kind of optimizer for which no such numbers
-            exist (Adadelta's one eps serves gradients and updates) or are known: unscale its
-            gradients instead.
+    Returns the optimizer. ValueError: scale is no positive number; or a kind of optimizer for which
+    no such numbers exist (Adadelta's one eps serves gradients and updates) or are known: unscale
+    its gradients instead.
     """
     check_scale(scale, "scale")
     if not isinstance(optimizer, LINEAR + NORMALISED):

@@ -26,10 +26,8 @@ class TypedTensor:
     Every conversion starts from the type that was written last. (NVCaffe's start from the type that
     was read last, so that a float16 read spoils a float64 one.) Data saturates at +-65504 on its
     way to float16 and NaN stays NaN; a gradient becomes inf, or its overflow would go unseen.
-    What was never written is zero. Types: torch.float64, float32, float16, bfloat16.
-
-    Write into what mutable_data and mutable_grad return, and do so before the next read: arrays
-    that were converted before a write keep the old values.
+    What was never written is zero. Write into what mutable_data and mutable_grad return before the
+    next read: arrays that were converted before a write keep the old values.
 
     Args:
         shape: of data and gradient.
@@ -38,7 +36,7 @@ class TypedTensor:
         device: of all arrays. Each is allocated when it is first asked for.
 
     Raises:
-        TypeError: a dtype that is none of the four, here and in all methods.
+        TypeError: a dtype other than float64, float32, float16, bfloat16, here and in methods.
         ValueError: a negative size in shape.
     """
 
@@ -55,7 +53,7 @@ class TypedTensor:
         self.dtype = dtype
         self.grad_dtype = dtype if grad_dtype is None else grad_dtype
         self.device = torch.device(device)
-        self._data = _Arrays(self.shape, self.device, self.dtype, saturate=True)
+        self._data = _Arrays(self.shape, self.device, dtype, saturate=True)
         self._grad = _Arrays(self.shape, self.device, self.grad_dtype, saturate=False)
 
     @classmethod
@@ -83,18 +81,14 @@ class TypedTensor:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Data -= gradient in the master's type, whatever has been read since.
-
-        (NVCaffe's Blob::Update subtracts in the type that was read last: in float16 after a float16
-        forward, and the float32 master is gone.)
-        """
+        """Data -= gradient in the master's type; NVCaffe's subtracts in the type read last."""
         grad = self.grad(self.dtype)
         self.mutable_data(self.dtype).sub_(grad)
 
     @property
     def nbytes(self) -> int:
         """The memory of data and gradient in bytes: all arrays there are, valid or not."""
-        return self._data.nbytes + self._grad.nbytes
+        return sum(a.nbytes for part in (self._data, self._grad) for a in part.arrays.values())
 
     @property
     def current_dtype(self) -> torch.dtype:
@@ -123,6 +117,12 @@ class TypedTensor:
         )
 
 
+def _checked(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
+    return dtype
+
+
 class _Arrays:
     """One value in several types. default: the type that is meant by None."""
 
@@ -130,25 +130,19 @@ class _Arrays:
         self, shape: torch.Size, device: torch.device, default: torch.dtype, saturate: bool
     ) -> None:
         self.shape, self.device, self.default, self.saturate = shape, device, default, saturate
-        self.current = self._checked(default)
+        self.current = _checked(default)
         self.valid: set[torch.dtype] = set()
         self._written: torch.dtype | None = None  # the valid one that the others are made from
-        self._arrays: dict[torch.dtype, Tensor] = {}
-
-    @staticmethod
-    def _checked(dtype: torch.dtype) -> torch.dtype:
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
-        return dtype
+        self.arrays: dict[torch.dtype, Tensor] = {}
 
     @torch.no_grad()
     def read(self, dtype: torch.dtype | None) -> Tensor:
-        dtype = self._checked(dtype or self.default)
-        if dtype not in self._arrays:
-            self._arrays[dtype] = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        array = self._arrays[dtype]
+        dtype = _checked(dtype or self.default)
+        if dtype not in self.arrays:
+            self.arrays[dtype] = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        array = self.arrays[dtype]
         if self._written is not None and dtype not in self.valid:
-            source = self._arrays[self._written]
+            source = self.arrays[self._written]
             array.copy_(rounded(source.float(), dtype) if self.saturate else source)
         self.valid.add(dtype)
         self.current = dtype
@@ -156,10 +150,5 @@ class _Arrays:
 
     def write(self, dtype: torch.dtype | None) -> Tensor:
         array = self.read(dtype)
-        self._written = array.dtype
-        self.valid = {array.dtype}
+        self._written, self.valid = array.dtype, {array.dtype}
         return array
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays.values())
