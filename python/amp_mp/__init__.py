@@ -49,22 +49,17 @@ from amp_mp.apex.fp16_utils import (
     tofp16,
 )
 from amp_mp.apex.handle import init
-from amp_mp.casting import (
-    autocast,
-    backward,
-    clear_cache,
-    disable_casts,
-    explain,
+from amp_mp.casting.autocast import autocast, backward, clear_cache, disable_casts
+from amp_mp.casting.explain import explain
+from amp_mp.casting.functions import (
     float_function,
     half_function,
-    policies,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
-    set_policy,
-    uninstall,
 )
+from amp_mp.casting.op_table import policies, set_policy, uninstall
 from amp_mp.compat.openseq2seq import MixedPrecisionOptimizerWrapper, mixed_precision
 from amp_mp.compat.regularizers import l1, l2_half, l2_sum, mp_regularizer_wrapper
 from amp_mp.compat.shift_for_scale import shift_for_scale

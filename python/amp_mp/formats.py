@@ -69,8 +69,7 @@ def encode(
             raise ValueError(
                 f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
             )
-        weight = torch.empty_like(x, dtype=weight_dtype)
-        rest = new_rest(format, x)
+        weight, rest = torch.empty_like(x, dtype=weight_dtype), new_rest(format, x)
         put(x, weight, rest, split_name(format, weight_dtype))
         return weight, rest
     if format == "m8" and x.numel() % GROUP:

@@ -4,25 +4,3 @@
 `autocast` opens regions and keeps casts away from optimizer steps, `functions` wraps Python
 functions and `explain` shows what was cast. It imports no other package of amp_mp.
 """
-
-from amp_mp import _C
-from amp_mp.casting.autocast import autocast, backward, disable_casts
-from amp_mp.casting.explain import explain
-from amp_mp.casting.functions import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from amp_mp.casting.op_table import policies, set_policy, uninstall
-
-clear_cache = _C.casting.clear_cache
-
-# fmt: off
-__all__ = [
-    "autocast", "backward", "clear_cache", "disable_casts", "explain", "float_function",
-    "half_function", "policies", "promote_function", "register_float_function",
-    "register_half_function", "register_promote_function", "set_policy", "uninstall",
-]

@@ -19,6 +19,8 @@ from amp_mp import _C
 from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.dtypes import LOW_PRECISION
 
+clear_cache = _C.casting.clear_cache
+
 _hooks_installed = False
 _steps = 0  # of all optimizers since the hooks were installed
 _lock = threading.Lock()

@@ -62,10 +62,9 @@ class Hysteresis(ScalePolicy):
     ) -> None:
         if refill not in ("clean_step", "growth"):
             raise ValueError(f'refill must be "clean_step" or "growth", found {refill!r}')
-        on_growth = float(refill == "growth")
-        settings = growth_factor, backoff_factor, growth_interval, hysteresis, on_growth
-        bounds = scale_min, scale_max
-        super().__init__(init_scale, *bounds, *settings, hysteresis_tracker=hysteresis)
+        settings = scale_min, scale_max, growth_factor, backoff_factor, growth_interval, hysteresis
+        own = {"refill_on_growth": float(refill == "growth"), "hysteresis_tracker": hysteresis}
+        super().__init__(init_scale, *settings, **own)
 
 
 class LogMax(ScalePolicy):
@@ -93,11 +92,9 @@ class LogMax(ScalePolicy):
         beta2: float = 0.999,
         overflow_std_dev: float = 3.09,
     ) -> None:
-        bounds, betas = (scale_min, scale_max), (beta1, beta2)
         scale = min(max(1.0, scale_min), scale_max)
-        super().__init__(
-            scale, *bounds, log_max, *betas, overflow_std_dev, missing=1, slow_missing=1
-        )
+        settings = scale_min, scale_max, log_max, beta1, beta2, overflow_std_dev
+        super().__init__(scale, *settings, missing=1, slow_missing=1)
 
 
 class AdaptiveGradScale(ScalePolicy):

@@ -15,12 +15,8 @@ KINDS = _C.scale_kinds()
 # The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
 
-
-def _is_whole(x: float) -> bool:
-    return x >= 1 and x % 1 == 0
-
-
 SCALES = ("scale", "scale_min", "scale_max")
+WHOLE = "step_window growth_interval hysteresis"
 COUNTS = "iteration last_overflow last_rescale overflows growth_tracker"  # -1 is "not yet"
 
 # What the other fields of a state must be, in the words of the error and as a test.
@@ -32,7 +28,7 @@ REQUIREMENTS: dict[str, tuple[str, Callable[[float], bool]]] = {
         ("backoff_factor", "above 0 and below 1", lambda x: 0 < x < 1),
         ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
         ("tolerance", "in [0, 1]", lambda x: 0 <= x <= 1),
-        ("step_window growth_interval hysteresis", "a whole number from 1 on", _is_whole),
+        (WHOLE, "a whole number from 1 on", lambda x: x >= 1 and x % 1 == 0),
         (COUNTS, "a count of steps", lambda x: -1 <= x < 2**53),
     )
     for field in fields.split()
