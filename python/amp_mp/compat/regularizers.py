@@ -35,6 +35,7 @@ class l2_sum(_BuiltIn):  # noqa: N801 (used as a function)
     """lambda sum w^2; gradient 2 lambda w. ValueError for a negative coefficient lambda."""
 
     def __call__(self, weight: Tensor) -> Tensor:
+        """The term of the loss."""
         return self.coefficient * weight.square().sum()
 
     def _gradient(self, weight: Tensor) -> Tensor:
@@ -45,6 +46,7 @@ class l2_half(_BuiltIn):  # noqa: N801
     """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w. Errors as l2_sum."""
 
     def __call__(self, weight: Tensor) -> Tensor:
+        """The term of the loss."""
         return self.coefficient / 2 * weight.square().sum()
 
     def _gradient(self, weight: Tensor) -> Tensor:
@@ -55,6 +57,7 @@ class l1(_BuiltIn):  # noqa: N801
     """lambda sum |w|; gradient lambda sign(w), 0 at 0. Errors as l2_sum."""
 
     def __call__(self, weight: Tensor) -> Tensor:
+        """The term of the loss."""
         return self.coefficient * weight.abs().sum()
 
     def _gradient(self, weight: Tensor) -> Tensor:
@@ -97,7 +100,7 @@ def add_regularization(pairs: list[tuple[Tensor, Tensor]]) -> None:
                 master.grad = dense.add_(_gradient(regularizer, master.detach()))
 
 
-def _gradient(regularizer: Regularizer, weight: Tensor) -> Any:
+def _gradient(regularizer: Any, weight: Tensor) -> Any:
     if isinstance(regularizer, _BuiltIn):
         return regularizer._gradient(weight)
     with torch.enable_grad():
