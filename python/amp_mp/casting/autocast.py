@@ -1,8 +1,4 @@
-"""Regions in which torch casts, and hooks that switch casts off while an optimizer steps.
-
-Switching on and off, dtype and nesting are torch's own. After a step, stale casts of weights are
-dropped.
-"""
+"""Regions in which torch casts, and hooks that switch casts off while an optimizer steps."""
 
 import functools
 import threading
@@ -36,15 +32,13 @@ def autocast(
 
     The first one in a process puts the "torch" table in force, if no table is: torch's own lists,
     and a cache of weight casts that outlives the region. Call it before worker threads run.
+    Raises ValueError for another device type or dtype.
 
     Args:
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
         enabled: False for a region without casts.
         cache_enabled: whether a weight is cast once a region; default: as outside.
-
-    Raises:
-        ValueError: another device type or dtype.
     """
     device, low = resolve(device_type, dtype)
     if enabled and not torch.compiler.is_compiling():

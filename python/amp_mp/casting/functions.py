@@ -35,10 +35,7 @@ def promote_function(function: F) -> F:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Replaces a function of a module or class by its half_function.
-
-    Raises ValueError if there is no such attribute.
-    """
+    """Replaces a function of a module or class by its half_function; ValueError if it has none."""
     _register(module, name, half_function)
 
 

@@ -133,11 +133,8 @@ def set_policy(
             torch does.
         device: "cpu" or "cuda"; both if not given.
 
-    Returns:
-        A context manager: a `with` block at whose end the policy is what it was before.
-
-    Raises:
-        ValueError: an unknown policy or device, or an operator this torch does not have.
+    Returns a context manager: at the end of its `with` block the policy is what it was before.
+    Raises ValueError for an unknown policy or device, or an operator this torch does not have.
     """
     known = _C.casting.policy_names()
     if policy not in known:

@@ -34,10 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped). It is saved
-            in the state dict as `loss_scaler`.
-
-    Raises:
-        ValueError: loss_scale is none of these.
+            in the state dict as `loss_scaler`. ValueError for anything else.
     """
 
     def __init__(

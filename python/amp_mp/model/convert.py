@@ -76,9 +76,7 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
             float32 and returns the dtype it was given. A parameter alone is marked for modules
             that mix dtypes themselves; torch's Linear does not.
 
-    Raises:
-        ValueError: a pattern matches nothing (a typo would go unnoticed); nothing is marked.
-        TypeError: an entry is neither type nor string; nothing is marked.
+    Errors in patterns_or_types as for `prepare`'s keep_fp32; nothing is marked then.
     """
     if patterns_or_types is None:  # which is the default elsewhere
         raise TypeError("keep_fp32 takes nn.Module types and strings, found None")

@@ -153,8 +153,7 @@ def make_policy(
             (or "LogNormal") with their defaults, "dynamic".
         dynamic: the policy that "dynamic" stands for; default: Backoff with its defaults.
 
-    Raises:
-        ValueError: an unknown name, or a number that is not finite and above 0.
+    Raises ValueError for an unknown name, or a number that is not finite and above 0.
     """
     if isinstance(loss_scale, ScalePolicy):
         return loss_scale

@@ -82,10 +82,8 @@ class ScalePolicy:
 
         Args:
             found_inf: whether a gradient was inf or NaN: a bool or a tensor of one element.
-            max_abs: largest finite unscaled |g| of the step, for policies that look at it.
-
-        Raises:
-            ValueError: max_abs is missing where the policy needs it and there was no overflow.
+            max_abs: largest finite unscaled |g| of the step, for policies that look at it;
+                ValueError if they miss it after a step without overflow.
         """
         if max_abs is None and self.needs_max_abs and not bool(found_inf):
             raise ValueError(
@@ -145,10 +143,7 @@ class ScalePolicy:
 
 
 class Static(ScalePolicy):
-    """A scale that never moves. 1 is no scaling.
-
-    Raises ValueError unless the scale is a finite number above 0.
-    """
+    """A scale that never moves, a finite number above 0 (ValueError). 1 is no scaling."""
 
     _kind = "fixed"
 
