@@ -49,30 +49,24 @@ from amp_mp.apex.fp16_utils import (
     tofp16,
 )
 from amp_mp.apex.handle import init
-from amp_mp.casting import (
-    autocast,
-    backward,
-    clear_cache,
-    disable_casts,
-    explain,
+from amp_mp.casting.autocast import autocast, backward, clear_cache, disable_casts
+from amp_mp.casting.explain import explain
+from amp_mp.casting.functions import (
     float_function,
     half_function,
-    policies,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
-    set_policy,
-    uninstall,
 )
+from amp_mp.casting.op_table import policies, set_policy, uninstall
 from amp_mp.compat.openseq2seq import MixedPrecisionOptimizerWrapper, mixed_precision
 from amp_mp.compat.regularizers import l1, l2_half, l2_sum, mp_regularizer_wrapper
 from amp_mp.compat.shift_for_scale import shift_for_scale
 from amp_mp.compat.typed_tensor import TypedTensor
 from amp_mp.grad_scaler.grad_scaler import GradScaler
-from amp_mp.model.convert import convert_network, keep_fp32
+from amp_mp.model.convert import convert_network, keep_fp32, prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
-from amp_mp.model.prepare import prepare
 from amp_mp.nn import attach_main_grads
 
 # Two names that `scaling` had before they moved to packages that it must not import.

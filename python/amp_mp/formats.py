@@ -64,14 +64,12 @@ def encode(
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
     _check(format)
-    random = {"seed": seed, "step": step, "tensor_index": number}
     if format in SPLITS:
         if weight_dtype not in LOW_PRECISION:
             raise ValueError(
                 f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
             )
-        weight = torch.empty_like(x, dtype=weight_dtype)
-        rest = new_rest(format, x)
+        weight, rest = torch.empty_like(x, dtype=weight_dtype), new_rest(format, x)
         put(x, weight, rest, split_name(format, weight_dtype))
         return weight, rest
     if format == "m8" and x.numel() % GROUP:
@@ -79,7 +77,7 @@ def encode(
             f"m8 stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
         )
     data, scales = new_state(format, x)
-    put(x, data, scales, native_name(format), **random)
+    put(x, data, scales, native_name(format), seed=seed, step=step, tensor_index=number)
     return (data,) if scales is None else (data, scales)
 
 
@@ -89,12 +87,11 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     Raises ValueError for another format, or arrays that are not of it.
     """
     _check(format)
-    is_split = format in SPLITS
-    count = 2 if is_split or format == "m8" else 1
+    count = 2 if format in SPLITS or format == "m8" else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
     data, rest = parts[0], parts[1] if count == 2 else None
-    if not is_split or rest is None:
+    if format not in SPLITS or rest is None:
         return get(data, rest, native_name(format))
     if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(

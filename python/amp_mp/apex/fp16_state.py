@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from amp_mp.apex.masters import Masters
-from amp_mp.scaling.dynamic import Backoff
-from amp_mp.scaling.lookup import from_state_dict, make_policy
+from amp_mp.scaling.dynamic import Backoff, from_state_dict, make_policy
 from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, Static, check_scale
 
 

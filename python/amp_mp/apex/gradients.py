@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.scaling.nonfinite import nonfinite_gradients
-from amp_mp.scaling.observe import by_device
+from amp_mp.scaling.observe import by_device, nonfinite_gradients
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

@@ -11,12 +11,10 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.apex.fp16_state import LossScale
 from amp_mp.apex.scale_loss import OptimWrapper, scaled_loss
-from amp_mp.casting.autocast import disable_casts, resolve
+from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
 from amp_mp.casting.explain import set_verbose
 from amp_mp.casting.op_table import install
-from amp_mp.casting.step_hooks import install_step_hooks
-from amp_mp.scaling.dynamic import Backoff
-from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.dynamic import Backoff, make_policy
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.fp16_utils import master_params
 from amp_mp.apex.gradients import copy_all_, describe_nonfinite, gradients_of, set_aside
-from amp_mp.casting.step_hooks import steps_taken
+from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
 from amp_mp.scaling.policies import ScalePolicy, Static

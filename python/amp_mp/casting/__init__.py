@@ -1,28 +1,6 @@
 """Casting: in which precision operators run, inside torch's own autocast.
 
 `op_lists` names the operators, `op_table` puts a policy for each into force (csrc/torch/casting),
-`autocast` opens regions, `functions` wraps Python functions, `step_hooks` keeps casts away from
-optimizer steps and `explain` shows what was cast. It imports no other package of amp_mp.
+`autocast` opens regions and keeps casts away from optimizer steps, `functions` wraps Python
+functions and `explain` shows what was cast. It imports no other package of amp_mp.
 """
-
-from amp_mp import _C
-from amp_mp.casting.autocast import autocast, backward, disable_casts
-from amp_mp.casting.explain import explain
-from amp_mp.casting.functions import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from amp_mp.casting.op_table import policies, set_policy, uninstall
-
-clear_cache = _C.casting.clear_cache
-
-# fmt: off
-__all__ = [
-    "autocast", "backward", "clear_cache", "disable_casts", "explain", "float_function",
-    "half_function", "policies", "promote_function", "register_float_function",
-    "register_half_function", "register_promote_function", "set_policy", "uninstall",
-]

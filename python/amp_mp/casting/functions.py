@@ -31,14 +31,11 @@ def float_function(function: F) -> F:
 
 def promote_function(function: F) -> F:
     """As half_function, to the widest dtype among the arguments."""
-    return _wrap(function, lambda _device, dtypes: _widest(dtypes))
+    return _wrap(function, lambda _, dtypes: dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Replaces a function of a module or class by its half_function.
-
-    Raises ValueError if there is no such attribute.
-    """
+    """Replaces a function of a module or class by its half_function; ValueError if it has none."""
     _register(module, name, half_function)
 
 
@@ -70,10 +67,6 @@ def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype])
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
-    return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 
 
 def _is_castable(value: Any) -> bool:

@@ -5,112 +5,72 @@ and so on, however it is called: torch., Tensor., F., torch.linalg., a module, C
 form of an operator on a list (`exp_`) is on it too. Names that the running torch lacks are skipped.
 """
 
-from typing import NamedTuple
-
 
 def _ops(names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names.split())
 
 
-class Group(NamedTuple):
-    """Operators that have one policy for one reason."""
-
-    policy: str
-    reason: str
-    names: str
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """The names with their namespace."""
-        return _ops(self.names)
-
-
-# Apex's lists of 2018 and what they missed, on CPU and CUDA alike.
+# Groups of operators with one policy each: Apex's lists of 2018 and what they missed, on CPU and
+# CUDA alike.
 APEX = (
-    Group(
-        "low_precision_if_large",
-        "matrix products: fast in low precision, with float32 sums inside; on a CPU only from a "
-        "size on, and never for a matrix and a vector",
-        "linear matmul mm bmm addmm _addmm_activation addbmm baddbmm mv addmv "
-        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
-    ),
-    Group(
-        "low_precision",
-        "convolutions, attention and other products, likewise",
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-        "conv_tbc convolution _convolution prelu addr linalg_vecdot einsum chain_matmul "
-        "linalg_multi_dot inner outer scaled_dot_product_attention "
-        "_native_multi_head_attention _thnn_fused_lstm_cell _thnn_fused_gru_cell",
-    ),
-    Group(
-        "float32",
-        "functions that leave float16's range or lose its digits",
-        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh "
-        "tan pow softplus renorm cdist pdist dist logsumexp",
-    ),
-    Group(
-        "float32",
-        "normalisation: sums of squares and small differences",
-        "layer_norm native_layer_norm rms_norm group_norm native_group_norm "
-        "cosine_similarity norm frobenius_norm nuclear_norm linalg_norm linalg_matrix_norm "
-        "std var std_mean var_mean",
-    ),
-    Group(
-        "set_output_dtype",
-        "sums: float32 inside and out, without a float32 copy of what is summed",
-        "softmax log_softmax sum mean prod cumsum cumprod linalg_vector_norm",
-    ),
-    Group(
-        "float32",
-        "losses: logarithms and sums over a batch",
-        "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d l1_loss mse_loss "
-        "smooth_l1_loss huber_loss kl_div poisson_nll_loss cosine_embedding_loss "
-        "hinge_embedding_loss margin_ranking_loss multilabel_margin_loss "
-        "multi_margin_loss soft_margin_loss triplet_margin_loss "
-        "binary_cross_entropy_with_logits ctc_loss",
-    ),
-    Group(
-        "float32",
-        "interpolation and grids: coordinates need float32's digits",
-        "grid_sampler upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
-        "upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-        "upsample_bicubic2d _upsample_bicubic2d_aa",
-    ),
-    Group(
-        "widest",
-        "several tensors of one dtype are asked for, and torch does not promote by itself",
-        "addcdiv addcmul cross linalg_cross bilinear dot vdot tensordot index_put scatter_add "
-        "cat stack lerp index_copy",
-    ),
-    Group(
-        "bfloat16_only",
-        "oneDNN's recurrent layers: few CPUs have them in float16",
-        "mkldnn_rnn_layer",
-    ),
-    Group(
-        "banned",
-        "the logarithm of a rounded probability: use binary_cross_entropy_with_logits",
-        "binary_cross_entropy",
-    ),
-)
+    # Matrix products: fast in low precision, with float32 sums inside; on a CPU only from a size
+    # on, and never for a matrix and a vector.
+    ("low_precision_if_large", _ops("""
+        linear matmul mm bmm addmm _addmm_activation addbmm baddbmm mv addmv lstm_cell gru_cell
+        rnn_tanh_cell rnn_relu_cell""")),
+    # Convolutions, attention and other products, likewise.
+    ("low_precision", _ops("""
+        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
+        _convolution prelu addr linalg_vecdot einsum chain_matmul linalg_multi_dot inner outer
+        scaled_dot_product_attention _native_multi_head_attention _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell""")),
+    # Functions that leave float16's range or lose its digits.
+    ("float32", _ops("""
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus
+        renorm cdist pdist dist logsumexp""")),
+    # Normalisation: sums of squares and small differences.
+    ("float32", _ops("""
+        layer_norm native_layer_norm rms_norm group_norm native_group_norm cosine_similarity norm
+        frobenius_norm nuclear_norm linalg_norm linalg_matrix_norm std var std_mean var_mean""")),
+    # Sums: float32 inside and out, without a float32 copy of what is summed.
+    ("set_output_dtype", _ops(
+        "softmax log_softmax sum mean prod cumsum cumprod linalg_vector_norm")),
+    # Losses: logarithms and sums over a batch.
+    ("float32", _ops("""
+        cross_entropy_loss nll_loss nll_loss_nd nll_loss2d l1_loss mse_loss smooth_l1_loss
+        huber_loss kl_div poisson_nll_loss cosine_embedding_loss hinge_embedding_loss
+        margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss
+        triplet_margin_loss binary_cross_entropy_with_logits ctc_loss""")),
+    # Interpolation and grids: coordinates need float32's digits.
+    ("float32", _ops("""
+        grid_sampler upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+        upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa""")),
+    # Several tensors of one dtype are asked for, and torch does not promote by itself.
+    ("widest", _ops("""
+        addcdiv addcmul cross linalg_cross bilinear dot vdot tensordot index_put scatter_add cat
+        stack lerp index_copy""")),
+    # oneDNN's recurrent layers: few CPUs have them in float16.
+    ("bfloat16_only", _ops("mkldnn_rnn_layer")),
+    # The logarithm of a rounded probability: use binary_cross_entropy_with_logits.
+    ("banned", _ops("binary_cross_entropy")),
+)  # fmt: skip
 
 # What torch's own lists cast to low precision, by device, and to the widest dtype. Under "torch"
 # only these get our kernels, for the cast cache; everything else is torch's.
 TORCH_LOW = {
-    "cpu": _ops(
-        "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm "
-        "linalg_vecdot baddbmm addmm _addmm_activation addbmm linear _convolution.deprecated "
-        "matmul conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input "
-        "prelu scaled_dot_product_attention _native_multi_head_attention"
-    ),
-    "cuda": _ops(
-        "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
-        "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr "
-        "matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
-        "linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell "
-        "rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention "
-        "scaled_dot_product_attention cudnn_convolution cudnn_convolution_transpose"
-    ),
-}
+    "cpu": _ops("""
+        conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot
+        baddbmm addmm _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu
+        scaled_dot_product_attention _native_multi_head_attention"""),
+    "cuda": _ops("""
+        _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul
+        einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+        _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
+        cudnn_convolution_transpose"""),
+}  # fmt: skip
 TORCH_WIDEST = _ops("stack cat")

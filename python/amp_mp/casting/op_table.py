@@ -43,13 +43,13 @@ def expand(op: str) -> list[str]:
     if "." in op:
         return [op]
     namespace, name = op.split("::")
-    found = []
-    for base in (name, f"{name}_"):
-        packet = getattr(getattr(torch.ops, namespace), base, None)
-        for overload in packet.overloads() if packet is not None else ():
-            suffix = "" if overload == "default" else f".{overload}"
-            found.append(f"{namespace}::{base}{suffix}")
-    return found
+    library = getattr(torch.ops, namespace)
+    return [
+        f"{namespace}::{base}.{overload}".removesuffix(".default")
+        for base in (name, f"{name}_")
+        if hasattr(library, base)
+        for overload in getattr(library, base).overloads()
+    ]
 
 
 def install(table: str, device: str, allow_banned: bool = False) -> None:
@@ -82,13 +82,14 @@ def install_default(table: str, device: str) -> None:
 
 def _apex_rows(allow_banned: bool) -> dict[str, str]:
     rows = {}
-    for group in APEX:
-        policy = "float32" if group.policy == "banned" and allow_banned else group.policy
-        for op in (op for name in group.ops for op in expand(name)):
-            in_place = op.split(".")[0].endswith("_")
-            # An in-place sum has no dtype to set: like other in-place operators that belong in
-            # float32, it is refused on low precision.
-            rows[op] = "float32" if in_place and policy == "set_output_dtype" else policy
+    for policy, names in APEX:
+        # An in-place sum has no dtype to set: like other in-place operators that belong in
+        # float32, it is refused on low precision.
+        in_place = "float32" if policy == "set_output_dtype" else policy
+        if policy == "banned" and allow_banned:
+            policy = in_place = "float32"
+        for op in (op for name in names for op in expand(name)):
+            rows[op] = in_place if op.split(".")[0].endswith("_") else policy
     return rows
 
 
@@ -102,11 +103,7 @@ def _torch_rows(device: str) -> dict[str, str]:
 def policies(device: str | None = None) -> PolicyTable:
     """The policy of every operator that has one of amp_mp's, by overload, as a table.
 
-    Args:
-        device: "cpu" or "cuda"; default: "cuda" where there is one.
-
-    Raises:
-        ValueError: another device.
+    device: "cpu" or "cuda"; default: "cuda" where there is one; ValueError for another.
     """
     return PolicyTable(_C.casting.policies(check_device(device)))
 
@@ -136,15 +133,12 @@ def set_policy(
             torch does.
         device: "cpu" or "cuda"; both if not given.
 
-    Returns:
-        A context manager: a `with` block at whose end the policy is what it was before.
-
-    Raises:
-        ValueError: an unknown policy or device, or an operator this torch does not have.
+    Returns a context manager: at the end of its `with` block the policy is what it was before.
+    Raises ValueError for an unknown policy or device, or an operator this torch does not have.
     """
-    if policy not in _C.casting.policy_names():
-        known = ", ".join(_C.casting.policy_names())
-        raise ValueError(f"policy must be one of {known}; found {policy!r}")
+    known = _C.casting.policy_names()
+    if policy not in known:
+        raise ValueError(f"policy must be one of {', '.join(known)}; found {policy!r}")
     devices = DEVICES if device is None else (check_device(device),)
     found = expand(op) if "::" in op else []
     if not found:
@@ -164,13 +158,13 @@ def set_policy(
 
 
 def _change_back(before: dict[tuple[str, str], str | None]) -> None:
-    for (device, op), policy in before.items():
+    for key, policy in before.items():
         with _lock:
             if policy is None:
-                _overrides.pop((device, op), None)
+                _overrides.pop(key, None)
             else:
-                _overrides[device, op] = policy
-        install(_active.get(device, "stock"), device)
+                _overrides[key] = policy
+        install(_active.get(key[0], "stock"), key[0])
 
 
 def _changed() -> None:

@@ -11,8 +11,7 @@ from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import set_aside
 from amp_mp.apex.masters import Masters, SwappedMasters
 from amp_mp.compat.regularizers import add_regularization
-from amp_mp.model.convert import convert_network
-from amp_mp.model.prepare import prepare
+from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.dynamic import Backoff, LogMax
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 

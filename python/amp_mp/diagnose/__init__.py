@@ -13,7 +13,7 @@ from amp_mp.diagnose.plot import log, plot_gradients, plot_updates, save
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
 from amp_mp.diagnose.watch import GradientReport, Watch, watch
-from amp_mp.scaling.nonfinite import OverflowReport
+from amp_mp.scaling.observe import OverflowReport
 
 # fmt: off
 __all__ = [

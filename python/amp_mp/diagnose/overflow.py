@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_mp.diagnose.watch import scale_of
-from amp_mp.scaling.nonfinite import OverflowReport, nonfinite_gradients
+from amp_mp.scaling.observe import OverflowReport, nonfinite_gradients
 from amp_mp.text_table import scale_text
 
 Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
-from amp_mp.scaling.nonfinite import dense_values
+from amp_mp.scaling.observe import dense_values
 from amp_mp.scaling.policies import check_scale
 from amp_mp.text_table import aligned, dtype_name, percent, scale_text
 

@@ -14,7 +14,7 @@ from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.decide import as_scalar, decide, decide_inputs
 from amp_mp.optim.step.handed import Handed
-from amp_mp.scaling.lookup import make_policy
+from amp_mp.scaling.dynamic import make_policy
 from amp_mp.scaling.observe import by_device, measure
 from amp_mp.scaling.policies import ScalePolicy
 
@@ -34,10 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped). It is saved
-            in the state dict as `loss_scaler`.
-
-    Raises:
-        ValueError: loss_scale is none of these.
+            in the state dict as `loss_scaler`. ValueError for anything else.
     """
 
     def __init__(
@@ -99,8 +96,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _scale_state(self) -> ScaleState:
         scale, tracker = self._check_scale_growth_tracker("update")
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        return ScaleState(scale, tracker, *factors, self._policy)
+        factors = {"growth_factor": self._growth_factor, "backoff_factor": self._backoff_factor}
+        settings = {**factors, "growth_interval": self._growth_interval}
+        return ScaleState(scale, tracker, settings, self._policy)
 
     def scale_on(self, device: torch.device) -> Tensor | None:
         """The factor of the losses, float32 [] on the device; None before the first scaled loss."""
@@ -140,17 +138,16 @@ class GradScaler(torch.amp.GradScaler):
         """One native read, one native write, whatever the dtype."""
         if isinstance(optimizer, FusedOptimizer) and optimizer.releases:
             raise RuntimeError(
-                "unscale_: the optimizer is attached with release=True and has "
-                "stepped already; its max_grad_norm clips"
+                "unscale_: the optimizer is attached with release=True and has stepped already; "
+                "its max_grad_norm clips"
             )
-        scale = self._scale
         grads = _plain_gradients(optimizer)
-        if grads is None or scale is None:
+        if grads is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         totals = measure(grads)
         for device, indices in by_device(grads).items():
             own = [grads[i] for i in indices]
-            verdict = decide(device, None, decide_inputs(device, scale=scale))
+            verdict = decide(device, None, decide_inputs(device, scale=self._scale))
             _C.copy_(own, own, verdict=verdict)
         return self._keep(optimizer, totals)
 

@@ -1,7 +1,7 @@
 """Where a GradScaler's scale and its other numbers are written after an iteration."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from amp_mp.scaling.policies import ScalePolicy
 
 
 class ScaleState(NamedTuple):
-    """A scaler's numbers: torch's two tensors, torch's three settings, and a policy or None."""
+    """A scaler's numbers: torch's two tensors, torch's settings by name, and a policy or None."""
 
     scale: Tensor
     growth_tracker: Tensor
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
+    settings: dict[str, Any]
     policy: ScalePolicy | None
 
     def tensors(self) -> list[Tensor]:
@@ -31,15 +29,8 @@ class ScaleState(NamedTuple):
         if self.policy is not None:
             state = self.policy.state_tensor
             return _C.ScaleUpdate(policy=state, policy_out=to[2], scale_out=to[0])
-        return _C.ScaleUpdate(
-            scale=self.scale,
-            scale_out=to[0],
-            tracker=self.growth_tracker,
-            tracker_out=to[1],
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-        )
+        old: dict[str, Any] = {"scale": self.scale, "tracker": self.growth_tracker}
+        return _C.ScaleUpdate(**old, scale_out=to[0], tracker_out=to[1], **self.settings)
 
 
 Key = tuple[float, ...]
@@ -74,13 +65,10 @@ class ScaleUpdates:
     def _key(self, state: ScaleState) -> Key:
         """Stays equal until something else writes what the next numbers depend on."""
         versions = [n for t in state.tensors() for n in (id(t), t._version)]
-        return (state.growth_factor, state.backoff_factor, state.growth_interval, *versions)
+        return (*state.settings.values(), *versions)
 
     def for_step(self) -> _C.ScaleUpdate | None:
-        """The update that a step on the scale's device is to compute; None to leave it to `update`.
-
-        Call it only where no other optimizer has taken part in the iteration.
-        """
+        """The update that the step of an iteration's only optimizer computes; None: none does."""
         state = self._state()
         device = state.scale.device
         self._asked = self._ahead = None
@@ -93,7 +81,7 @@ class ScaleUpdates:
         if [t.device for t in self._spare] != [t.device for t in now]:
             self._spare = [t.clone() for t in now]
         self._asked = self._key(state)
-        identity = (*self._asked[:3], *map(id, now), *map(id, self._spare))
+        identity = (*state.settings.values(), *map(id, now), *map(id, self._spare))
         if identity not in self._known:
             if len(self._known) > 1:
                 self._known.clear()
@@ -105,10 +93,7 @@ class ScaleUpdates:
         self._ahead, self._stepped = self._asked, reports
 
     def take(self, *, alone: bool) -> list[Tensor] | None:
-        """The numbers computed ahead, to replace the present ones, where they are valid.
-
-        alone: whether one optimizer took part in the iteration.
-        """
+        """The numbers computed ahead if they are valid. alone: one optimizer made the iteration."""
         ahead, self._ahead = self._ahead, None
         state = self._state()
         if not alone or ahead is None or ahead != self._key(state):

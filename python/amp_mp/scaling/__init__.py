@@ -5,8 +5,15 @@ csrc/core/scale.h, so that a policy runs on the host or on a device. It imports 
 amp_mp: GradScaler is in grad_scaler/, scale_loss and FP16_Optimizer are in apex/.
 """
 
-from amp_mp.scaling.dynamic import AdaptiveGradScale, Backoff, Hysteresis, LogMax, Tolerance
-from amp_mp.scaling.lookup import from_state_dict, make_policy
+from amp_mp.scaling.dynamic import (
+    AdaptiveGradScale,
+    Backoff,
+    Hysteresis,
+    LogMax,
+    Tolerance,
+    from_state_dict,
+    make_policy,
+)
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 LogNormal = LogMax

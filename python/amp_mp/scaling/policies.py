@@ -1,6 +1,7 @@
-"""The base of the loss-scale policies, whose arithmetic is in csrc/core/scale.h."""
+"""The base of the loss-scale policies; csrc/core/scale.h has their arithmetic."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,6 +14,25 @@ KINDS = _C.scale_kinds()
 
 # The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
+
+SCALES = ("scale", "scale_min", "scale_max")
+WHOLE = "step_window growth_interval hysteresis"
+COUNTS = "iteration last_overflow last_rescale overflows growth_tracker"  # -1 is "not yet"
+
+# What the other fields of a state must be, in the words of the error and as a test.
+REQUIREMENTS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    field: (words, holds)
+    for fields, words, holds in (
+        ("target", "finite and above 0", lambda x: x > 0),
+        ("step_factor growth_factor", "above 1", lambda x: x > 1),
+        ("backoff_factor", "above 0 and below 1", lambda x: 0 < x < 1),
+        ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+        ("tolerance", "in [0, 1]", lambda x: 0 <= x <= 1),
+        (WHOLE, "a whole number from 1 on", lambda x: x >= 1 and x % 1 == 0),
+        (COUNTS, "a count of steps", lambda x: -1 <= x < 2**53),
+    )
+    for field in fields.split()
+}
 
 
 class ScalePolicy:
@@ -29,9 +49,10 @@ class ScalePolicy:
     def __init_subclass__(cls) -> None:
         cls._fields = KINDS[cls._kind]
 
-    def __init__(self, **values: float) -> None:
-        """For subclasses: the state's elements by name; those that are not given start at 0."""
-        state = dict.fromkeys(self._fields, 0.0) | values
+    def __init__(self, *first: float, **others: float) -> None:
+        """For subclasses: the first fields of the state in order, others by name, the rest 0."""
+        state = dict.fromkeys(self._fields, 0.0) | dict(zip(self._fields, first, strict=False))
+        state |= others
         self._check(state)
         numbers = [list(KINDS).index(self._kind), *state.values()]
         self.state_tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -48,8 +69,7 @@ class ScalePolicy:
 
     @scale.setter
     def scale(self, value: float) -> None:
-        values = {**self._values(), "scale": check_scale(value, "scale")}
-        self._check(values)
+        self._check({**self._values(), "scale": check_scale(value, "scale")})
         self.state_tensor[1] = value
 
     @property
@@ -61,12 +81,9 @@ class ScalePolicy:
         """Moves the scale after a step.
 
         Args:
-            found_inf: whether a gradient was inf or NaN: a bool, or a tensor of one element, not 0
-                if so.
-            max_abs: largest finite unscaled |g| of the step, for policies that look at it.
-
-        Raises:
-            ValueError: max_abs is missing where the policy needs it and there was no overflow.
+            found_inf: whether a gradient was inf or NaN: a bool or a tensor of one element.
+            max_abs: largest finite unscaled |g| of the step, for policies that look at it;
+                ValueError if they miss it after a step without overflow.
         """
         if max_abs is None and self.needs_max_abs and not bool(found_inf):
             raise ValueError(
@@ -104,7 +121,21 @@ class ScalePolicy:
 
     def _check(self, values: dict[str, Any]) -> None:
         """Raises ValueError for a number that is out of range, naming it."""
-        check_scale(values["scale"], "scale")
+        for name in (name for name in self._fields if name not in SCALES):
+            x = values[name]
+            words, holds = REQUIREMENTS.get(name, ("a finite number", math.isfinite))
+            is_number = isinstance(x, int | float) and not isinstance(x, bool)
+            if not (is_number and math.isfinite(x) and holds(x)):
+                raise ValueError(f"{name} must be {words}, found {x!r}")
+        if "scale_min" not in values:
+            check_scale(values["scale"], "scale")
+            return
+        low, high = (check_scale(values[name], name) for name in ("scale_min", "scale_max"))
+        scale = check_scale(values["scale"], "init_scale")
+        if not low <= scale <= high:
+            raise ValueError(
+                f"scale_min <= init_scale <= scale_max must hold, found {low}, {scale}, {high}"
+            )
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self._values().items())
@@ -112,15 +143,12 @@ class ScalePolicy:
 
 
 class Static(ScalePolicy):
-    """A scale that never moves. 1 is no scaling.
-
-    Raises ValueError unless the scale is a finite number above 0.
-    """
+    """A scale that never moves, a finite number above 0 (ValueError). 1 is no scaling."""
 
     _kind = "fixed"
 
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale=scale)
+        super().__init__(scale)
 
 
 def _number(value: float | Tensor, device: torch.device) -> Tensor:
