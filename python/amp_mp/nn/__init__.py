@@ -1,6 +1,8 @@
 """Modules and functions that compute in float32 between low-precision ones, and size checks.
 
-`functional.linear_accumulate` and `attach_main_grads`: gradients that add up in float32.
+`float32_layers` has norms, softmax and attention. `functional.linear_accumulate` and
+`attach_main_grads` add up gradients in float32. `tensor_core_report` lists matrix sizes that waste
+Tensor Cores.
 """
 
 from amp_mp.nn import functional

@@ -1,4 +1,9 @@
-"""Fused optimizers: torch.optim's arguments, state names and results, one native pass a step."""
+"""Fused optimizers: torch.optim's arguments, state names and results, one native pass per step.
+
+`base` is torch's surface, `rule` what an optimizer declares about its update, `options` the
+arguments that all share; the optimizers are in files named as in csrc/core/rules. A step is in
+`step/`, what it keeps in `state/`, and work during the backward pass in `backward/`.
+"""
 
 from amp_mp.optim.adam import Adam, AdamW
 from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
