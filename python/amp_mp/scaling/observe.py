@@ -30,8 +30,7 @@ def measure(grads: list[Tensor]) -> dict[torch.device, Tensor]:
 
     float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN.
     """
-    groups = by_device(grads).items()
-    return {device: _C.measure([grads[i] for i in own])[-1] for device, own in groups}
+    return {d: _C.measure([grads[i] for i in own])[-1] for d, own in by_device(grads).items()}
 
 
 def observe(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
