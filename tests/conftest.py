@@ -16,6 +16,7 @@ if PRETEND_GPU:  # has to come before amp_mp
     install()
 
 import amp_mp as amp
+from amp_mp.casting import op_table
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
@@ -50,10 +51,12 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _autocast_is_left_as_it_was() -> Iterator[None]:
-    before = autocast_state()
+    before, tables = autocast_state(), dict(op_table._active)
     yield
     after = autocast_state()
     _restore(before)  # one test's fault is not the next one's
+    if op_table._active and not tables:  # a table that stays would be in force in the next test
+        amp.uninstall()
     assert after == before
 
 
