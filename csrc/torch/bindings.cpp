@@ -32,11 +32,8 @@ PYBIND11_MODULE(_C, m) {
   if (!cpu::kernels())
     throw py::import_error(
         "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512 and supported by this processor; "
-        "unset it "
-        "to let amp_mp choose");
+        "unset it to let amp_mp choose");
   m.def("build_info", build_info);
-  m.def("format_names",
-        [] { return std::vector<std::string>(std::begin(kFormatNames), std::end(kFormatNames)); });
   bind_tables(m);
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));

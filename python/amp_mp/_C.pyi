@@ -40,9 +40,6 @@ class Hyper:
     ) -> None:
         """TypeError for another name."""
 
-def format_names() -> list[str]:
-    """How numbers may be stored: csrc/core/format_list.h."""
-
 class FormatEntry(TypedDict):
     """One line of csrc/core/format_list.h."""
 
