@@ -49,6 +49,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def _threads_are_left_as_they_were() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _autocast_is_left_as_it_was() -> Iterator[None]:
     before, tables = autocast_state(), dict(op_table._active)

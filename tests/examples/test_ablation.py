@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import ablation
@@ -78,13 +77,6 @@ def test_the_model_is_torchs_lstm() -> None:
     tokens = torch.randint(256, (7, 3))
     wanted = model.head(layer(model.tokens(tokens))[0])
     torch.testing.assert_close(model(tokens), wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def _threads_are_left_as_they_were() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("_threads_are_left_as_they_were")

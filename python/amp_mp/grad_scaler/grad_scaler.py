@@ -72,14 +72,14 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         measures = state["stage"] is OptState.READY  # and not after unscale_
+        outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
-            outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
             handed = Handed(scale if outer is None else scale * outer, measure=True)
             if len(self._per_optimizer_states) == 1:
                 handed.scale_update = self._updates.for_step()
         else:
             found_inf = _combined([state], "found_inf_per_device", scale.device, torch.sum)
-            handed = Handed(getattr(optimizer, "grad_scale", None), found_inf)
+            handed = Handed(outer, found_inf)
         steps = optimizer.log.count
         result = optimizer.step_with(handed, *args, **kwargs)
         verdict = optimizer.log.verdict

@@ -4,6 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
@@ -60,3 +61,8 @@ class Attachment(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def no_gradient_on(device: torch.device) -> Tensor:
+    """The statistics of a parameter without a gradient, float64 [3]."""
+    return torch.zeros(3, dtype=torch.float64, device=device)

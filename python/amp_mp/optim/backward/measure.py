@@ -6,7 +6,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
-from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
 from amp_mp.optim.step.gather import Bucket
 from amp_mp.optim.step.protocols import Steppable
 
@@ -35,7 +35,7 @@ class Measure(Attachment):
         """The statistics of the gradient, if it has not changed since they were read."""
         grad = param.grad
         if grad is None:
-            return torch.zeros(3, dtype=torch.float64, device=param.device)
+            return no_gradient_on(param.device)
         if param not in self._rows:
             return None
         ref, memory, version, row = self._rows[param]

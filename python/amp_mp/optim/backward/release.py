@@ -8,8 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
-from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
+from amp_mp.optim.rule import Rule
 from amp_mp.optim.step.decide import decide, decide_inputs, new_verdict
 from amp_mp.optim.step.gather import Bucket, ParamInfo, param_infos
 from amp_mp.optim.step.handed import Handed
@@ -80,14 +81,15 @@ class Release(Attachment):
         if info is None:
             return
         optimizer, device = self._optimizer, param.device
-        slots = self._gather(param, info).slots
+        rule = optimizer.rule()
+        slots = self._gather(param, info, rule).slots
         measured = slots.measure() if self._measures() else None
         # The native step takes numbers for each group up to the parameter's and reads its own.
         hypers = [optimizer.hyper(info.group)] * (info.group + 1)
         max_norm = None if measured is None else optimizer.max_grad_norm
         scale = self._scale(device)
         inputs = decide_inputs(device, scale=scale, max_norm=max_norm)
-        operator = _C.operators[optimizer.rule().operator]
+        operator = _C.operators[rule.operator]
         if measured is None or max_norm is None or self._previous is None:
             operator(slots, hypers, new_verdict(device), measured, inputs)
         else:
@@ -115,10 +117,9 @@ class Release(Attachment):
 
     # Where things are.
 
-    def _gather(self, param: Tensor, info: ParamInfo) -> Bucket:
+    def _gather(self, param: Tensor, info: ParamInfo, rule: Rule) -> Bucket:
         """The bucket of one parameter, made anew only where one of its tensors was replaced."""
-        optimizer = self._optimizer
-        rule, bucket = optimizer.rule(), self._buckets.get(param)
+        optimizer, bucket = self._optimizer, self._buckets.get(param)
         if bucket is None or not bucket.is_current(rule):
             groups, states = optimizer.param_groups, optimizer.state
             bucket = Bucket(param.device, [(param, info)], rule, groups, states)
@@ -156,9 +157,9 @@ class Release(Attachment):
                 if param in self._rows:
                     own.append(self._rows[param])
                 elif self._optimizer.state.get(param):  # counts, as in Gathered
-                    own.append(_nothing_on(param.device))
+                    own.append(no_gradient_on(param.device))
             return {
-                device: _C.combine(torch.stack(own))[-1] if own else _nothing_on(device)
+                device: _C.combine(torch.stack(own))[-1] if own else no_gradient_on(device)
                 for device, own in rows.items()
             }
 
@@ -195,11 +196,6 @@ class Release(Attachment):
         self._rows.clear()
         self._stepped.clear()
         self._located = False
-
-
-def _nothing_on(device: torch.device) -> Tensor:
-    """The statistics of a parameter without a gradient."""
-    return torch.zeros(3, dtype=torch.float64, device=device)
 
 
 def _with_previous_norm(total: Tensor, scale: Tensor | None, norm: Tensor) -> Tensor:

@@ -39,12 +39,13 @@ class StepRunner:
 
     def measure(self, optimizer: Steppable) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
-        buckets = self._gather(optimizer)
+        buckets = self._gather(optimizer, optimizer.rule())
         return Measured(buckets, [_read(optimizer, bucket) for bucket in buckets])
 
     def run(self, optimizer: Steppable, handed: Handed) -> None:
         """Measures, decides and applies: in one native call where there is one device."""
-        buckets = self._gather(optimizer)
+        rule, groups = optimizer.rule(), optimizer.param_groups
+        buckets = self._gather(optimizer, rule)
         one_device = len(buckets) == 1
         device = buckets[0].device if buckets else torch.device("cpu")
         measures = handed.measure or optimizer.measures()
@@ -63,7 +64,6 @@ class StepRunner:
             scale_update=handed.scale_update if handed.scale_updated else None,
             reports=self.log.reports_on(device),
         )
-        rule, groups = optimizer.rule(), optimizer.param_groups
         hypers = [self.hyper(rule, groups, index) for index in range(len(groups))]
         operator = _C.operators[rule.operator]
         if one_device:
@@ -75,9 +75,9 @@ class StepRunner:
                 operator(bucket.slots, hypers, verdict.to(bucket.device), own)
         self.log.add(verdict, bool(found) or (measures and one_device))
 
-    def _gather(self, optimizer: Steppable) -> list[Bucket]:
+    def _gather(self, optimizer: Steppable, rule: Rule) -> list[Bucket]:
         """The tensors in buckets, gathered anew where one was replaced; Gathered has the errors."""
-        rule, groups = optimizer.rule(), optimizer.param_groups
+        groups = optimizer.param_groups
         if self._gathered is None or not self._gathered.is_current(rule, groups):
             self._gathered = Gathered(rule, groups, optimizer.state)
         self._gathered.check_capture()
