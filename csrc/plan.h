@@ -17,15 +17,15 @@ namespace amp_mp {
 struct Array {
   void* data;
   Format format;
-  void* rest = nullptr;  // second array of a format of two: remainders, or scales of groups
+  void* rest = nullptr;  // second array of a format of two: remainders, weights, or groups' scales
 };
 
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {
   int64_t size;
   Array grad;               // still multiplied by the loss scale
-  Array weight;             // low-precision copy to write; data is null if the master is the weight
-  Array master;             // what the rule updates
+  Array master;             // what the rule updates: the weight, and its rest if it has one
+  Array copy;               // low-precision copy of a float32 weight, to be written; null for none
   Array state[kMaxStates];  // as many as the rule has
   Clock* clock;
   int32_t group;          // index of its Hyper

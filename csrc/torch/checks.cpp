@@ -45,6 +45,8 @@ template <>
 constexpr at::ScalarType kRestDtype<NoRest> = at::ScalarType::Undefined;
 template <>
 constexpr at::ScalarType kRestDtype<bfloat16> = at::kBFloat16;
+template <>
+constexpr at::ScalarType kRestDtype<float16> = at::kHalf;
 
 }  // namespace
 

@@ -54,11 +54,14 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
 }
 # What `memory` is to mean: the master, first moments, sums of squares.
 PRESETS = {
-    None: ("float32", "float32", "float32"),
+    None: ("split32", "float32", "float32"),
+    "float32": ("float32", "float32", "float32"),
     "exact": ("split32", "float32", "float32"),
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
 }
+# The arguments for each preset.
+STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
 FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 

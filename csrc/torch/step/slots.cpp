@@ -8,12 +8,12 @@
 namespace amp_mp {
 namespace {
 
-// The format of a master that is a parameter and its remainders.
-Format split_of(at::ScalarType param, at::ScalarType rest) {
+// The format whose two arrays have the given dtypes.
+Format format_of_two(at::ScalarType data, at::ScalarType rest) {
   for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == param && rest_dtype_of(Format(f)) == rest)
+    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data && rest_dtype_of(Format(f)) == rest)
       return Format(f);
-  TORCH_CHECK(false, "amp_mp: no format splits ", param, " and ", rest);
+  TORCH_CHECK(false, "amp_mp: no format for masters of ", data, " and ", rest);
 }
 
 }  // namespace
@@ -52,8 +52,6 @@ void Slots::remember() {
     const at::Tensor& param = own_.params[i];
     s.size = param.numel();
     s.master = master_of(size_t(i));
-    if (own_.masters[i].defined() && !is_split(s.master.format))
-      s.weight = {param.mutable_data_ptr(), check_format(param, {"the weight"})};
     for (size_t k = 0; k < own_.states.size(); ++k)
       s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i]};
     if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
@@ -77,9 +75,10 @@ Array Slots::master_of(size_t i) const {
           format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
     return {param.mutable_data_ptr(), format};
   }
-  if (master.scalar_type() == at::kFloat) return {master.mutable_data_ptr(), Format::float32};
-  return {param.mutable_data_ptr(), split_of(param.scalar_type(), master.scalar_type()),
-          master.mutable_data_ptr()};
+  const bool is_whole = master.scalar_type() == at::kFloat;
+  const at::Tensor &data = is_whole ? master : param, &rest = is_whole ? param : master;
+  return {data.mutable_data_ptr(), format_of_two(data.scalar_type(), rest.scalar_type()),
+          rest.mutable_data_ptr()};
 }
 
 std::vector<Reading> Slots::weights() const {
@@ -170,7 +169,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].grad.data && !own_.params[i].grad().defined()) continue;
     chosen_.push_back(slots_[i]);
-    if (writes_copy(i)) chosen_.back().weight = array_of(copies_[i], {"a cached cast"});
+    if (writes_copy(i)) chosen_.back().copy = array_of(copies_[i], {"a cached cast"});
   }
   return chosen_;
 }

@@ -14,8 +14,8 @@ class Slots {
   // Each list has one element for each parameter.
   struct Lists {
     Tensors params;
-    // float32 masters; or int16 or int8 remainders, if parameter and remainder together are the
-    // master (core/splits.h); or undefined, if the rule updates the parameter itself.
+    // What the parameter and a second tensor together are the master by (core/splits.h): a float32
+    // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
     Tensors masters;
     std::vector<Tensors> states;               // one list for each state of the rule
     Tensors scales;                            // of states[0] where it is m8, undefined elsewhere
@@ -43,8 +43,8 @@ class Slots {
 
   // The slots of the parameters that have a gradient. A gradient whose layout differs from its
   // parameter's is copied to `kept`, which has to live as long as the slots are used. If autocast
-  // has cached a low-precision copy of a float32 parameter, the copy is the slot's weight: the step
-  // writes both. `readings`, if not null, gets one Reading per parameter for measuring the
+  // has cached a low-precision copy of a float32 parameter, the slot has the copy: the step writes
+  // both. `readings`, if not null, gets one Reading per parameter for measuring the
   // gradients, empty where there is none. The result is valid until the next call.
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 

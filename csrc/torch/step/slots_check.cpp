@@ -61,8 +61,10 @@ void Slots::check() const {
     const Format format = check_format(p, param);
     written.emplace_back(p, param);
     if (m.defined()) {
+      TORCH_CHECK_VALUE(format != Format::float32, "amp_mp: ", param.text(), " (", describe(p),
+                        ") is float32 and has no master beside it, found one with ", describe(m));
       const at::ScalarType dtype = m.scalar_type();
-      const bool is_rest = (dtype == at::kShort || dtype == at::kChar) && format != Format::float32;
+      const bool is_rest = dtype == at::kShort || dtype == at::kChar;
       check_like_param(m, is_rest ? dtype : at::kFloat, master);
     }
     for (size_t k = 0; k < own_.states.size(); ++k)

@@ -21,14 +21,15 @@ SHARED_ARGUMENTS = """
             which then accepts float16 gradients. False is for frameworks that need unscaled
             gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.
         memory: how masters and states are stored with bfloat16 weights: "exact" (12 bytes per
-            parameter besides the gradient, loses nothing), "lean" (7) or "tiny" (6.1). Default
-            None: float32 masters and states (14).
-        master: how masters alone are stored. "float32", the default: the update works on a float32
-            tensor and the parameter is its copy, rounded to the nearest even value (float16 is
-            clamped to +-65504). "split32", "split24": the parameter and a remainder of 2 or 1 bytes
-            together are the master (nearest, ties away from zero). "none": the parameter itself is
-            updated and rounded; updates below half a unit in its last place are lost unless
-            rounding is "stochastic".
+            parameter besides the gradient, loses nothing), "lean" (7), "tiny" (6.1) or "float32"
+            (14: float32 masters and states). Default "exact". float32 parameters have no master.
+        master: how masters alone are stored. "split32", "split24": the parameter and a remainder of
+            2 or 1 bytes together are the master (nearest, ties away from zero). "float32": the
+            parameter is the copy of a float32 tensor, rounded to the nearest even value (float16 is
+            clamped to +-65504). "none": the parameter itself is updated and rounded; updates below
+            half a unit in its last place are lost unless rounding is "stochastic". With any of
+            them the parameter is the truth: what is written into it is what the next step starts
+            from. Default None: as memory says.
         exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
             of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
             "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.

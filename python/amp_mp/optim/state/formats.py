@@ -1,6 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from amp_mp import _C
 NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
-_SPLITS = {name.split("_")[1]: f for name, f in _PLAIN.items() if f["split"]}
+_SPLITS = {
+    name.split("_")[1]: f
+    for name, f in _PLAIN.items()
+    if f["split"] and f["dtype"] != torch.float32
+}
 MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
@@ -24,9 +28,11 @@ DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
-# What `memory=` stands for, by kind.
+# What `memory=` stands for, by kind, and what holds without it.
+DEFAULT = {"master": "split32", "moment": "float32", "square": "float32"}
 PRESETS = {
-    "exact": {"master": "split32", "moment": "float32", "square": "float32"},
+    "float32": {"master": "float32", "moment": "float32", "square": "float32"},
+    "exact": DEFAULT,
     "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
 }
@@ -35,14 +41,14 @@ PRESETS = {
 def resolve(
     memory: str | None, chosen: Mapping[str, str | None], kinds: Mapping[str, str]
 ) -> dict[str, str]:
-    """The format of the master and of each state: as chosen, else the preset's, else float32.
+    """The format of the master and of each state: as chosen, else the preset's.
 
     memory: a preset or None. chosen: formats by "master" or a state's name, or None. kinds: of the
     states, by name. Raises ValueError naming the argument.
     """
     if memory is not None and memory not in PRESETS:
         raise ValueError(f"memory must be one of {', '.join(PRESETS)}; found {memory!r}")
-    preset = {} if memory is None else PRESETS[memory]
+    preset = DEFAULT if memory is None else PRESETS[memory]
     formats = {}
     for name, format in chosen.items():
         kind = kinds.get(name, "master")
@@ -87,7 +93,7 @@ def native_name(format: str) -> str:
 
 
 def split_name(format: str, dtype: torch.dtype) -> str:
-    """The kernels' name of a split beside weights of a dtype."""
+    """The kernels' name of a master's format beside weights of a dtype."""
     return f"{str(dtype).removeprefix('torch.')}_{format}"
 
 
@@ -126,13 +132,3 @@ def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     second = None if rest is None else flat(rest)
     flat(values).copy_(_C.decode(flat(data), second, native))
     return values
-
-
-def check_low_precision(master: str, params: Sequence[Tensor]) -> None:
-    """Raises ValueError for a split master where all parameters are float32."""
-    if master.startswith("split") and params and all(p.dtype == torch.float32 for p in params):
-        raise ValueError(
-            f"master={master!r} splits a float32 master into a low-precision weight and a "
-            "remainder, but all parameters are float32; make the model low precision first with "
-            "amp_mp.prepare(model, torch.bfloat16)"
-        )
