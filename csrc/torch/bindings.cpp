@@ -93,6 +93,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
            py::arg("names"))
       .def("__len__", &Slots::size)
+      .def("fit", &Slots::fit)
       .def(
           "measure", [](const Slots& slots) { return measure(slots); },
           py::call_guard<py::gil_scoped_release>());

@@ -64,6 +64,16 @@ at::ScalarType rest_dtype_of(Format format) {
   return dtypes[size_t(format)];
 }
 
+std::optional<Format> format_of_master(const at::Tensor& param, const at::Tensor& second) {
+  const bool is_whole = second.scalar_type() == at::kFloat;
+  const at::ScalarType data = (is_whole ? second : param).scalar_type(),
+                       rest = (is_whole ? param : second).scalar_type();
+  for (int f = 0; f < kFormatCount; ++f)
+    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data && rest_dtype_of(Format(f)) == rest)
+      return Format(f);
+  return std::nullopt;
+}
+
 Format check_format(const at::Tensor& t, const Label& label) {
   switch (t.scalar_type()) {
     case at::kFloat: return Format::float32;

@@ -81,6 +81,9 @@ class Slots:
         names: Sequence[str],
     ) -> None: ...
     def __len__(self) -> int: ...
+    def fit(self) -> bool:
+        """Whether every parameter has the dtype, shape, layout and device of then."""
+
     def measure(self) -> Measurement:
         """Of the parameters' gradients, absent ones counting as empty."""
 

@@ -6,17 +6,6 @@
 #include "torch/device.h"
 
 namespace amp_mp {
-namespace {
-
-// The format whose two arrays have the given dtypes.
-Format format_of_two(at::ScalarType data, at::ScalarType rest) {
-  for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data && rest_dtype_of(Format(f)) == rest)
-      return Format(f);
-  TORCH_CHECK(false, "amp_mp: no format for masters of ", data, " and ", rest);
-}
-
-}  // namespace
 
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
@@ -37,7 +26,7 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
 }
 
 uint64_t Slots::shape_of(const at::Tensor& param) {
-  auto mixed = uint64_t(param.scalar_type());
+  auto mixed = uint64_t(param.scalar_type()) * 31 + uint64_t(param.device().index());
   for (int64_t d = 0; d < param.dim(); ++d)
     mixed = (mixed * 31 + uint64_t(param.size(d))) * 31 + uint64_t(param.stride(d));
   return mixed;
@@ -77,8 +66,7 @@ Array Slots::master_of(size_t i) const {
   }
   const bool is_whole = master.scalar_type() == at::kFloat;
   const at::Tensor &data = is_whole ? master : param, &rest = is_whole ? param : master;
-  return {data.mutable_data_ptr(), format_of_two(data.scalar_type(), rest.scalar_type()),
-          rest.mutable_data_ptr()};
+  return {data.mutable_data_ptr(), *format_of_master(param, master), rest.mutable_data_ptr()};
 }
 
 std::vector<Reading> Slots::weights() const {
@@ -95,18 +83,29 @@ Tensors Slots::grads() const {
   return grads;
 }
 
+bool Slots::fit() const {
+  for (int64_t i = 0; i < size(); ++i) {
+    prefetch_impls(i + 4);
+    if (shape_of(own_.params[i]) != shapes_[i]) return false;
+  }
+  return true;
+}
+
 // Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
 // misses: prefetching makes a step of many small tensors a third faster.
-void Slots::prefetch(int64_t near, int64_t far) const {
+void Slots::prefetch_impls(int64_t i) const {
   constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
-  if (near < size())
-    for_each_tensor(near, [](const at::Tensor& t) {
-      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    });
-  if (far < size())
-    for_each_tensor(far, [](const at::Tensor& t) {
+  if (i < size())
+    for_each_tensor(i, [](const at::Tensor& t) {
       const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
       for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+    });
+}
+
+void Slots::prefetch_storages(int64_t i) const {
+  if (i < size())
+    for_each_tensor(i, [](const at::Tensor& t) {
+      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     });
 }
 
@@ -114,15 +113,13 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   size_t at = 0;
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
-    prefetch(i + 2, i + 4);
-    moved = moved || shape_of(own_.params[i]) != shapes_[i];
+    prefetch_storages(i + 2);
     for_each_tensor(i, [&](const at::Tensor& t) {
       moved = moved || t.const_data_ptr() != memory_[at];
       ++at;
     });
   }
-  if (moved) {  // by p.data = ... or model.to(...), which is allowed if the checks still pass
-    if (!own_.params.empty()) device_ = own_.params[0].device();
+  if (moved) {  // by p.data = ..., which is allowed if the checks still pass
     check();
     remember();
   }

@@ -35,6 +35,10 @@ class Slots {
   int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
   int states() const { return int(own_.states.size()); }
 
+  // Whether every parameter still has the dtype, shape, layout and device that it had when Slots
+  // was made. plan() relies on it.
+  bool fit() const;
+
   // The parameters' current gradients, undefined if a parameter has none.
   Tensors grads() const;
   // The arrays that the rule updates, for measuring; empty for parameters without a gradient.
@@ -59,8 +63,9 @@ class Slots {
   Array master_of(size_t i) const;
   void remember();
   bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
-  void prefetch(int64_t near, int64_t far) const;
-  static uint64_t shape_of(const at::Tensor& param);  // a hash of dtype, sizes and strides
+  void prefetch_impls(int64_t i) const;
+  void prefetch_storages(int64_t i) const;
+  static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 

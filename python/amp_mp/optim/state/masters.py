@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.dtypes import rounded
-from amp_mp.optim.state.formats import REST_FORMATS, get, new_rest, put, split_name
+from amp_mp.optim.state.formats import REST_FORMATS, belongs, get, new_rest, put, split_name
 
 # A parameter's float32 values before it was rounded, and its version counter after that.
 _float32_values: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
@@ -74,6 +74,6 @@ def _arrays(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, str] 
     weight, master, rest = param.detach(), state.get("master"), state.get("remainder")
     if master is not None:
         return master, weight, split_name("float32", param.dtype)
-    if rest is not None:
+    if rest is not None and belongs(rest, param):
         return weight, rest, split_name(REST_FORMATS[rest.dtype], param.dtype)
     return None
