@@ -57,18 +57,14 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 def _move_state(name: str, group: Group, param: Tensor, state: dict[str, Any]) -> None:
     """Moves a state that may be stored in groups of neighbours, which another layout changes."""
     data, scale = state[name], state.pop(f"{name}_scale", None)
-    present = "m8" if scale is not None else format_of_dtype(data, group[name])
+    present = group[name] if DTYPES.get(group[name]) == data.dtype else "bfloat16"  # m8 fell back
     wanted = format_of(group[name], param)
-    if present == wanted and scale is None:
+    if present == wanted and (scale is None or same_layout(data, param)):
         state[name] = torch.empty_like(param, dtype=data.dtype).copy_(data)
-        return
-    values = get(data, scale, native_name(present))
-    state[name], scale = new_state(wanted, param)
-    put(values.to(param.device), state[name], scale, native_name(wanted), seed=int(group["seed"]))
+        scale = None if scale is None else scale.to(param.device)
+    else:
+        values = get(data, scale, native_name(present)).to(param.device)
+        state[name], scale = new_state(wanted, param)
+        put(values, state[name], scale, native_name(wanted), seed=int(group["seed"]))
     if scale is not None:
         state[f"{name}_scale"] = scale
-
-
-def format_of_dtype(data: Tensor, declared: str) -> str:
-    """The format of a state without scales: the group's, or what m8 falls back to."""
-    return declared if DTYPES.get(declared) == data.dtype else "bfloat16"
