@@ -10,10 +10,9 @@ from torch import Tensor
 
 from amp_mp.apex.fp16_state import WrappedOptimizer, apex_policy
 from amp_mp.apex.fused_masters import FusedMasters
-from amp_mp.apex.gradients import describe_nonfinite
 from amp_mp.apex.masters import Masters, SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import OverflowCounter, update_scale
+from amp_mp.scaling.observe import OverflowCounter, describe_nonfinite, update_scale
 from amp_mp.scaling.policies import ScalePolicy
 
 
@@ -138,7 +137,7 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         """
         before = self.loss_scale
         model_param = self._masters.model_param
-        describe = partial(describe_nonfinite, [self.optimizer], model_param=model_param)
+        describe = partial(describe_nonfinite, [self.param_groups], model_param=model_param)
         update_scale(self.loss_scaler, self._overflows, self.overflow, self._max_abs, describe)
         if self.overflow:
             self._report(before)

@@ -15,10 +15,16 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.fp16_utils import master_params
-from amp_mp.apex.gradients import copy_all_, describe_nonfinite, gradients_of, set_aside
+from amp_mp.apex.gradients import copy_all_, gradients_of, set_aside
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
+from amp_mp.scaling.observe import (
+    OverflowCounter,
+    describe_nonfinite,
+    measure,
+    observe,
+    update_scale,
+)
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -85,7 +91,8 @@ def _update_scale(
     _iterations[policy] = _Iteration(
         steps_taken(), policy.state_dict(), copy.copy(counter), counter, found_inf, max_abs
     )
-    update_scale(policy, counter, found_inf, max_abs, partial(describe_nonfinite, optimizers))
+    describe = partial(describe_nonfinite, [each.param_groups for each in optimizers])
+    update_scale(policy, counter, found_inf, max_abs, describe)
     return is_first
 
 

@@ -15,12 +15,14 @@ from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment
 from amp_mp.optim.backward.release import Release
-from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_numbers, check_options
+from amp_mp.optim.new_group import check_last_group
+from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_options
 from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
 from amp_mp.optim.state.formats import check_low_precision, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
-from amp_mp.optim.step.handed import Handed, Measured
+from amp_mp.optim.step.handed import Handed, Measured, handed_to
+from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.optim.step.protocols import Scaler
 from amp_mp.optim.step.run import StepRunner
 from amp_mp.optim.step.step_report import StepLog, StepReport
@@ -50,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         kinds = kinds_of(self.rules)
         choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
         check_options(type(self).__name__, choosable, options)
-        check_numbers(defaults)
+        check_group({**defaults, **options})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
@@ -83,6 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
@@ -92,9 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        handed = self.handed
-        if handed is None:  # a stock torch.amp.GradScaler sets two attributes instead
-            handed = Handed(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        handed = handed_to(self)
         if isinstance(self.attachment, Release):
             self.attachment.finish(handed)
         else:
@@ -210,6 +211,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         resolve_group(param_group, self._chosen, kinds_of(self.rules))
         super().add_param_group(param_group)
+        check_last_group(self.param_groups)
         self.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,7 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         torch.optim too: a missing master is made from the parameter. Raises ValueError for a shape
         that does not fit, before anything is changed.
         """
-        restore_state(self, tuple(self._chosen), state_dict, super().load_state_dict)
+        restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
         self.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:

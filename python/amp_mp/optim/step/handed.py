@@ -1,12 +1,15 @@
 """What a loss scaler passes to one step of an optimizer."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.rule import Group
 from amp_mp.optim.step.gather import Bucket
+from amp_mp.optim.step.gradient_marks import GradientMarks
 
 
 @dataclass
@@ -40,3 +43,40 @@ class Handed:
     # and then sets scale_updated.
     scale_update: _C.ScaleUpdate | None = None
     scale_updated: bool = False
+    # The gradients that carry the scale, where it is handed before the step; see handed_to.
+    marks: GradientMarks | None = None
+    # Whether a step has used them.
+    used: bool = False
+
+
+class TakesHanded(Protocol):
+    """An optimizer that a loss scaler can hand something to."""
+
+    handed: Handed | None
+    param_groups: list[Group]
+
+
+def handed_to(optimizer: TakesHanded) -> Handed:
+    """What the step under way was handed; a stock torch.amp.GradScaler sets two attributes instead.
+
+    Raises RuntimeError where gradients that carry a scale since scale_loss were changed by hand.
+    """
+    handed = optimizer.handed
+    if handed is not None and handed.marks is not None:
+        kept = handed.marks.kept()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        changed = [] if handed.used and not kept else handed.marks.changed(params)
+        if changed:
+            raise RuntimeError(
+                "gradients were written after handle.scale_loss, among them that of a parameter of "
+                f"shape {tuple(changed[0].shape)}; with float16 gradients an amp_mp optimizer's "
+                "step unscales them, and until then they carry the loss scale. Clip with the "
+                "optimizer's max_grad_norm, or make the optimizer with amp_scaling=False, and "
+                "scale_loss unscales in place"
+            )
+        handed.used = True
+        handed = handed if kept else None
+    if handed is None:
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        return Handed(grad_scale, getattr(optimizer, "found_inf", None))
+    return handed

@@ -1,12 +1,15 @@
 """What a step did, as the host learns it: the verdict of csrc/core/decide.h."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.step.capture import is_capturing
 from amp_mp.optim.step.decide import new_verdict
+from amp_mp.scaling.observe import SkipWarning
 
 
 class StepReport(NamedTuple):
@@ -32,6 +35,8 @@ class StepLog:
         self.reports: _C.StepReports | None = None
         self._measured = False  # whether the last step read the gradients
         self._memory: Tensor | None = None
+        self._skipped = 0  # steps in a row, on a CPU
+        self._warning = SkipWarning()
 
     def forget(self) -> None:
         """Forgets the last step; its memory is kept for the next one."""
@@ -58,6 +63,25 @@ class StepLog:
         """Adds a decision that was queued with the reports of reports_on."""
         self.verdict, self._measured = verdict, measured
         self.count += 1
+
+    def warn_of_skips(self, name: str, describe: Callable[[float], str]) -> None:
+        """Warns where steps are skipped again and again, from reports that are here; never waits.
+
+        Call it once after every step that could be skipped. name: the optimizer's. describe: says
+        which gradients are inf or NaN, given the scale they carry.
+        """
+        if self.verdict is None or is_capturing(self.verdict.device):
+            return
+        if self.reports is None:
+            found_inf, *_, scale = self.verdict.tolist()
+            self._skipped = self._skipped + 1 if found_inf else 0
+            step = self.count
+        else:
+            found = self.reports.newest(wait=False)
+            if found is None:
+                return
+            step, *_, scale, _, self._skipped = found
+        self._warning.count(name, step, self._skipped, lambda: describe(scale))
 
     def newest(self, wait: bool) -> StepReport | None:
         """The last step's report; without waiting, the last one that has reached the host."""
