@@ -25,13 +25,13 @@ from amp_mp.optim.step.handed import Handed, Measured, handed_to
 from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.optim.step.protocols import Scaler
 from amp_mp.optim.step.run import StepRunner
-from amp_mp.optim.step.step_report import StepLog, StepReport
+from amp_mp.optim.step.step_report import ReportsSteps, StepLog
 
 # Attributes in a pickle besides torch's own.
 PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
 
 
-class FusedOptimizer(torch.optim.Optimizer, ABC):
+class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout, gradients any of the
@@ -102,6 +102,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             self._runner.run(self, handed)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super().zero_grad(set_to_none)
+        if self.handed is not None and self.handed.marks is not None:
+            self.handed = None  # no gradient carries a scale any more
+
     def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
         """`step`, with what a loss scaler passes to it."""
         before, self.handed = self.handed, handed
@@ -148,29 +154,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def releases(self) -> bool:
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self.attachment, Release)
-
-    def last_report(self, wait: bool = False) -> StepReport | None:
-        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
-
-        wait: wait for the device until the last step's report is on the host. Otherwise the report
-        is of the last step that has arrived there.
-        """
-        return self.log.newest(wait)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
-        report = self.last_report(wait=True)
-        return report is not None and report.skipped
-
-    @property
-    def grad_norm(self) -> float | None:
-        """2-norm of the last step's true gradients (unscaled, before clipping); waits for the step.
-
-        inf after an overflow; None where the gradients were not measured.
-        """
-        report = self.last_report(wait=True)
-        return report.grad_norm if report is not None else None
 
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and states now, counted from their storages."""

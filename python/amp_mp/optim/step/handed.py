@@ -56,27 +56,36 @@ class TakesHanded(Protocol):
     param_groups: list[Group]
 
 
+def carries_scale(optimizer: TakesHanded) -> bool:
+    """Whether gradients of the optimizer carry the scale of `handed` since handle.scale_loss.
+
+    Raises RuntimeError where they were written or replaced by hand before the step.
+    """
+    handed = optimizer.handed
+    if handed is None or handed.marks is None:
+        return False
+    kept = handed.marks.kept()
+    if handed.used and not kept:
+        return False
+    changed = handed.marks.changed(p for g in optimizer.param_groups for p in g["params"])
+    if changed:
+        raise RuntimeError(
+            "gradients were written after handle.scale_loss, among them that of a parameter of "
+            f"shape {tuple(changed[0].shape)}. float16 gradients of an amp_mp optimizer carry the "
+            "loss scale until its step unscales them: clip with the optimizer's max_grad_norm, "
+            "clear with its zero_grad, or make it with amp_scaling=False, and scale_loss unscales "
+            "in place"
+        )
+    return bool(kept)
+
+
 def handed_to(optimizer: TakesHanded) -> Handed:
     """What the step under way was handed; a stock torch.amp.GradScaler sets two attributes instead.
 
-    Raises RuntimeError where gradients that carry a scale since scale_loss were changed by hand.
+    Raises RuntimeError as carries_scale.
     """
     handed = optimizer.handed
-    if handed is not None and handed.marks is not None:
-        kept = handed.marks.kept()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        changed = [] if handed.used and not kept else handed.marks.changed(params)
-        if changed:
-            raise RuntimeError(
-                "gradients were written after handle.scale_loss, among them that of a parameter of "
-                f"shape {tuple(changed[0].shape)}; with float16 gradients an amp_mp optimizer's "
-                "step unscales them, and until then they carry the loss scale. Clip with the "
-                "optimizer's max_grad_norm, or make the optimizer with amp_scaling=False, and "
-                "scale_loss unscales in place"
-            )
+    if handed is not None and (handed.marks is None or carries_scale(optimizer)):
         handed.used = True
-        handed = handed if kept else None
-    if handed is None:
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        return Handed(grad_scale, getattr(optimizer, "found_inf", None))
-    return handed
+        return handed
+    return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))

@@ -1,5 +1,6 @@
 """What a step did, as the host learns it: the verdict of csrc/core/decide.h."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -94,3 +95,35 @@ class StepLog:
         if not self._measured:
             norm = max_abs = None
         return StepReport(number, found_inf != 0, norm, max_abs, scale)
+
+
+class ReportsSteps(ABC):
+    """What an optimizer tells about its last step."""
+
+    @property
+    @abstractmethod
+    def log(self) -> StepLog:
+        """The verdicts of the steps."""
+
+    def last_report(self, wait: bool = False) -> StepReport | None:
+        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
+
+        wait: wait for the device until the last step's report is on the host. Otherwise the report
+        is of the last step that has arrived there.
+        """
+        return self.log.newest(wait)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
+        report = self.last_report(wait=True)
+        return report is not None and report.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """2-norm of the last step's true gradients (unscaled, before clipping); waits for the step.
+
+        inf after an overflow; None where the gradients were not measured.
+        """
+        report = self.last_report(wait=True)
+        return report.grad_norm if report is not None else None
