@@ -75,7 +75,10 @@ class StepLog:
             return
         if self.reports is None:
             found_inf, *_, scale = self.verdict.tolist()
-            self._skipped = self._skipped + 1 if found_inf else 0
+            if not found_inf:
+                self._skipped = 0
+                return
+            self._skipped += 1
             step = self.count
         else:
             found = self.reports.newest(wait=False)
