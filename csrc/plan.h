@@ -65,11 +65,12 @@ constexpr int kStepReports = 8;
 struct StepReport {
   uint64_t seal;  // number of the decision, from 1; 0 while the device is writing the report
   Verdict verdict;
-  double next_scale;  // new loss scale, 0 if the decision did not update it
+  double next_scale;          // new loss scale, 0 if the decision did not update it
+  uint64_t skipped_in_a_row;  // decisions to skip the step, up to and with this one
 };
 struct StepReportBuffer {
   StepReport* reports = nullptr;  // kStepReports of them, in host memory; null for none
-  uint64_t* count = nullptr;      // decisions so far, in device memory
+  uint64_t* counts = nullptr;     // in device memory: decisions so far, and skips in a row
 };
 
 // How to update a loss scale: a policy's state (core/scale.h) or, if `policy` is null, the two

@@ -105,8 +105,10 @@ class StepReports:
 
     @property
     def device(self) -> torch.device: ...
-    def newest(self, wait: bool) -> tuple[int, float, float, float, float, float, float] | None:
-        """Number from 1, the verdict, the new loss scale or 0; None if there is no report."""
+    def newest(
+        self, wait: bool
+    ) -> tuple[int, float, float, float, float, float, float, int] | None:
+        """Number from 1, the verdict, the new loss scale or 0, skips in a row; None: no report."""
 
 class ScaleUpdate:
     """How a loss scale is updated, in place or into other tensors: csrc/torch/step/step.h.

@@ -37,7 +37,7 @@ FILES = {
     "nn/test_main_grads": 10,
     "nn/test_main_grads_together": 12,
     "optim/step/test_measure": 20,
-    "grad_scaler/test_next_scale": 22,
+    "grad_scaler/test_next_scale": 24,
     "optim/test_optim": 70,
     "optim/step/test_rules": 400,
     "optim/state/test_storage": 130,

@@ -50,6 +50,10 @@ class FusedMasters(Masters):
         groups = [[(p, master_of(p, state[p])) for p in params] for params in self.fp16_groups]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
 
+    def scaled_params(self) -> list[Tensor]:
+        """As in Masters; the step unscales float32 gradients as well."""
+        return [param for param in self.params() if param.requires_grad]
+
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
         self._max_norm, self._scale, self._measured = None, scale, None

@@ -18,21 +18,13 @@ from amp_mp.optim.state.formats import (
 )
 
 
-def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any], label: str) -> None:
+def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> None:
     """Brings a parameter's state to the parameter's present dtype, layout and device.
 
     A master is dropped where the dtype has changed, so that a new one is made of the parameter.
-    Everything else keeps its values. Raises ValueError naming the parameter where its shape has
-    changed; nothing is changed then.
+    Everything else keeps its values.
     """
     held = [name for name in ("master", "remainder", *rule.names) if state.get(name) is not None]
-    for name in held:
-        if state[name].shape != param.shape:
-            raise ValueError(
-                f"{label} has shape {tuple(param.shape)}, but its {name} has shape "
-                f"{tuple(state[name].shape)}: a parameter of another shape starts anew, so drop "
-                "its state with `del optimizer.state[param]`"
-            )
     if param.dtype not in LOW_PRECISION:
         state.pop("master", None)
     rest = state.get("remainder")

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import format_of, native_name
 from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
+from amp_mp.optim.step.refuse import refuse_param, refuse_state
 
 
 class ParamInfo(NamedTuple):
@@ -63,13 +63,10 @@ class Bucket:
         self.params = [param for param, _ in members]
         infos = [info for _, info in members]
         for param, info in members:
-            if param.dtype not in NATIVE:
-                raise TypeError(
-                    f"{info.label} has dtype {param.dtype}; amp_mp's optimizers take float32, "
-                    "float16 and bfloat16, use torch.optim for the others"
-                )
+            refuse_param(param, info.label)
+            refuse_state(rule, param, states.get(param, {}), info.label)
         for param, info in members:
-            follow(rule, groups[info.group], param, states[param], info.label)
+            follow(rule, groups[info.group], param, states[param])
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
         self._dicts = dicts = [states[param] for param in self.params]
         self._keys = state_keys(rule)
