@@ -44,8 +44,6 @@ enum FormatProperty : uint32_t {
 
 // Name in Python; element of the data array; torch's dtype for it; element of the second array
 // (plan.h, Array::rest), which is an integer, a bfloat16, a float16 or NoRest; properties.
-// Remainders beside float16 have unsigned dtypes although they have signs: so a remainder tells
-// beside which weights it belongs.
 // clang-format off
 #define AMP_MP_FOR_EACH_FORMAT(X)                                                            \
   X(float32,             float,        Float,    NoRest,   kForAll)                          \
@@ -60,8 +58,8 @@ enum FormatProperty : uint32_t {
   X(float16_float32,     float,        Float,    float16,  kForMaster | kSplit)              \
   X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,  kForMaster | kSplit)              \
   X(bfloat16_split24,    bfloat16,     BFloat16, int8_t,   kForMaster | kSplit)              \
-  X(float16_split32,     float16,      Half,     uint16_t, kForMaster | kSplit)              \
-  X(float16_split24,     float16,      Half,     uint8_t,  kForMaster | kSplit)
+  X(float16_split32,     float16,      Half,     int16_t,  kForMaster | kSplit)              \
+  X(float16_split24,     float16,      Half,     int8_t,   kForMaster | kSplit)
 // clang-format on
 
 #define AMP_MP_FORMAT(name, ...) name,

@@ -91,19 +91,19 @@ struct WholeMaster {
   }
 };
 
-// The split whose remainder has a type of the given width.
-template <int Width>
+// The split whose remainder has the given type.
+template <class Rest>
 struct SplitWith;
 template <>
-struct SplitWith<2> {
+struct SplitWith<int16_t> {
   using type = Split32;
 };
 template <>
-struct SplitWith<1> {
+struct SplitWith<int8_t> {
   using type = Split24;
 };
 template <class Rest>
-using SplitOf = typename SplitWith<sizeof(Rest)>::type;
+using SplitOf = typename SplitWith<Rest>::type;
 
 // The bits of 2^max(E, -14), E being the exponent of a decoded float16; 15 for infinity and NaN.
 AMP_MP_BOTH uint32_t binade(float weight) {

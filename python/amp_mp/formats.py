@@ -23,7 +23,6 @@ from amp_mp.optim.state.formats import (
     MOMENTS,
     REST_FORMATS,
     SQUARES,
-    belongs,
     get,
     native_name,
     new_rest,
@@ -95,7 +94,7 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     data, rest = parts[0], parts[1] if count == 2 else None
     if format not in SPLITS or rest is None:
         return get(data, rest, native_name(format))
-    if REST_FORMATS.get(rest.dtype) != format or not belongs(rest, data):
+    if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
             f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
             f"and {rest.dtype}"

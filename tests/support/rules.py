@@ -217,4 +217,8 @@ def found_master(state: dict[str, Any], param: Tensor, format: str) -> np.ndarra
     if format == "float32":
         return array(state["master"]).reshape(-1)
     dtype = str(param.dtype).removeprefix("torch.")
-    return formats.decode([raw(param).view(np.uint16), raw(state["remainder"])], format, dtype)
+    return formats.decode(
+        [raw(param).view(np.uint16), raw(state[f"remainder{'_float16' * (dtype == 'float16')}"])],
+        format,
+        dtype,
+    )

@@ -13,6 +13,7 @@ from amp_mp import _C
 from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient, set_aside
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.optim.state.masters import master_of, take_original
 from amp_mp.optim.step.decide import decide, decide_inputs
 from amp_mp.scaling.observe import measure, observe
@@ -169,7 +170,7 @@ class SwappedMasters(Masters):
         own = master_of(param, state) if state and fused else None  # amp_mp's has one already
         master = nn.Parameter(take_original(param) if own is None else own)
         if state is not None:
-            kept = {k: v for k, v in state.items() if k not in ("master", "remainder")}
+            kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
             self._optimizer.state[master] = {
                 k: v.float() if isinstance(v, Tensor) and v.dtype in LOW_PRECISION else v
                 for k, v in kept.items()

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from amp_mp.optim.options import check_group
 from amp_mp.optim.rule import Group, Rule, kinds_of, missing_states
-from amp_mp.optim.state.formats import DTYPES, GROUP, NATIVE_FORMATS, REST_FORMATS
+from amp_mp.optim.state.formats import (
+    DTYPES,
+    GROUP,
+    MASTER_ENTRIES,
+    NATIVE_FORMATS,
+    REMAINDERS,
+    REST_FORMATS,
+)
 from amp_mp.optim.state.init import CLOCK
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,7 +60,7 @@ def _wrong(
 ) -> str:
     """What is wrong with one entry of a parameter's saved state, in words; empty if nothing."""
     if not isinstance(value, Tensor):
-        known = name in kinds or name in ("master", "remainder", "beta_powers")
+        known = name in kinds or name in (*MASTER_ENTRIES, "beta_powers")
         return f"is no tensor: {value!r}" if known and value is not None else ""
     shape, dtype = tuple(value.shape), value.dtype
     if name in CLOCK:
@@ -64,7 +71,7 @@ def _wrong(
         return _wrong_scale(value, str(group.get(name.removesuffix("_scale"))), param)
     if shape != tuple(param.shape):
         return f"has shape {shape}, but the parameter has shape {tuple(param.shape)}"
-    if name == "remainder" and dtype not in REST_FORMATS:
+    if name in REMAINDERS.values() and dtype not in REST_FORMATS:
         return f"has dtype {dtype}, must be one of {', '.join(map(str, REST_FORMATS))}"
     if name == "master" and dtype not in PLAIN:
         return f"has dtype {dtype}, must be floating-point"

@@ -7,22 +7,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.check_loadable import check_loadable
 from amp_mp.optim.state.formats import (
     DTYPES,
+    MASTER_ENTRIES,
     REST_FORMATS,
+    beside,
     format_of,
     get,
     native_name,
     new_state,
     put,
+    same_layout,
 )
 from amp_mp.optim.state.init import CLOCK
 from amp_mp.optim.state.masters import master_of, set_master
-
-MASTERS = ("master", "remainder")
 
 
 def restore_state(
@@ -77,7 +78,9 @@ def _restored(
     """A parameter's state without its master, in the group's formats; no tensor is shared."""
     state: dict[str, Any] = {}
     for name, value in saved.items():
-        if name in MASTERS or (name.endswith("_scale") and name.removesuffix("_scale") in saved):
+        if name in MASTER_ENTRIES or (
+            name.endswith("_scale") and name.removesuffix("_scale") in saved
+        ):
             continue
         if not isinstance(value, Tensor):
             state[name] = value
@@ -86,15 +89,14 @@ def _restored(
         elif value.dtype == torch.float64 or name not in group:
             state[name] = _like(value, param)
         else:
-            data, scale = _like(value, param), saved.get(f"{name}_scale")
-            if scale is not None:
-                scale = scale.detach().to(param.device, copy=True)
-            found, wanted = (
-                _saved_format(value, saved_group.get(name)),
-                format_of(group[name], param),
-            )
-            if found != wanted:
-                values = get(data, scale, native_name(found))
+            scale = saved.get(f"{name}_scale")
+            found = _saved_format(value, saved_group.get(name))
+            wanted = format_of(group[name], param)
+            if found == wanted and (scale is None or same_layout(value, param)):
+                data = _like(value, param)
+                scale = None if scale is None else scale.detach().to(param.device, copy=True)
+            else:  # groups are of neighbours in memory, so another layout has other groups
+                values = get(value.detach(), scale, native_name(found)).to(param.device)
                 data, scale = new_state(wanted, param)
                 random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
                 put(values, data, scale, native_name(wanted), **random)
@@ -109,28 +111,21 @@ def _restore_master(
 ) -> None:
     """Puts the saved master into the state, as `wanted` says it is stored.
 
-    Where the file has none, the one of the state before stays if it still rounds to the weight.
+    Where the file has none, the one of the state before stays. The parameter changes only where
+    the master is converted to a format that rounds otherwise.
     """
-    rest, master = saved.get("remainder"), saved.get("master")
     if param.dtype not in LOW_PRECISION:
-        if master is not None:
-            state["master"] = _like(master, param)
         return
-    if rest is not None:
-        rest = _like(rest, param)
-        if REST_FORMATS[rest.dtype] == wanted:
-            state["remainder"] = rest
-        else:
-            set_master(wanted, param, state, master_of(param, {"remainder": rest}))
-    elif master is not None:
-        set_master(wanted, param, state, _like(master.float(), param))
-    if "master" in state or "remainder" in state:
-        return
-    master, rest = before.get("master"), before.get("remainder")
-    if master is not None and torch.equal(rounded(master, param.dtype), param.detach()):
-        state["master"] = master
-    elif rest is not None:
-        state["remainder"] = rest
+    names = [name for name in MASTER_ENTRIES if saved.get(name) is not None]
+    source = saved if names else before
+    held = {n: _like(source[n], param) for n in MASTER_ENTRIES if source.get(n) is not None}
+    if "master" in held:
+        held["master"] = held["master"].float()
+    second = beside(param, held)
+    if second is not None and {torch.float32: "float32", **REST_FORMATS}[second.dtype] == wanted:
+        state.update(held)
+    elif held:
+        set_master(wanted, param, state, master_of(param, held))
 
 
 def _like(value: Tensor, param: Tensor) -> Tensor:

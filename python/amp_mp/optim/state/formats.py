@@ -14,17 +14,22 @@ NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
 _SPLITS = {
-    name: f for name, f in _PLAIN.items() if f["split"] and f["dtype"] != torch.float32
+    name.split("_")[1]: f
+    for name, f in _PLAIN.items()
+    if f["split"] and f["dtype"] != torch.float32
 }
-MASTERS = ("float32", *dict.fromkeys(name.split("_")[1] for name in _SPLITS), "none")
+MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 # What a master, and a state of each kind (rule.py, State), may be stored as.
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
-# The dtype of a state's data, and the split that the dtype of a remainder stands for: signed beside
-# bfloat16 weights, unsigned beside float16.
+# The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
-REST_FORMATS = {f["rest_dtype"]: name.split("_")[1] for name, f in _SPLITS.items()}
+REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
+# The entries of a state that make a low-precision parameter a master. Remainders beside the two
+# dtypes have two names, in files too: beside weights of the other dtype they are other numbers.
+REMAINDERS = {torch.bfloat16: "remainder", torch.float16: "remainder_float16"}
+MASTER_ENTRIES = ("master", *REMAINDERS.values())
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
 # What `memory=` stands for, by kind, and what holds without it.
@@ -107,19 +112,32 @@ def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def new_rest(format: str, param: Tensor) -> Tensor:
-    """Zero remainders of a split master, for a low-precision parameter."""
-    return torch.zeros_like(param, dtype=_SPLITS[split_name(format, param.dtype)]["rest_dtype"])
+    """Zero remainders of a split master."""
+    return torch.zeros_like(param, dtype=_SPLITS[format]["rest_dtype"])
 
 
-def belongs(rest: Tensor, param: Tensor) -> bool:
-    """Whether remainders were made beside weights of the parameter's dtype."""
-    name = split_name(REST_FORMATS.get(rest.dtype, ""), param.dtype)
-    return name in _SPLITS and _SPLITS[name]["rest_dtype"] == rest.dtype
+def beside(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
+    """What makes a parameter a master: a float32 master, remainders, or None for neither."""
+    master: Tensor | None = state.get("master")
+    return state.get(REMAINDERS.get(param.dtype, "")) if master is None else master
 
 
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether elements of equal index have equal offsets in memory; the shapes are equal."""
+    pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(x == y for n, x, y in pairs if n > 1)
+
+
+def placed(value: Tensor, param: Tensor) -> Tensor:
+    """The value where its parameter is: itself, or a copy of the parameter's layout and device."""
+    if value.device == param.device and same_layout(value, param):
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def put(values: Tensor, data: Tensor, rest: Tensor | None, native: str, **random: int) -> None:

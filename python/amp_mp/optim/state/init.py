@@ -21,7 +21,7 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
 
     Each of the rule's states is a tensor of the parameter's shape and layout in the format that the
     group names; m8 adds a tensor of scales, NAME_scale. A low-precision parameter also gets a
-    `master`, float32, or a `remainder`, int16 or int8.
+    `master`, float32, or a `remainder` (beside float16 `remainder_float16`), int16 or int8.
     """
     clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
     for each in rule.states:

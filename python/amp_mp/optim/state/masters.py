@@ -8,7 +8,17 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.dtypes import rounded
-from amp_mp.optim.state.formats import REST_FORMATS, belongs, get, new_rest, put, split_name
+from amp_mp.optim.state.formats import (
+    MASTER_ENTRIES,
+    REMAINDERS,
+    REST_FORMATS,
+    beside,
+    get,
+    new_rest,
+    placed,
+    put,
+    split_name,
+)
 
 # A parameter's float32 values before it was rounded, and its version counter after that.
 _float32_values: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
@@ -43,17 +53,17 @@ def set_master(
     becomes the rounded values; a split rounds a value half way between two weights away from zero.
     """
     if values is None:
-        name = "master" if format == "float32" else "remainder"
+        name = "master" if format == "float32" else REMAINDERS[param.dtype]
         if format == "none" or state.get(name) is not None:
             return
         present = master_of(param, state)
         values = take_original(param) if present is None else present
-    state.pop("master", None)
-    state.pop("remainder", None)
+    for name in MASTER_ENTRIES:
+        state.pop(name, None)
     if format == "float32":
         state["master"] = torch.empty_like(param, dtype=torch.float32)
     elif format != "none":
-        state["remainder"] = new_rest(format, param)
+        state[REMAINDERS[param.dtype]] = new_rest(format, param)
     arrays = _arrays(param, state)
     if arrays is not None:
         with torch.no_grad():
@@ -71,9 +81,10 @@ def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
 
 def _arrays(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, str] | None:
     """The two arrays of a low-precision parameter's master and their format, or None."""
-    weight, master, rest = param.detach(), state.get("master"), state.get("remainder")
-    if master is not None:
-        return master, weight, split_name("float32", param.dtype)
-    if rest is not None and belongs(rest, param):
-        return weight, rest, split_name(REST_FORMATS[rest.dtype], param.dtype)
-    return None
+    second = beside(param, state)
+    if second is None:
+        return None
+    weight, second = param.detach(), placed(second, param)
+    if second.dtype == torch.float32:
+        return second, weight, split_name("float32", param.dtype)
+    return weight, second, split_name(REST_FORMATS[second.dtype], param.dtype)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import format_of, native_name
 from amp_mp.optim.state.follow import follow
+from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
 from amp_mp.optim.step.refuse import refuse_param, refuse_state
@@ -41,7 +41,7 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
 def state_keys(rule: Rule) -> tuple[str, ...]:
     """The state entries whose tensors the slots hold."""
     scales = [f"{name}_scale" for name in rule.names[:1]]
-    return ("master", "remainder", "step", *scales, *rule.names)
+    return (*MASTER_ENTRIES, "step", *scales, *rule.names)
 
 
 class Bucket:
@@ -74,7 +74,7 @@ class Bucket:
         names = rule.names
         self.slots = _C.Slots(
             params=self.params,
-            masters=[d.get("master", d.get("remainder")) for d in dicts],
+            masters=[beside(p, d) for p, d in zip(self.params, dicts, strict=True)],
             states=[[d[name] for d in dicts] for name in names],
             scales=[d.get(f"{names[0]}_scale") if names else None for d in dicts],
             formats=[

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Rule, missing_states
+from amp_mp.optim.state.formats import MASTER_ENTRIES
 
 
 def refuse_param(param: Tensor, label: str) -> None:
@@ -29,7 +30,7 @@ def refuse_param(param: Tensor, label: str) -> None:
 
 def refuse_state(rule: Rule, param: Tensor, state: Mapping[str, Any], label: str) -> None:
     """Raises ValueError for state of another shape, or state after steps that lacks a tensor."""
-    for name in ("master", "remainder", *rule.names):
+    for name in (*MASTER_ENTRIES, *rule.names):
         held = state.get(name)
         if isinstance(held, Tensor) and held.shape != param.shape:
             raise ValueError(
