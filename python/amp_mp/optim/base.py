@@ -85,7 +85,14 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
-    @outside_graphs
+    def _patch_step_function(self) -> None:
+        """torch's, which adds hooks to the class's step; with them it stays outside of graphs."""
+        super()._patch_step_function()
+        kind: Any = type(self)
+        if not getattr(kind.step, "is_outside_graphs", False):
+            kind.step = outside_graphs(kind.step)
+            kind.step.is_outside_graphs = True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
