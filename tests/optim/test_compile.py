@@ -34,7 +34,9 @@ class Graphs:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Any:
+def _fresh_compiler(device: str) -> Any:
+    """And the hooks of every step, with operators in them, that amp.init installs for good."""
+    amp.init(device_type=device, dtype=torch.bfloat16)._deactivate()
     torch.compiler.reset()
     yield
     torch.compiler.reset()

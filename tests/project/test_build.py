@@ -96,3 +96,19 @@ def test_a_build_without_cuda_works_and_says_so(tmp_path: Path) -> None:
     )
     done = run(code.format(str(tmp_path)), tmp_path / "lib")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_an_old_setuptools_without_wheel_is_one_clear_error() -> None:
+    """Python 3.11's own setuptools, 65.5, makes wheels with the package `wheel`."""
+    code = (
+        "import importlib.util, runpy, sys\n"
+        "real, hidden = importlib.util.find_spec, ('wheel', 'setuptools.command.bdist_wheel')\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in hidden else real(name)\n"
+        "sys.argv = ['setup.py', 'dist_info']\n"
+        f"runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install wheel" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -35,6 +35,9 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
     model's parameters, `.grad` carries the scale until the step, and the step's one pass unscales,
     clips, updates and rounds.
 
+    It is a torch.optim.Optimizer: schedulers and frameworks take it. Its step hooks are its own;
+    torch's hooks for all optimizers run for the wrapped one.
+
     A static scale checks nothing, as in Apex: an infinite gradient reaches the master. A dynamic
     one skips the step on overflow, leaving every byte as it was, prints so, and lowers the scale.
 

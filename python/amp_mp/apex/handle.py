@@ -133,8 +133,12 @@ class AmpHandle:
 
         On exit the gradients of the optimizer's parameters are divided by the scale, in place and
         each exactly once, also where several losses add up before a step: clip and inspect them as
-        usual. If one is inf or NaN the scale falls and the next step of the optimizer changes
-        nothing. Calling backward() on the loss itself inside gives a warning.
+        usual. float16 gradients of an amp_mp optimizer, which would lose small numbers, carry the
+        scale until its step divides them in float32: clip with its max_grad_norm, clear with its
+        zero_grad; RuntimeError if they were written in between. If one is inf or NaN the scale
+        falls and the next step of the optimizer changes nothing. Where the gradients were cleared
+        without a step, the scale moves as after one. Calling backward() on the loss itself inside
+        gives a warning.
 
         Args:
             loss: the loss, any floating dtype; it is multiplied in float32.

@@ -28,7 +28,9 @@ class GradScaler(torch.amp.GradScaler):
     With an amp_mp optimizer, `step` reads the gradients once for the overflow check and the norm
     for clipping, and the optimizer's own pass unscales; torch's scaler reads and writes them for
     the check alone. For another optimizer it unscales natively, once. float16 gradients are
-    accepted either way.
+    accepted either way. The scale never falls below 2^-126; torch's reaches 0, and makes NaN of the
+    next finite steps. 25 iterations with an overflow in a row give a warning, once. A step without
+    any gradient raises AssertionError, as torch's.
 
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.

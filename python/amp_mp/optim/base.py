@@ -84,13 +84,22 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
-    @outside_graphs
+    def _patch_step_function(self) -> None:
+        """torch's, which adds hooks to the class's step; with them it stays outside of graphs."""
+        super()._patch_step_function()
+        kind: Any = type(self)
+        if not getattr(kind.step, "is_outside_graphs", False):
+            kind.step = outside_graphs(kind.step)
+            kind.step.is_outside_graphs = True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
 
-        Raises ValueError or TypeError, before anything is changed, where a gradient is sparse or of
-        another shape, dtype or device than it can have, or where two parameters share memory.
+        torch.compile leaves it outside of graphs. Raises ValueError or TypeError, before anything
+        is changed, where a gradient is sparse or of another shape, dtype or device than it can
+        have, where two parameters share memory, or where a state was lost; RuntimeError for a first
+        step in torch.inference_mode.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -189,7 +198,8 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.
 
-        The group may have formats of its own, by `memory` or by name.
+        The group may have formats of its own, by `memory` or by name. TypeError or ValueError
+        naming a parameter or number that cannot be; the group is then not added.
         """
         resolve_group(param_group, self._chosen, kinds_of(self.rules))
         super().add_param_group(param_group)
@@ -202,8 +212,9 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         torch casts every state to its parameter's dtype, which would round masters and moments of
         low-precision parameters. States in another format than this optimizer's are converted. Load
         the model first: a split master is stored partly in the weights. Reads checkpoints of
-        torch.optim too: a missing master is made from the parameter. Raises ValueError for a shape
-        that does not fit, before anything is changed.
+        torch.optim too: a missing master is made from the parameter. Post-hooks see the state as it
+        will be, and their edits stay. Raises ValueError, before anything is changed, naming an
+        entry that is missing, or of a shape, dtype or value that does not fit.
         """
         restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
         self.forget()

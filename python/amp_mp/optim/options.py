@@ -17,7 +17,8 @@ SHARED_ARGUMENTS = """
             torch.nn.utils.clip_grad_norm_ does. Default None: no clipping.
         check_overflow: True skips a step with an inf or NaN gradient. Clipping, loss scalers, LAMB,
             LARS and NovoGrad measure the gradients anyway and then skip too. A skipped step leaves
-            every byte as it was. Default False.
+            every byte as it was. Default False. 25 skipped steps in a row give one warning, which
+            names the parameters.
         amp_scaling: True lets the step take over unscaling and skipping from torch.amp.GradScaler,
             which then accepts float16 gradients. False is for frameworks that need unscaled
             gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.

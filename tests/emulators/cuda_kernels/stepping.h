@@ -98,7 +98,7 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
   expect(!error, "apply is launched", rule.name, 0);
   expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.name, 0);
   expect((verdict.found_inf != 0) == bad, "overflow is found", rule.name, 0);
-  expect(outside.count == 1, "one decision", rule.name, size_t(outside.count));
+  expect(outside.counts[0] == 1, "one decision", rule.name, size_t(outside.counts[0]));
   outside.expect_report(host, bad ? 512 : 2048, rule.name);
   expect(outside.next_scale == (bad ? 512 : 2048) && outside.next_tracker == 0, "scale", rule.name,
          0);
