@@ -18,7 +18,7 @@ from amp_mp.optim.backward.release import Release
 from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_numbers, check_options
 from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
-from amp_mp.optim.state.formats import check_low_precision, resolve, resolve_group
+from amp_mp.optim.state.formats import resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.step.handed import Handed, Measured
 from amp_mp.optim.step.protocols import Scaler
@@ -62,7 +62,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._runner = StepRunner()
         super().__init__(params, defaults)
-        check_low_precision(stored["master"], [p for g in self.param_groups for p in g["params"]])
 
     def __init_subclass__(cls) -> None:
         """Adds the shared arguments to the class's docstring, so that help() explains them all."""

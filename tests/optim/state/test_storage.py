@@ -863,16 +863,6 @@ def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
             ValueError,
             "differentiable=True is not there",
         ),
-        "split of float32": (
-            lambda p: adamw(p, memory="lean"),
-            ValueError,
-            "master='split24' .*all parameters are float32.*prepare",
-        ),
-        "split of float32 by name": (
-            lambda p: amp.optim.SGD(p, master="split32"),
-            ValueError,
-            "master='split32' .*all parameters are float32.*prepare",
-        ),
         "squares in codes": (
             lambda p: adamw(p, exp_avg_sq="m8"),
             ValueError,

@@ -1,6 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -126,13 +126,3 @@ def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     second = None if rest is None else flat(rest)
     flat(values).copy_(_C.decode(flat(data), second, native))
     return values
-
-
-def check_low_precision(master: str, params: Sequence[Tensor]) -> None:
-    """Raises ValueError for a split master where all parameters are float32."""
-    if master.startswith("split") and params and all(p.dtype == torch.float32 for p in params):
-        raise ValueError(
-            f"master={master!r} splits a float32 master into a low-precision weight and a "
-            "remainder, but all parameters are float32; make the model low precision first with "
-            "amp_mp.prepare(model, torch.bfloat16)"
-        )
