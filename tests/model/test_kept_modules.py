@@ -20,7 +20,7 @@ import amp_mp as amp
 BF16, F32 = torch.bfloat16, torch.float32
 LOW = [torch.float16, torch.bfloat16]
 
-Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 @dataclasses.dataclass

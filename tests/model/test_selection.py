@@ -91,8 +91,10 @@ class LogNormal(nn.Module):
         return x + self.loc
 
 
-NAMED = ("GemmaRMSNorm", "Qwen2RMSNorm", "RmsNorm", "rms_norm", "FusedLayerNorm", "MambaRMSNormGated",
-         "GlobalResponseNorm", "ScaleNorm", "GraphNorm", "BatchNormAct2d", "LayerNormalization")  # fmt: skip
+NAMED = (
+    *("GemmaRMSNorm", "Qwen2RMSNorm", "RmsNorm", "rms_norm", "FusedLayerNorm", "MambaRMSNormGated"),
+    *("GlobalResponseNorm", "ScaleNorm", "GraphNorm", "BatchNormAct2d", "LayerNormalization"),
+)
 
 
 @converters

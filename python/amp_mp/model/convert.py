@@ -113,7 +113,7 @@ def convert_network(
 
 
 def _check(function: str, model: nn.Module) -> None:
-    """Raises where a conversion in place would fail half way, or leave a model that cannot train."""
+    """Raises where converting in place would fail half way or leave a model that cannot train."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be one torch.nn.Module, found {type(model).__name__}; call {function} for "

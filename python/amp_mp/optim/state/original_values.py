@@ -1,7 +1,7 @@
 """The float32 values that `prepare` rounds: kept beside each parameter until its master is made.
 
-A parameter has an entry here from `prepare` until an optimizer takes it. The entry holds the values,
-or nothing where there are none (the parameter is frozen, or was written since).
+A parameter has an entry here from `prepare` until an optimizer takes it. The entry holds the
+values, or nothing where there are none (the parameter is frozen, or was written since).
 """
 
 from collections.abc import MutableMapping
