@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import amp_mp as amp
@@ -34,6 +35,16 @@ class Output:
 class FrozenOutput:
     value: Tensor
     name: str = "x"
+
+
+class RegisteredCache:
+    def __init__(self, value: Tensor | None = None) -> None:
+        self.value = value
+
+
+register_pytree_node(
+    RegisteredCache, lambda c: ([c.value], None), lambda values, _: RegisteredCache(*values)
+)
 
 
 class Returns(nn.Module):
@@ -123,6 +134,29 @@ def test_an_argument_that_needs_no_cast_is_the_callers_own(device: str) -> None:
     seen: list[str] = []
     model[0](torch.ones(2, device=device, dtype=BF16), seen)
     assert seen == ["here"]
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_cache_that_a_kept_module_writes_to_is_the_callers_own(
+    device: str, registered: bool
+) -> None:
+    """A dataclass, and a class that a library has made known to torch's pytrees."""
+    if registered:
+        cache: Any = RegisteredCache()
+    else:
+        cache = Output(torch.zeros(2, dtype=BF16), [])
+    cache.value = torch.zeros(2, dtype=BF16, device=device)
+
+    class Attends(nn.Linear):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            cache.value = super().forward(x)
+            return cache.value
+
+    model = amp.prepare(nn.Sequential(Attends(2, 2)).to(device), BF16, keep_fp32="0")
+    y = model[0](torch.ones(2, device=device, dtype=BF16), cache)
+    assert y.dtype == BF16
+    assert torch.equal(cache.value.bfloat16(), y)
+    assert y.abs().sum() > 0
 
 
 # The dtype of the weights when the module runs.

@@ -37,7 +37,7 @@ def prepare(
             names of modules, parameters and buffers ("head", "blocks.*.norm1"). By default these
             are normalisation layers, torch's and others (docs/prepare.md), rotary frequencies, and
             what amp_mp.keep_fp32 has marked. A kept module computes in float32 and returns the
-            dtype it was given, in tensors, tuples, dicts and dataclasses; given no floating-point
+            dtype it was given, also in tuples, dicts and dataclasses; given no floating-point
             tensor it returns `dtype`. A module that shares a parameter with it is kept as well.
         keep_fp32_only: the same, in place of the default; marks still count.
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -81,8 +82,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         setattr(cast, CAST_FROM, (id(module), tensor.dtype))
         return cast
 
-    raised = {name: map_tensors(up, value) for name, value in kwargs.items()}
-    return tuple(map_tensors(up, value) for value in args), raised
+    raised = {name: map_arguments(up, value) for name, value in kwargs.items()}
+    return tuple(map_arguments(up, value) for value in args), raised
 
 
 def _leave(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -105,7 +106,7 @@ def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
     if dtype not in LOW_PRECISION:
         return output
     wide = (torch.float32, torch.float64)
-    return map_tensors(lambda t: t.to(dtype) if t.dtype in wide else t, output)
+    return map_results(lambda t: t.to(dtype) if t.dtype in wide else t, output)
 
 
 def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
@@ -124,30 +125,50 @@ def _weight_dtype(module: nn.Module) -> torch.dtype:
     return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_results(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A value with the function applied to its tensors; the value itself if that changes none.
 
     Looks into what torch's pytrees know (tuples, lists, dicts, named tuples, the outputs of
     transformers and diffusers), and into dataclasses and packed sequences.
     """
+    return _mapped(value, lambda leaf: _map_result(function, leaf), None)
+
+
+def map_arguments(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """As map_results, but only into tuples, lists, dicts and packed sequences.
+
+    Other objects stay the caller's own: a cache that the module writes to must not be a copy.
+    """
+    return _mapped(value, lambda leaf: _map_tensor(function, leaf), _is_object)
+
+
+def _mapped(
+    value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None
+) -> Any:
     if isinstance(value, Tensor):
         return function(value)
-    leaves, spec = tree_flatten(value)
-    mapped = [_map_leaf(function, leaf) for leaf in leaves]
+    leaves, spec = tree_flatten(value, is_leaf=is_leaf)
+    mapped = [function(leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(mapped, leaves, strict=True))
     return value if same else tree_unflatten(mapped, spec)
 
 
-def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return function(leaf)
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, tuple) and type(value) not in (list, dict, OrderedDict)
+
+
+def _map_tensor(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if isinstance(leaf, nn.utils.rnn.PackedSequence):
         data = function(leaf.data)
         return leaf if data is leaf.data else leaf._replace(data=data)
+    return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _map_result(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
+        return _map_tensor(function, leaf)
     old = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    new = {name: map_tensors(function, value) for name, value in old.items()}
+    new = {name: map_results(function, value) for name, value in old.items()}
     if all(new[name] is value for name, value in old.items()):
         return leaf
     result = copy.copy(leaf)
@@ -157,7 +178,7 @@ def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that map_tensors finds in a module's arguments, in order."""
+    """The tensors that map_arguments finds in a module's arguments, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -165,5 +186,5 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         return tensor
 
     for value in (*args, *kwargs.values()):
-        map_tensors(note, value)
+        map_arguments(note, value)
     return found
