@@ -17,15 +17,15 @@ namespace amp_mp {
 struct Array {
   void* data;
   Format format;
-  void* rest = nullptr;  // second array of a format of two: remainders, or scales of groups
+  void* rest = nullptr;  // second array of a format of two: remainders, weights, or groups' scales
 };
 
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {
   int64_t size;
   Array grad;               // still multiplied by the loss scale
-  Array weight;             // low-precision copy to write; data is null if the master is the weight
-  Array master;             // what the rule updates
+  Array master;             // what the rule updates: the weight, and its rest if it has one
+  Array copy;               // low-precision copy of a float32 weight, to be written; null for none
   Array state[kMaxStates];  // as many as the rule has
   Clock* clock;
   int32_t group;          // index of its Hyper
@@ -65,11 +65,12 @@ constexpr int kStepReports = 8;
 struct StepReport {
   uint64_t seal;  // number of the decision, from 1; 0 while the device is writing the report
   Verdict verdict;
-  double next_scale;  // new loss scale, 0 if the decision did not update it
+  double next_scale;          // new loss scale, 0 if the decision did not update it
+  uint64_t skipped_in_a_row;  // decisions to skip the step, up to and with this one
 };
 struct StepReportBuffer {
   StepReport* reports = nullptr;  // kStepReports of them, in host memory; null for none
-  uint64_t* count = nullptr;      // decisions so far, in device memory
+  uint64_t* counts = nullptr;     // in device memory: decisions so far, and skips in a row
 };
 
 // How to update a loss scale: a policy's state (core/scale.h) or, if `policy` is null, the two

@@ -4,7 +4,7 @@ All three start from the same weights and see the same batches:
 
   float32         float32 weights, torch's clipping and fused AdamW
   torch.autocast  the same under torch.autocast in bfloat16
-  amp_mp          bfloat16 weights, amp_mp's AdamW with memory="exact", which clips inside the step
+  amp_mp          bfloat16 weights, amp_mp's AdamW, which clips inside the step
 
 The runs take turns, ten steps each. The program prints a table, draws the loss curves in
 demo/loss.png and writes the numbers to demo/result.json.
@@ -29,7 +29,7 @@ CHUNK = 10  # steps of one run before the next takes its turn: a disturbance the
 ARMS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32", "optimizer": "torch-adamw"},
     "torch.autocast": {"precision": "autocast", "optimizer": "torch-adamw"},
-    "amp_mp": {"precision": "bfloat16", "optimizer": "adamw", "memory": "exact"},
+    "amp_mp": {"precision": "bfloat16", "optimizer": "adamw"},
 }
 BASELINE = "float32"
 LOOKS = (("tab:blue", "-", "o"), ("tab:green", "-.", "s"), ("tab:orange", "--", "x"))

@@ -48,11 +48,9 @@ class Settings:
         ),
     )
     memory: str = field(
-        default="float32",
+        default="exact",
         metadata=_option(
-            "how amp_mp's optimizers store masters and moments; all but float32 need "
-            "low-precision weights",
-            MEMORY,
+            "how amp_mp's optimizers store masters and moments of low-precision weights", MEMORY
         ),
     )
     steps: int = field(default=250, metadata=_option("optimizer steps of the whole run"))
@@ -101,11 +99,6 @@ class Settings:
         if self.optimizer == "torch-adamw" and not float32:
             raise SettingsError(
                 "optimizer torch-adamw keeps no masters: use it with precision float32 or autocast"
-            )
-        if self.memory != "float32" and (self.optimizer == "torch-adamw" or float32):
-            raise SettingsError(
-                f"memory {self.memory} needs bfloat16 or float16 weights and one of amp_mp's "
-                "optimizers"
             )
         if self.resume and self.checkpoint is None:
             raise SettingsError("resume needs a checkpoint to continue from")

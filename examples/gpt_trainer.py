@@ -209,9 +209,7 @@ def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     if settings.optimizer == "torch-adamw":
         return torch.optim.AdamW(groups, settings.lr, fused=True)
-    options: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM}
-    if settings.memory != "float32":
-        options["memory"] = settings.memory
+    options: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM, "memory": settings.memory}
     if settings.optimizer == "adamw":
         return amp.optim.AdamW(groups, settings.lr, **options)
     if settings.optimizer == "adam":

@@ -36,14 +36,16 @@ enum FormatProperty : uint32_t {
   kForMoment = 4,  // first moments and momentum buffers
   kForSquare = 8,  // means and sums of squares
   kRandom = 16,    // storing draws random bits
-  kSplit = 32,     // data is a low-precision weight, rest its remainder (core/splits.h)
+  kSplit = 32,     // two arrays, one of them the low-precision weight (core/splits.h)
   kGrouped = 64,   // rest is one scale for each group of kGroup elements (core/m8.h)
   kForState = kForMoment | kForSquare,
   kForAll = kForGrad | kForMaster | kForState,
 };
 
 // Name in Python; element of the data array; torch's dtype for it; element of the second array
-// (plan.h, Array::rest), which is an integer, a bfloat16 or NoRest; properties.
+// (plan.h, Array::rest), which is an integer, a bfloat16, a float16 or NoRest; properties.
+// Remainders beside float16 have unsigned dtypes although they have signs: so a remainder tells
+// beside which weights it belongs.
 // clang-format off
 #define AMP_MP_FOR_EACH_FORMAT(X)                                                            \
   X(float32,             float,        Float,    NoRest,   kForAll)                          \
@@ -54,10 +56,12 @@ enum FormatProperty : uint32_t {
   X(bfloat16_stochastic, bfloat16,     BFloat16, NoRest,   kForMaster | kForState | kRandom) \
   X(ue8m8,               ue8m8,        Short,    NoRest,   kForSquare | kRandom)             \
   X(m8,                  M8,           Char,     bfloat16, kForMoment | kGrouped | kRandom)  \
+  X(bfloat16_float32,    float,        Float,    bfloat16, kForMaster | kSplit)              \
+  X(float16_float32,     float,        Float,    float16,  kForMaster | kSplit)              \
   X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,  kForMaster | kSplit)              \
   X(bfloat16_split24,    bfloat16,     BFloat16, int8_t,   kForMaster | kSplit)              \
-  X(float16_split32,     float16,      Half,     int16_t,  kForMaster | kSplit)              \
-  X(float16_split24,     float16,      Half,     int8_t,   kForMaster | kSplit)
+  X(float16_split32,     float16,      Half,     uint16_t, kForMaster | kSplit)              \
+  X(float16_split24,     float16,      Half,     uint8_t,  kForMaster | kSplit)
 // clang-format on
 
 #define AMP_MP_FORMAT(name, ...) name,
@@ -140,8 +144,8 @@ AMP_MP_BOTH bool is_split(Format f) { return is_in(kSplitFormats, f); }
 // in `encode`.
 AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
 
-// Bytes of an element of data, and of its remainder in a split format.
+// Bytes of an element of data, and of its rest in a split format.
 AMP_MP_BOTH int width_of(Format f) { return is_in(kWidth4, f) ? 4 : is_in(kWidth1, f) ? 1 : 2; }
-AMP_MP_BOTH int remainder_width_of(Format f) { return !is_split(f) ? 0 : is_in(kRest1, f) ? 1 : 2; }
+AMP_MP_BOTH int rest_width_of(Format f) { return !is_split(f) ? 0 : is_in(kRest1, f) ? 1 : 2; }
 
 }  // namespace amp_mp

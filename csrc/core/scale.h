@@ -159,14 +159,19 @@ AMP_MP_BOTH void update_scale_state(double* state, bool found_inf, double max_ab
 }
 
 // torch.amp.GradScaler's rule on its own two numbers, with its arithmetic: factors multiply in
-// double, the result is rounded to float, and a result that would be infinite is not used.
+// double, the result is rounded to float, and a result that would be infinite is not used. Unlike
+// torch's, nor is one below 2^-126, the smallest normal float: torch's scale reaches 0 after 166
+// overflows in a row, and the next gradients, all 0 and divided by 0, make NaN of the weights.
 struct TorchScale {
   float scale;
   int32_t growth_tracker;
 
   AMP_MP_BOTH TorchScale after(bool found_inf, double growth_factor, double backoff_factor,
                                int64_t growth_interval) const {
-    if (found_inf) return {float(double(scale) * backoff_factor), 0};
+    if (found_inf) {
+      const float lowered = float(double(scale) * backoff_factor);
+      return {lowered >= 1.17549435e-38f ? lowered : scale, 0};
+    }
     if (growth_tracker + 1 != growth_interval) return {scale, growth_tracker + 1};
     const float grown = float(double(scale) * growth_factor);
     return {grown <= 3.4028235e38f ? grown : scale, 0};

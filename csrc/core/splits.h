@@ -1,26 +1,45 @@
 #pragma once
-// Split masters: a float32 master is stored as the low-precision weight and a remainder, in 4 or 3
-// bytes instead of 6.
+// Masters in two parts: the low-precision weight, which the user sees and may write, and a second
+// array that adds what the weight's rounding dropped.
+//
+// The weight is the truth. Whatever was written into it, joining gives a number within one unit of
+// the weight, and the weight itself where it is infinite or NaN.
+//
+//   float32   a whole master, 4 bytes. Where it does not round to the weight, the weight was
+//             written by others, and the weight is the master.
+//   split32   a remainder of 2 bytes instead, exact
+//   split24   of 1 byte
 //
 // With bfloat16 weights the remainder is signed, and `u` are the master's bits:
 //   split32   weight = (u + 0x8000) >> 16, remainder = the low 16 bits of u
 //   split24   the same with u first rounded to 24 bits: worst error 1/512 of a bfloat16 ulp
-// This is integer arithmetic, and split32 is exact. Ties are rounded away from zero: with ties to
-// even, 65,537 floats would round to an even bfloat16, one more than 16 bits can tell apart.
+// This is integer arithmetic, and split32 is exact below the numbers that round to infinity. Ties
+// are rounded away from zero: with ties to even, 65,537 floats would round to an even bfloat16, one
+// more than 16 bits can tell apart.
 //
 // With float16 weights, E being the weight's exponent (at least -14):
 //   split32   remainder = (x - weight) in steps of 2^(E - 26): exact from 2^-16 on
 //   split24   the same in steps of 2^(E - 18)
-// Masters saturate at +-65504. If the weight is NaN, the master is, whatever the remainder.
+// Masters of splits saturate at +-65504.
 #include "core/formats.h"
 
 namespace amp_mp {
+
+// The value of a bfloat16 weight and a remainder, which are added as integers: the sum rounds to
+// the weight, for any remainder. It does not where a negative remainder takes a weight of 0 below
+// zero or an infinite one back into the numbers, or a positive one makes infinity a NaN. Neither
+// pair is ever stored, but a user who writes 0 into a weight makes it. All of these sums, and no
+// others, are at least 0x7F7F8000 without their sign.
+AMP_MP_BOTH float join_bits(bfloat16 high, uint32_t remainder) {
+  const uint32_t weight = uint32_t(high.bits) << 16, sum = weight + remainder;
+  return from_bits((sum & kMagnitude) < 0x7F7F8000u ? sum : weight);
+}
 
 struct Split32 {
   using Rest = int16_t;
 
   static AMP_MP_BOTH float join(bfloat16 high, int16_t low) {
-    return from_bits((uint32_t(high.bits) << 16) + uint32_t(int32_t(low)));
+    return join_bits(high, uint32_t(int32_t(low)));
   }
   // `u` of the comment above.
   static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x); }
@@ -38,13 +57,9 @@ struct Split24 {
   using Rest = int8_t;
 
   static AMP_MP_BOTH float join(bfloat16 high, int8_t low) {
-    return from_bits((uint32_t(high.bits) << 16) + (uint32_t(int32_t(low)) << 8));
+    return join_bits(high, uint32_t(int32_t(low)) << 8);
   }
-  static AMP_MP_BOTH uint32_t round(float x) {
-    const uint32_t u = canonical_bits(x);
-    // The largest finite numbers are truncated: rounded up they would become infinite.
-    return u + ((u & 0x7FFFFF80u) == 0x7F7FFF80u ? 0 : 0x80u);
-  }
+  static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x) + 0x80u; }
   static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
     const uint32_t u = round(x);
     high = {uint16_t((u + 0x8000u) >> 16)};
@@ -55,19 +70,40 @@ struct Split24 {
   static constexpr float kLargest = 127.0f;
 };
 
-// The split whose remainder has the given type.
-template <class Rest>
+// A float32 master beside its weight, which is rounded to nearest even and saturates in float16.
+struct WholeMaster {
+  using Rest = float;
+
+  // `rounded`: the master as it would be stored in the weight.
+  template <class T>
+  static AMP_MP_BOTH float choose(T weight, T rounded, float master) {
+    return rounded.bits == weight.bits ? master : decode(weight);
+  }
+  static AMP_MP_BOTH float join(bfloat16 weight, float master) {
+    return choose(weight, encode<bfloat16>(master), master);
+  }
+  static AMP_MP_BOTH float join(float16 weight, float master) {
+    return choose(weight, encode<float16>(saturate(master)), master);
+  }
+  static AMP_MP_BOTH void split(float x, bfloat16& weight, float& master) {
+    weight = encode<bfloat16>(x);
+    master = x;
+  }
+};
+
+// The split whose remainder has a type of the given width.
+template <int Width>
 struct SplitWith;
 template <>
-struct SplitWith<int16_t> {
+struct SplitWith<2> {
   using type = Split32;
 };
 template <>
-struct SplitWith<int8_t> {
+struct SplitWith<1> {
   using type = Split24;
 };
 template <class Rest>
-using SplitOf = typename SplitWith<Rest>::type;
+using SplitOf = typename SplitWith<sizeof(Rest)>::type;
 
 // The bits of 2^max(E, -14), E being the exponent of a decoded float16; 15 for infinity and NaN.
 AMP_MP_BOTH uint32_t binade(float weight) {

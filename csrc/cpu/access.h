@@ -24,7 +24,7 @@ struct LowGrad {
 };
 
 template <class Split>
-struct Joined {  // a bfloat16 weight and its remainder
+struct Joined {  // a bfloat16 weight and its rest
   bfloat16* __restrict high;
   typename Split::Rest* __restrict rest;
   AMP_MP_BOTH float get(int i) const { return Split::join(high[i], rest[i]); }
@@ -68,9 +68,10 @@ AMP_MP_BOTH Access open(Array array, int64_t at, float* tile, int n) {
   } else if constexpr (__is_same(Access, Floats)) {
     return {open_tile(array, at, tile, n)};
   } else if constexpr (requires(Access a) { a.rest; }) {
+    constexpr bool is_whole = __is_same(Access, Joined<WholeMaster>);  // the weight comes second
     Access a = {};
-    a.high = at_element<bfloat16>(array.data, at);
-    a.rest = static_cast<decltype(a.rest)>(array.rest) + at;
+    a.high = at_element<bfloat16>(is_whole ? array.rest : array.data, at);
+    a.rest = static_cast<decltype(a.rest)>(is_whole ? array.data : array.rest) + at;
     return a;
   } else {
     Access a = {};

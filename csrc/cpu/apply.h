@@ -65,7 +65,7 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
     const uint8_t* random = Random ? bytes.of(i) : nullptr;
     update<Rule, Random>(rule, multiplier, g, w, s0, s1, s2, random, n);
     if constexpr (__is_same(W, Floats)) {
-      if (slot.weight.data) store_tile(w.at, slot.weight, i, tile, nullptr, n);
+      if (slot.copy.data) store_tile(w.at, slot.copy, i, tile, nullptr, n);
     }
     close(w, slot.master, i, master, tile, draw_weights ? weight_bytes.of(i) : nullptr, n);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
@@ -76,8 +76,8 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   }
 }
 
-// Chooses how to access the arrays. The formats of memory="exact", "lean" and "tiny" are converted
-// inside the update loop, any other combination through tiles.
+// Chooses how to access the arrays. The formats of memory="exact", "lean" and "tiny" and float32
+// masters are converted inside the update loop, any other combination through tiles.
 template <class Rule>
 void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
            uint64_t seed) {
@@ -100,6 +100,8 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
     const bool is_low1 = Rule::kStates < 2 || slot.state[1].format == LowSquare::kFormat;
     if (slot.master.format == Format::bfloat16_split32 && !random)
       return run_fused.template operator()<false, Joined<Split32>, Floats0, Floats1>();
+    if (slot.master.format == Format::bfloat16_float32 && !random)
+      return run_fused.template operator()<false, Joined<WholeMaster>, Floats0, Floats1>();
     if constexpr (Rule::kStates > 0) {
       if (slot.master.format == Format::bfloat16_split24 && is_low1) {
         if (slot.state[0].format == Low0::kFormat)

@@ -20,8 +20,11 @@ AMP_MP_BOTH void decode_as(const Array& from, int64_t at, float* __restrict to, 
   using Data = typename Elements<F>::Data;
   using Rest = typename Elements<F>::Rest;
   const Data* data = at_element<Data>(from.data, at);
-  if constexpr (has<F>(kSplit)) {
-    join_tile<SplitOf<Rest>>(data, at_element<Rest>(from.rest, at), to, n);
+  if constexpr (has<F>(kSplit) && __is_same(Data, float)) {
+    join_tile<WholeMaster>(at_element<Rest>(from.rest, at), data, to, n);
+  } else if constexpr (has<F>(kSplit)) {
+    using Split = SplitOf<Rest>;
+    join_tile<Split>(data, at_element<typename Split::Rest>(from.rest, at), to, n);
   } else if constexpr (has<F>(kGrouped)) {
     decode_groups(data, at_element<Rest>(from.rest, at / kGroup), to, n);
   } else {
@@ -35,8 +38,11 @@ AMP_MP_BOTH void encode_as(const float* __restrict from, const Array& to, int64_
   using Data = typename Elements<F>::Data;
   using Rest = typename Elements<F>::Rest;
   Data* data = at_element<Data>(to.data, at);
-  if constexpr (has<F>(kSplit)) {
-    split_tile<SplitOf<Rest>>(from, data, at_element<Rest>(to.rest, at), n);
+  if constexpr (has<F>(kSplit) && __is_same(Data, float)) {
+    split_tile<WholeMaster>(from, at_element<Rest>(to.rest, at), data, n);
+  } else if constexpr (has<F>(kSplit)) {
+    using Split = SplitOf<Rest>;
+    split_tile<Split>(from, data, at_element<typename Split::Rest>(to.rest, at), n);
   } else if constexpr (has<F>(kGrouped)) {
     encode_groups(from, data, at_element<Rest>(to.rest, at / kGroup), random, n);
   } else if constexpr (has<F>(kRandom)) {

@@ -56,11 +56,11 @@ void prefetch(const Slot& slot) {
   };
   const auto array = [&](const Array& a) {
     lines(a.data, width_of(a.format));
-    lines(a.rest, remainder_width_of(a.format));
+    lines(a.rest, rest_width_of(a.format));
   };
   array(slot.grad);
-  array(slot.weight);
   array(slot.master);
+  array(slot.copy);
   for (const Array& state : slot.state) array(state);
 }
 

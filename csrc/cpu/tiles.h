@@ -81,7 +81,11 @@ AMP_MP_BOTH void encode_tile(const float* __restrict from, float16_root* __restr
   encode_tile(root, &to->root, n);
 }
 
-// Masters split into a weight and a remainder.
+AMP_MP_BOTH void saturate_tile(const float* __restrict from, float* __restrict to, int n) {
+  for (int i = 0; i < n; ++i) to[i] = saturate(from[i]);
+}
+
+// Masters of two parts (core/splits.h).
 template <class Split>
 AMP_MP_BOTH void join_tile(const bfloat16* __restrict high,
                            const typename Split::Rest* __restrict rest, float* __restrict to,
@@ -106,10 +110,30 @@ template <class Split>
 AMP_MP_BOTH void split_tile(const float* __restrict from, float16* high,
                             typename Split::Rest* __restrict rest, int n) {
   alignas(64) float x[kTile], weight[kTile];
-  for (int i = 0; i < n; ++i) x[i] = saturate(from[i]);
+  saturate_tile(from, x, n);
   encode_tile(x, high, n);
   decode_tile(high, weight, n);
   for (int i = 0; i < n; ++i) rest[i] = rest_of_float16<Split>(x[i], weight[i]);
+}
+
+// A whole master beside a float16 weight.
+template <>
+AMP_MP_BOTH void join_tile<WholeMaster>(const float16* high, const float* __restrict master,
+                                        float* __restrict to, int n) {
+  alignas(64) float16 rounded[kTile];
+  saturate_tile(master, to, n);
+  encode_tile(to, rounded, n);
+  decode_tile(high, to, n);
+  for (int i = 0; i < n; ++i) to[i] = rounded[i].bits == high[i].bits ? master[i] : to[i];
+}
+
+template <>
+AMP_MP_BOTH void split_tile<WholeMaster>(const float* __restrict from, float16* high,
+                                         float* __restrict master, int n) {
+  alignas(64) float x[kTile];
+  saturate_tile(from, x, n);
+  encode_tile(x, high, n);
+  for (int i = 0; i < n; ++i) master[i] = from[i];
 }
 
 // m8: groups of 32 with one scale each; n is a multiple of 32. Scales are first spread to one float

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     }
     store_history<kMasterFormats>(slot.master, w, at, n, whole,
                                   draws_weights ? slot.random(true, at) : 0);
-    if (slot.weight.data) store_history<kGradFormats>(slot.weight, w, at, n, whole);
+    if (slot.copy.data) store_history<kGradFormats>(slot.copy, w, at, n, whole);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
       const uint64_t random = draws ? slot.random(false, at) : 0;
       if constexpr (Rule::kStates > 0)

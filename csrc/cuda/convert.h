@@ -23,8 +23,7 @@ struct Held {
 
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read(from.data, at, width_of(from.format), n, whole);
-    if constexpr (kSplits)
-      rest = cuda::read(from.rest, at, remainder_width_of(from.format), n, whole);
+    if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
     if constexpr (kGroups)
       scale = matches<F::m8>(from.format) && n > 0
                   ? amp_mp::decode(static_cast<const bfloat16*>(from.rest)[at / kGroup])
@@ -40,10 +39,17 @@ struct Held {
     const auto b = [&](int k) { return bfloat16{half(k)}; };
     const auto low = [&](int k) { return int16_t(rest.half(k)); };
     const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
+    const auto master = [&](int k) { return from_bits(data.word[k]); };
     if (matches<F::float32>(f)) return each([&](int k) { return from_bits(data.word[k]); });
     if (matches<F::bfloat16, F::bfloat16_stochastic>(f))
       return each([&](int k) { return amp_mp::decode(b(k)); });
     if (matches<F::float16, F::float16_stochastic>(f)) return each(h);
+    if (matches<F::bfloat16_float32>(f))
+      return each(
+          [&](int k) { return WholeMaster::join(bfloat16{uint16_t(rest.half(k))}, master(k)); });
+    if (matches<F::float16_float32>(f))
+      return each(
+          [&](int k) { return WholeMaster::join(float16{uint16_t(rest.half(k))}, master(k)); });
     if (matches<F::bfloat16_split32>(f))
       return each([&](int k) { return Split32::join(b(k), low(k)); });
     if (matches<F::bfloat16_split24>(f))
@@ -72,18 +78,19 @@ struct Held {
       const auto half = uint32_t(k < 4 ? random : random >> 32);
       return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
     };
-    const auto upper = [&](const auto& one) {
+    const auto set_upper = [&](Pack8& to, const auto& one) {
       uint32_t rounded[kPack];
       for (int k = 0; k < kPack; ++k) rounded[k] = one(k);
-      data.set_upper(rounded);
+      to.set_upper(rounded);
     };
+    const auto upper = [&](const auto& one) { set_upper(data, one); };
     const auto halves = [&](const auto& one) {
       for (int k = 0; k < kPack; ++k) data.set_half(k, one(k));
     };
-    if (matches<F::float32>(f)) {
+    const auto words = [&] {
       for (int k = 0; k < kPack; ++k) data.word[k] = to_bits(x[k]);
-      return;
-    }
+    };
+    if (matches<F::float32>(f)) return words();
     if (matches<F::bfloat16>(f)) return upper([&](int k) { return round_bfloat16(x[k]); });
     if (matches<F::float16>(f))
       return halves([&](int k) { return amp_mp::encode<float16>(x[k]).bits; });
@@ -94,6 +101,16 @@ struct Held {
     if (matches<F::ue8m8>(f)) return upper([&](int k) { return round_ue8m8(x[k], noise(k)); });
     if (matches<F::float16_root>(f))
       return halves([&](int k) { return amp_mp::encode<float16_root>(x[k]).root.bits; });
+    if (matches<F::bfloat16_float32>(f)) {
+      words();
+      return set_upper(rest, [&](int k) { return round_bfloat16(x[k]); });
+    }
+    if (matches<F::float16_float32>(f)) {
+      words();
+      for (int k = 0; k < kPack; ++k)
+        rest.set_half(k, amp_mp::encode<float16>(saturate(x[k])).bits);
+      return;
+    }
     if (matches<F::bfloat16_split32>(f)) return split_bfloat16<Split32>(x);
     if (matches<F::bfloat16_split24>(f)) return split_bfloat16<Split24>(x);
     if (matches<F::float16_split32>(f)) return split_float16<Split32>(x);
@@ -103,7 +120,7 @@ struct Held {
 
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
-    if constexpr (kSplits) cuda::write(to.rest, rest, at, remainder_width_of(to.format), n, whole);
+    if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
     if constexpr (kGroups)
       if (matches<F::m8>(to.format) && n > 0 && at % kGroup == 0)
         static_cast<bfloat16*>(to.rest)[at / kGroup] = amp_mp::encode<bfloat16>(scale);

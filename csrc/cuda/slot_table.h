@@ -5,9 +5,9 @@
 
 namespace amp_mp::cuda {
 
-// Index of a slot's arrays in the table. kSecond is the weight to write beside the master, or a
-// split master's remainders; a slot never has both. The states are followed by the scales of state
-// 0, the only state that may be stored in m8.
+// Index of a slot's arrays in the table. kSecond is the rest of a master of two
+// parts, or the copy to write of a float32 weight; a slot never has both. The states are followed
+// by the scales of state 0, the only state that may be stored in m8.
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
 constexpr int kFormatBits = 4;  // bits of the tag for each array
@@ -31,7 +31,7 @@ __device__ __forceinline__ Format format_of(uint32_t tag, int array) {
 // One slot in a kernel.
 template <class Rule>
 struct View {
-  Array grad, weight, master, state[kMaxStates] = {};
+  Array grad, master, copy, state[kMaxStates] = {};
   // References: copies would stay in registers, and the kernels would spill.
   const SlotRule<Rule>& slot_rule;
   const RandomOrigin& origin;
@@ -44,12 +44,12 @@ struct View {
       return Array{table.data[array][slot], format_of(tag, array), nullptr};
     };
     grad = array_at(kGrad);
-    weight = array_at(kSecond);
     master = array_at(kMaster);
+    copy = array_at(kSecond);
     for (int k = 0; k < Rule::kStates; ++k) state[k] = array_at(kState0 + k);
     if (is_split(master.format)) {
-      master.rest = weight.data;
-      weight.data = nullptr;
+      master.rest = copy.data;
+      copy.data = nullptr;
     }
     state[0].rest = table.data[kScales<Rule>][slot];
     for (int a = 0; a < kScales<Rule>; ++a)  // a missing array is wide
@@ -74,8 +74,7 @@ void fill(SlotTable<Rule>& table, const Slot* slots, int64_t& i, int64_t count, 
   for (; i < count && !table.full(); ++i) {
     const Slot& s = slots[i];
     const int t = table.count;
-    const Array second =
-        is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.weight;
+    const Array second = is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.copy;
     const Array arrays[] = {s.grad, second, s.master, s.state[0], s.state[1], s.state[2]};
     table.tag[t] = 0;
     for (int a = 0; a < kScales<Rule>; ++a) {

@@ -12,15 +12,18 @@ namespace amp_mp::cuda {
 __device__ __forceinline__ void write_report(const StepReportBuffer& buffer, const Verdict& verdict,
                                              double next_scale) {
   if (!buffer.reports) return;
-  const uint64_t seal = *buffer.count + 1;
+  const uint64_t seal = buffer.counts[0] + 1;
+  const uint64_t skipped = verdict.found_inf != 0 ? buffer.counts[1] + 1 : 0;
   StepReport& report = buffer.reports[seal % kStepReports];
   *static_cast<volatile uint64_t*>(&report.seal) = 0;
   __threadfence_system();
   report.verdict = verdict;
   report.next_scale = next_scale;
+  report.skipped_in_a_row = skipped;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report.seal) = seal;
-  *buffer.count = seal;
+  buffer.counts[0] = seal;
+  buffer.counts[1] = skipped;
 }
 
 // Fills `verdict` and updates the loss scale; returns the new scale for the report.

@@ -83,7 +83,7 @@ PYBIND11_MODULE(_C, m) {
             if (!found) return py::none();
             const Verdict& v = found->verdict;
             return py::make_tuple(found->seal, v.found_inf, v.multiplier, v.norm, v.max_abs,
-                                  v.scale, found->next_scale);
+                                  v.scale, found->next_scale, found->skipped_in_a_row);
           },
           py::arg("wait"));
 
@@ -93,6 +93,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
            py::arg("names"))
       .def("__len__", &Slots::size)
+      .def("fit", &Slots::fit)
       .def(
           "measure", [](const Slots& slots) { return measure(slots); },
           py::call_guard<py::gil_scoped_release>());

@@ -45,6 +45,8 @@ template <>
 constexpr at::ScalarType kRestDtype<NoRest> = at::ScalarType::Undefined;
 template <>
 constexpr at::ScalarType kRestDtype<bfloat16> = at::kBFloat16;
+template <>
+constexpr at::ScalarType kRestDtype<float16> = at::kHalf;
 
 }  // namespace
 
@@ -60,6 +62,16 @@ at::ScalarType rest_dtype_of(Format format) {
   constexpr at::ScalarType dtypes[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_DTYPE)};
 #undef AMP_MP_DTYPE
   return dtypes[size_t(format)];
+}
+
+std::optional<Format> format_of_master(const at::Tensor& param, const at::Tensor& second) {
+  const bool is_whole = second.scalar_type() == at::kFloat;
+  const at::ScalarType data = (is_whole ? second : param).scalar_type(),
+                       rest = (is_whole ? param : second).scalar_type();
+  for (int f = 0; f < kFormatCount; ++f)
+    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data && rest_dtype_of(Format(f)) == rest)
+      return Format(f);
+  return std::nullopt;
 }
 
 Format check_format(const at::Tensor& t, const Label& label) {

@@ -3,6 +3,7 @@
 // the tensor, what was found and what to do.
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,10 @@ void check_plain(const at::Tensor& t, const Label& label);
 // format has none).
 at::ScalarType dtype_of(Format format);
 at::ScalarType rest_dtype_of(Format format);
+
+// The format that a parameter and a second tensor, its master or remainders, are a master in; none
+// if their dtypes do not go together.
+std::optional<Format> format_of_master(const at::Tensor& param, const at::Tensor& second);
 
 // The tensor's format, float32, float16 or bfloat16; raises for other dtypes.
 Format check_format(const at::Tensor& t, const Label& label);

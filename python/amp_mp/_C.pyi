@@ -81,6 +81,9 @@ class Slots:
         names: Sequence[str],
     ) -> None: ...
     def __len__(self) -> int: ...
+    def fit(self) -> bool:
+        """Whether every parameter has the dtype, shape, layout and device of then."""
+
     def measure(self) -> Measurement:
         """Of the parameters' gradients, absent ones counting as empty."""
 
@@ -102,8 +105,10 @@ class StepReports:
 
     @property
     def device(self) -> torch.device: ...
-    def newest(self, wait: bool) -> tuple[int, float, float, float, float, float, float] | None:
-        """Number from 1, the verdict, the new loss scale or 0; None if there is no report."""
+    def newest(
+        self, wait: bool
+    ) -> tuple[int, float, float, float, float, float, float, int] | None:
+        """Number from 1, the verdict, the new loss scale or 0, skips in a row; None: no report."""
 
 class ScaleUpdate:
     """How a loss scale is updated, in place or into other tensors: csrc/torch/step/step.h.

@@ -23,6 +23,7 @@ from amp_mp.optim.state.formats import (
     MOMENTS,
     REST_FORMATS,
     SQUARES,
+    belongs,
     get,
     native_name,
     new_rest,
@@ -69,7 +70,8 @@ def encode(
             raise ValueError(
                 f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
             )
-        weight, rest = torch.empty_like(x, dtype=weight_dtype), new_rest(format, x)
+        weight = torch.empty_like(x, dtype=weight_dtype)
+        rest = new_rest(format, weight)
         put(x, weight, rest, split_name(format, weight_dtype))
         return weight, rest
     if format == "m8" and x.numel() % GROUP:
@@ -93,7 +95,7 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     data, rest = parts[0], parts[1] if count == 2 else None
     if format not in SPLITS or rest is None:
         return get(data, rest, native_name(format))
-    if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
+    if REST_FORMATS.get(rest.dtype) != format or not belongs(rest, data):
         raise ValueError(
             f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
             f"and {rest.dtype}"

@@ -27,8 +27,8 @@ INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "torch Adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.05, momentum=0.9),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
+    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.05, momentum=0.9, master="float32"),
+    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01, master="float32"),
 }
 
 
@@ -165,8 +165,8 @@ def test_wrapping_a_fused_optimizer_that_has_stepped_changes_nothing_in_its_cour
     """Its masters, which hold more than the weights do, are the wrapper's: there is one copy."""
     alone, wrapped = (nn.Linear(64, 8, dtype=dtype, device=device) for _ in range(2))
     wrapped.load_state_dict(alone.state_dict())
-    plain = amp.optim.AdamW(alone.parameters(), lr=1e-3)
-    inner = amp.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    plain = amp.optim.AdamW(alone.parameters(), lr=1e-3, master="float32")
+    inner = amp.optim.AdamW(wrapped.parameters(), lr=1e-3, master="float32")
     optimizer: Any = inner
     for step in range(6):
         if step == 3:
@@ -822,11 +822,11 @@ def test_it_cannot_be_unpickled() -> None:
 
 FUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "AdamW": (
-        lambda p: amp.optim.AdamW(p, lr=1e-2),
+        lambda p: amp.optim.AdamW(p, lr=1e-2, master="float32"),
         lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     ),
     "SGD": (
-        lambda p: amp.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: amp.optim.SGD(p, lr=0.1, momentum=0.9, master="float32"),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     ),
 }
@@ -860,7 +860,7 @@ def test_the_folded_path_equals_the_one_with_copies(
 
 def test_the_folded_path_makes_no_second_copy(device: str) -> None:
     model = Mixed(torch.bfloat16).to(device)
-    inner = amp.optim.AdamW(model.parameters(), lr=1e-2)
+    inner = amp.optim.AdamW(model.parameters(), lr=1e-2, master="float32")
     optimizer = wrap(inner, static_loss_scale=8.0)
     params = list(model.parameters())
     assert [p for group in optimizer.param_groups for p in group["params"]] == params
@@ -913,11 +913,13 @@ def test_snapshots_go_from_one_path_to_the_other(device: str) -> None:
     for _ in range(3):
         train_step(first, copied, torch.randn(5, 4, device=device))
     second.load_state_dict(first.state_dict())
-    folded = wrap(amp.optim.AdamW(second.parameters(), lr=1e-2), static_loss_scale=8.0)
+    inner = amp.optim.AdamW(second.parameters(), lr=1e-2, master="float32")
+    folded = wrap(inner, static_loss_scale=8.0)
     folded.load_state_dict(copied.state_dict())
     for a, b in zip(masters_of(folded), masters_of(copied), strict=True):
         assert torch.equal(a, b)
-    again = wrap(amp.optim.AdamW(Mixed(torch.float16).to(device).parameters(), lr=1e-2))
+    third = Mixed(torch.float16).to(device)
+    again = wrap(amp.optim.AdamW(third.parameters(), lr=1e-2, master="float32"))
     again.load_state_dict(folded.state_dict())
     assert raw_bytes(again.state_dict()) == raw_bytes(folded.state_dict())
 

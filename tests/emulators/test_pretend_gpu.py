@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The files that are run, with the least number of tests that have to pass in each.
 FILES = {
+    "contract/test_parameters_that_moved": 120,
+    "contract/test_weights_that_were_written": 370,
     "optim/backward/test_attach": 40,
     "casting/test_cast_cache": 15,
     "casting/test_casting": 18,
@@ -35,7 +37,7 @@ FILES = {
     "nn/test_main_grads": 10,
     "nn/test_main_grads_together": 12,
     "optim/step/test_measure": 20,
-    "grad_scaler/test_next_scale": 22,
+    "grad_scaler/test_next_scale": 24,
     "optim/test_optim": 70,
     "optim/step/test_rules": 400,
     "optim/state/test_storage": 130,

@@ -59,7 +59,7 @@ def test_low_precision_keeps_masters_and_float32_keeps_none() -> None:
     for precision, optimizer in (("float32", "adamw"), ("bfloat16", "adamw")):
         trainer = Trainer(Settings(**SMALL, precision=precision, optimizer=optimizer))
         trainer.step()
-        masters = sum("master" in state for state in trainer.optimizer.state.values())
+        masters = sum("remainder" in state for state in trainer.optimizer.state.values())
         low = sum(p.dtype == torch.bfloat16 for p in trainer.model.parameters())
         assert masters == low
         assert (low > 0) == (precision == "bfloat16")
@@ -94,7 +94,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be positive"),
         ({"heads": 3}, "width 32 is not divisible by heads 3"),
         ({"optimizer": "torch-adamw", "precision": "bfloat16"}, "torch-adamw keeps no masters"),
-        ({"memory": "exact", "precision": "autocast"}, "memory exact needs bfloat16 or float16"),
+        ({"memory": "fast"}, "memory must be one of float32, exact, lean, tiny"),
         ({"resume": True}, "resume needs a checkpoint"),
         ({"device": "nonsense"}, "device nonsense cannot be used"),
     ],

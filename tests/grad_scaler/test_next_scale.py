@@ -48,11 +48,14 @@ def iteration(scaler: Any, stepped: list[Any], bad: list[bool], device: str) -> 
     [
         {"init_scale": 3.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2},
         {"init_scale": 2.0**127, "growth_interval": 1},  # twice that is infinite
-        {"init_scale": 2.0**-140, "backoff_factor": 0.25, "growth_interval": 3},  # subnormal
+        {"init_scale": 2.0**-140, "growth_interval": 3},  # subnormal: it may rise, not fall
+        {"init_scale": 2.0**-124, "backoff_factor": 0.25, "growth_interval": 6},
     ],
-    ids=["odd factors", "largest", "smallest"],
+    ids=["odd factors", "largest", "subnormal", "smallest"],
 )
-def test_it_moves_as_torch_moves_it(device: str, count: int, arguments: dict[str, Any]) -> None:
+def test_it_moves_as_torch_moves_it_but_never_below_the_smallest_normal_number(
+    device: str, count: int, arguments: dict[str, Any]
+) -> None:
     ours = amp.GradScaler(device, **arguments)
     theirs = Scaler(device, **arguments)
     stepped = optimizers(device, count)
@@ -64,7 +67,10 @@ def test_it_moves_as_torch_moves_it(device: str, count: int, arguments: dict[str
         # torch's rule, told what it would have found
         state = theirs._per_optimizer_states[0]
         state["found_inf_per_device"] = {0: torch.full((), float(any(bad)), device=device)}
+        before = theirs.get_scale()
         theirs.update()
+        if theirs.get_scale() < min(before, 2.0**-126):
+            theirs._scale.fill_(before)
         iteration(ours, stepped, bad, device)
         assert numbers(ours) == numbers(theirs)
         assert ours.get_scale() == theirs.get_scale()

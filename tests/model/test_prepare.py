@@ -54,9 +54,9 @@ def set_same_gradients(params: Iterable[Tensor], twins: Iterable[Tensor]) -> Non
 # Nothing is lost.
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
-    "Adam": lambda params: amp.optim.Adam(params, lr=0.01),
-    "SGD": lambda params: amp.optim.SGD(params, lr=0.01, momentum=0.9),
+    "AdamW": lambda params: amp.optim.AdamW(params, lr=0.01, master="float32"),
+    "Adam": lambda params: amp.optim.Adam(params, lr=0.01, master="float32"),
+    "SGD": lambda params: amp.optim.SGD(params, lr=0.01, momentum=0.9, master="float32"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_weight_changed_after_prepare_is_what_the_master_starts_from(
         else:
             model.weight[3, 7] += 1
     changed = model.weight.detach().clone()
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert torch.equal(optimizer.state[model.weight]["master"], changed.float())
@@ -127,7 +127,7 @@ def test_channels_last_weights_keep_their_layout_and_their_bits(device: str) -> 
     original = model.weight.detach().clone()
     amp.prepare(model, torch.bfloat16)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert torch.equal(optimizer.state[model.weight]["master"], original)
@@ -247,7 +247,7 @@ def test_tied_weights_stay_tied_and_are_stepped_once(device: str) -> None:
     original = model.head.weight.detach().clone()
     amp.prepare(model, torch.bfloat16)
     assert model.head.weight is model.embed.weight
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.5, master="float32")
     model.head.weight.grad = torch.ones_like(model.head.weight)
     optimizer.step()
     assert torch.equal(optimizer.state[model.embed.weight]["master"], original - 0.5)
@@ -431,7 +431,7 @@ def test_a_weight_beyond_float16_keeps_its_exact_master(device: str) -> None:
         model.weight[0, 0] = 70000.0
     exact = model.weight.detach().clone()
     amp.prepare(model, torch.float16)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert torch.equal(optimizer.state[model.weight]["master"], exact)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from helpers import DTYPES, on, random
-from rules import PRESETS, RULES
+from rules import RULES, STORAGES
 from torch import Tensor
 
 import amp_mp as amp
@@ -51,9 +51,8 @@ def every_rule_in_every_format(digest: Any) -> None:
         ]
 
     weights, *grads = tensors(0), tensors(1), tensors(2)
-    storages: list[dict[str, Any]] = [{"memory": memory} for memory in PRESETS]
     for kind, numbers in RULES.values():
-        for storage in [*storages, {"master": "none", "rounding": "stochastic"}]:
+        for storage in [*STORAGES.values(), {"master": "none", "rounding": "stochastic"}]:
             params = [torch.nn.Parameter(w.clone()) for w in weights]
             optimizer = kind(params, **numbers, **storage, max_grad_norm=1.0)
             for step in grads:

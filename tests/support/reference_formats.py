@@ -111,10 +111,7 @@ def _encode_split_bfloat16(x: Floats, bits: int) -> tuple[Bits, Bits]:
     u = np.where(np.isnan(x), F32(np.nan), x).view(np.uint32).astype(np.int64)
     sign, line = u >> 31, u & 0x7FFFFFFF
     fine = 1 << (16 - bits)
-    if bits < 16:  # ties away, in units of `fine`; a finite number never to infinity
-        infinity = 0x7F800000 // fine
-        nearest = (2 * line + fine) // (2 * fine)
-        line = np.where((line < 0x7F800000) & (nearest == infinity), infinity - 1, nearest)
+    line = (2 * line + fine) // (2 * fine)  # ties away, in units of `fine`
     whole = 1 << bits
     weight = (2 * line + whole) // (2 * whole)
     rest = line - weight * whole
@@ -122,8 +119,11 @@ def _encode_split_bfloat16(x: Floats, bits: int) -> tuple[Bits, Bits]:
 
 
 def _decode_split_bfloat16(weight: Bits, rest: Bits, bits: int) -> Floats:
-    line = (weight.astype(np.int64) << 16) + (rest.astype(np.int64) << (16 - bits))
-    return (line % 2**32).astype(np.uint32).view(F32)
+    """The place on the line, but the weight alone where that is no place or no finite weight."""
+    sign, upper = weight.astype(np.int64) >> 15, weight.astype(np.int64) & 0x7FFF
+    line = (upper << 16) + (rest.astype(np.int64) << (16 - bits))
+    line = np.where((line < 0) | (upper >= 0x7F80), upper << 16, line)
+    return (sign << 31 | line).astype(np.uint32).view(F32)
 
 
 def _float16_step(weight: NDArray[np.float64], name: str) -> NDArray[np.float64]:

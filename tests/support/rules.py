@@ -54,11 +54,14 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
 }
 # What `memory` is to mean: the master, first moments, sums of squares.
 PRESETS = {
-    None: ("float32", "float32", "float32"),
+    None: ("split32", "float32", "float32"),
+    "float32": ("float32", "float32", "float32"),
     "exact": ("split32", "float32", "float32"),
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
 }
+# The arguments for each preset.
+STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
 FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 
@@ -93,7 +96,8 @@ class Expected:
         rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
         self.formats = formats_of(rule, states, rows, storage)
         self.dtype = str(weight.dtype).removeprefix("torch.")
-        self.visible = self.master = array(weight).reshape(-1)
+        self.visible = self.master = self.stored = array(weight).reshape(-1)
+        self.parts = [np.zeros(weight.numel(), np.uint16), np.zeros(weight.numel(), np.int16)]
         self.states = {name: np.zeros_like(self.master) for name in states}
         self.clock = reference.Clock()
 
@@ -107,6 +111,22 @@ class Expected:
                 # LAMB's moments have been stored already
                 self.states[name] = values if kind is amp.optim.LAMB else self._kept(name, values)
             self._store(master)
+
+    def write(self, weight: np.ndarray) -> None:
+        """The user has written: the weight counts, and of the master what is below its rounding."""
+        format, weight = self.formats["master"], weight.reshape(-1)
+        if self.dtype == "float32" or format == "none":
+            self.master = weight
+        elif format == "float32":
+            rounded = reference.store(self.stored, self.dtype, saturating=True)
+            same = rounded.view(np.uint32) == weight.view(np.uint32)
+            self.master = np.where(same, self.stored, weight)
+        else:
+            self.parts[0] = formats.encode(weight, format, weight=self.dtype)[0]
+            if self.dtype == "float16":  # encoding saturates
+                self.parts[0] = weight.astype(np.float16).view(np.uint16)
+            self.master = formats.decode(self.parts, format, self.dtype)
+        self.visible = weight
 
     def _stepped(self, kind: type, numbers: dict[str, Any], g: np.ndarray) -> tuple[Any, ...]:
         w, states, clock = self.master, [*self.states.values()], self.clock
@@ -156,7 +176,7 @@ class Expected:
         if self.dtype == "float32":
             self.master = self.visible = values
         elif format == "float32":
-            self.master = values
+            self.master = self.stored = values
             self.visible = reference.store(values, self.dtype, saturating=True)
         elif format == "none" and self.storage.get("rounding") != "stochastic":
             self.master = self.visible = reference.store(values, self.dtype, saturating=True)
@@ -165,9 +185,9 @@ class Expected:
             self.master = formats.decode(formats.encode(values, format, bits), format)
             self.visible = self.master
         else:
-            parts = formats.encode(values, format, weight=self.dtype)
-            self.master = formats.decode(parts, format, self.dtype)
-            self.visible = formats.decode(parts[:1], self.dtype)
+            self.parts = formats.encode(values, format, weight=self.dtype)
+            self.master = formats.decode(self.parts, format, self.dtype)
+            self.visible = formats.decode(self.parts[:1], self.dtype)
 
     def _bits(self, size: int, *, weights: bool) -> np.ndarray:
         seed = self.storage.get("seed", 0)

@@ -6,17 +6,6 @@
 #include "torch/device.h"
 
 namespace amp_mp {
-namespace {
-
-// The format of a master that is a parameter and its remainders.
-Format split_of(at::ScalarType param, at::ScalarType rest) {
-  for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == param && rest_dtype_of(Format(f)) == rest)
-      return Format(f);
-  TORCH_CHECK(false, "amp_mp: no format splits ", param, " and ", rest);
-}
-
-}  // namespace
 
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
@@ -37,7 +26,7 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
 }
 
 uint64_t Slots::shape_of(const at::Tensor& param) {
-  auto mixed = uint64_t(param.scalar_type());
+  auto mixed = uint64_t(param.scalar_type()) * 31 + uint64_t(param.device().index());
   for (int64_t d = 0; d < param.dim(); ++d)
     mixed = (mixed * 31 + uint64_t(param.size(d))) * 31 + uint64_t(param.stride(d));
   return mixed;
@@ -52,8 +41,6 @@ void Slots::remember() {
     const at::Tensor& param = own_.params[i];
     s.size = param.numel();
     s.master = master_of(size_t(i));
-    if (own_.masters[i].defined() && !is_split(s.master.format))
-      s.weight = {param.mutable_data_ptr(), check_format(param, {"the weight"})};
     for (size_t k = 0; k < own_.states.size(); ++k)
       s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i]};
     if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
@@ -77,9 +64,9 @@ Array Slots::master_of(size_t i) const {
           format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
     return {param.mutable_data_ptr(), format};
   }
-  if (master.scalar_type() == at::kFloat) return {master.mutable_data_ptr(), Format::float32};
-  return {param.mutable_data_ptr(), split_of(param.scalar_type(), master.scalar_type()),
-          master.mutable_data_ptr()};
+  const bool is_whole = master.scalar_type() == at::kFloat;
+  const at::Tensor &data = is_whole ? master : param, &rest = is_whole ? param : master;
+  return {data.mutable_data_ptr(), *format_of_master(param, master), rest.mutable_data_ptr()};
 }
 
 std::vector<Reading> Slots::weights() const {
@@ -96,18 +83,29 @@ Tensors Slots::grads() const {
   return grads;
 }
 
+bool Slots::fit() const {
+  for (int64_t i = 0; i < size(); ++i) {
+    prefetch_impls(i + 4);
+    if (shape_of(own_.params[i]) != shapes_[i]) return false;
+  }
+  return true;
+}
+
 // Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
 // misses: prefetching makes a step of many small tensors a third faster.
-void Slots::prefetch(int64_t near, int64_t far) const {
+void Slots::prefetch_impls(int64_t i) const {
   constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
-  if (near < size())
-    for_each_tensor(near, [](const at::Tensor& t) {
-      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    });
-  if (far < size())
-    for_each_tensor(far, [](const at::Tensor& t) {
+  if (i < size())
+    for_each_tensor(i, [](const at::Tensor& t) {
       const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
       for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+    });
+}
+
+void Slots::prefetch_storages(int64_t i) const {
+  if (i < size())
+    for_each_tensor(i, [](const at::Tensor& t) {
+      __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     });
 }
 
@@ -115,15 +113,13 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   size_t at = 0;
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
-    prefetch(i + 2, i + 4);
-    moved = moved || shape_of(own_.params[i]) != shapes_[i];
+    prefetch_storages(i + 2);
     for_each_tensor(i, [&](const at::Tensor& t) {
       moved = moved || t.const_data_ptr() != memory_[at];
       ++at;
     });
   }
-  if (moved) {  // by p.data = ... or model.to(...), which is allowed if the checks still pass
-    if (!own_.params.empty()) device_ = own_.params[0].device();
+  if (moved) {  // by p.data = ..., which is allowed if the checks still pass
     check();
     remember();
   }
@@ -170,7 +166,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].grad.data && !own_.params[i].grad().defined()) continue;
     chosen_.push_back(slots_[i]);
-    if (writes_copy(i)) chosen_.back().weight = array_of(copies_[i], {"a cached cast"});
+    if (writes_copy(i)) chosen_.back().copy = array_of(copies_[i], {"a cached cast"});
   }
   return chosen_;
 }

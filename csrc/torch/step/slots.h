@@ -14,8 +14,8 @@ class Slots {
   // Each list has one element for each parameter.
   struct Lists {
     Tensors params;
-    // float32 masters; or int16 or int8 remainders, if parameter and remainder together are the
-    // master (core/splits.h); or undefined, if the rule updates the parameter itself.
+    // What the parameter and a second tensor together are the master by (core/splits.h): a float32
+    // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
     Tensors masters;
     std::vector<Tensors> states;               // one list for each state of the rule
     Tensors scales;                            // of states[0] where it is m8, undefined elsewhere
@@ -35,6 +35,10 @@ class Slots {
   int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
   int states() const { return int(own_.states.size()); }
 
+  // Whether every parameter still has the dtype, shape, layout and device that it had when Slots
+  // was made. plan() relies on it.
+  bool fit() const;
+
   // The parameters' current gradients, undefined if a parameter has none.
   Tensors grads() const;
   // The arrays that the rule updates, for measuring; empty for parameters without a gradient.
@@ -43,8 +47,8 @@ class Slots {
 
   // The slots of the parameters that have a gradient. A gradient whose layout differs from its
   // parameter's is copied to `kept`, which has to live as long as the slots are used. If autocast
-  // has cached a low-precision copy of a float32 parameter, the copy is the slot's weight: the step
-  // writes both. `readings`, if not null, gets one Reading per parameter for measuring the
+  // has cached a low-precision copy of a float32 parameter, the slot has the copy: the step writes
+  // both. `readings`, if not null, gets one Reading per parameter for measuring the
   // gradients, empty where there is none. The result is valid until the next call.
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
@@ -59,8 +63,9 @@ class Slots {
   Array master_of(size_t i) const;
   void remember();
   bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
-  void prefetch(int64_t near, int64_t far) const;
-  static uint64_t shape_of(const at::Tensor& param);  // a hash of dtype, sizes and strides
+  void prefetch_impls(int64_t i) const;
+  void prefetch_storages(int64_t i) const;
+  static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 

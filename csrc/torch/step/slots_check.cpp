@@ -58,12 +58,12 @@ void Slots::check() const {
     };
     check_writable(p, param);
     check_device(p, device_, param);
-    const Format format = check_format(p, param);
+    check_format(p, param);
     written.emplace_back(p, param);
     if (m.defined()) {
-      const at::ScalarType dtype = m.scalar_type();
-      const bool is_rest = (dtype == at::kShort || dtype == at::kChar) && format != Format::float32;
-      check_like_param(m, is_rest ? dtype : at::kFloat, master);
+      TORCH_CHECK_VALUE(format_of_master(p, m), "amp_mp: ", master.text(), " (", describe(m),
+                        ") does not go with ", param.text(), " (", describe(p), ")");
+      check_like_param(m, m.scalar_type(), master);
     }
     for (size_t k = 0; k < own_.states.size(); ++k)
       check_like_param(own_.states[k][i], dtype_of(own_.formats[k][i]), state);

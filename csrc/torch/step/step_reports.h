@@ -27,7 +27,7 @@ class StepReports {
 
  private:
   at::Device device_;
-  at::Tensor count_;
+  at::Tensor counts_;
   StepReport* reports_;
   uint64_t queued_ = 0;       // decisions, not counting replays of CUDA graphs
   bool is_captured_ = false;  // replays of a graph may have decided more often than the host knows

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from amp_mp.apex.fp16_state import WrappedOptimizer, apex_policy
 from amp_mp.apex.fused_masters import FusedMasters
-from amp_mp.apex.gradients import describe_nonfinite
 from amp_mp.apex.masters import Masters, SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import OverflowCounter, update_scale
+from amp_mp.optim.step.gradient_marks import GradientMarks
+from amp_mp.optim.step.outside_graphs import outside_graphs
+from amp_mp.scaling.observe import OverflowCounter, describe_nonfinite, update_scale
 from amp_mp.scaling.policies import ScalePolicy
 
 
@@ -50,7 +51,8 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             bfloat16, which needs no scaling.
 
     Raises:
-        TypeError: a trainable parameter is neither float16, bfloat16 nor float32.
+        TypeError: a trainable parameter is neither float16, bfloat16 nor float32, or the optimizer
+            is an FP16_Optimizer.
         ValueError: a scale that is not a positive number, or an unknown name in dynamic_loss_args.
     """
 
@@ -65,11 +67,15 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         loss_scale: float | str | ScalePolicy | None = None,
         check_overflow: bool = False,
     ) -> None:
+        if isinstance(init_optimizer, FP16_Optimizer):
+            raise TypeError("init_optimizer is an FP16_Optimizer already; wrap it once")
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
         masters = self._make_masters(init_optimizer)
         super().__init__(init_optimizer, masters, policy, check_overflow)
         self._overflows = OverflowCounter()
         self._max_abs = 0.0  # the largest true |g| of the last backward
+        self._called_backward = False  # since the last step
+        self._marks = GradientMarks(())  # the model's gradients after the last backward
         if verbose:
             low = sum(map(len, self.fp32_from_fp16_groups))
             own = sum(map(len, self.fp32_from_fp32_groups))
@@ -97,6 +103,26 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
             if update_master_grads:
                 self.update_master_grads()
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        self._called_backward = True
+        self._marks = GradientMarks(self._masters.scaled_params())
+
+    def _check_backward(self) -> None:
+        """Raises RuntimeError for gradients that came without backward: masters have none of them.
+
+        Gradients of 0, and those that an earlier backward made, are nothing to complain of.
+        """
+        if self._called_backward:
+            return
+        foreign = self._marks.changed(self._masters.scaled_params())
+        if foreign:
+            raise RuntimeError(
+                f"step: {self._masters.label(foreign[0])} has a gradient that did not come from "
+                "this FP16_Optimizer, so that its master would not be updated; call "
+                "optimizer.backward(loss) in place of loss.backward()"
+            )
 
     def update_master_grads(self) -> None:
         """Copies the model's gradients to the masters, divided by the scale.
@@ -104,6 +130,7 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         A dynamic scale, or check_overflow, checks them first; an overflow sets `overflow` and
         copies nothing. Around an amp_mp optimizer nothing is copied at all.
         """
+        self._note_backward()
         overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
         if self._checks:
             self.overflow, self._max_abs = overflow, max_abs
@@ -128,17 +155,32 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             return None
         return self._masters.gradients()
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
 
         On overflow nothing is stepped, None is returned, and the message that Apex scripts look for
         is printed. A closure must call this object's zero_grad and backward; the model has the
         masters' newest values before each evaluation. An evaluation that overflows is repeated with
-        a lower scale; RuntimeError where the scale cannot fall any more.
+        a lower scale; RuntimeError where the scale cannot fall any more, or where loss.backward()
+        was called in place of this object's backward.
         """
+        for before in self._optimizer_step_pre_hooks.values():
+            changed = before(self, (self, closure), {})
+            closure = closure if changed is None else changed[0][1]
+        result = self._stepped(closure)
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, (self, closure), {})
+        return result
+
+    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
+        """The step without hooks."""
+        if closure is None:
+            self._check_backward()
+        self._called_backward = False
         before = self.loss_scale
         model_param = self._masters.model_param
-        describe = partial(describe_nonfinite, [self.optimizer], model_param=model_param)
+        describe = partial(describe_nonfinite, [self.param_groups], model_param=model_param)
         update_scale(self.loss_scaler, self._overflows, self.overflow, self._max_abs, describe)
         if self.overflow:
             self._report(before)
@@ -158,7 +200,9 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
             if not self.first_closure_call_this_step:
                 self._masters.to_model()
             self.first_closure_call_this_step = False
+            self._called_backward = False
             loss = closure()
+            self._check_backward()
             while self.overflow:
                 before = self.loss_scale
                 self.loss_scaler.update(True, self._max_abs)
@@ -178,6 +222,11 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         finally:
             self.first_closure_call_this_step = True
 
-    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
+    def zero_grad(  # type: ignore[override]
+        self,
+        set_grads_to_None: bool = False,  # noqa: N803
+        *,
+        set_to_none: bool = False,
+    ) -> None:
         """Clears the gradients of masters and model parameters; the second spelling is torch's."""
         self._masters.zero_grad(drop=set_grads_to_None or set_to_none)

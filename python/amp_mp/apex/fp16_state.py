@@ -1,5 +1,6 @@
 """What FP16_Optimizer has beside its steps: the loss scale, the wrapped optimizer, snapshots."""
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -8,6 +9,13 @@ from torch import Tensor
 from amp_mp.apex.masters import Masters
 from amp_mp.scaling.dynamic import Backoff, from_state_dict, make_policy
 from amp_mp.scaling.policies import NO_CEILING, ScalePolicy, Static, check_scale
+
+# torch.optim.Optimizer's attributes for hooks.
+HOOKS = [
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 
 
 class LossScale:
@@ -50,19 +58,28 @@ def apex_policy(
     return preset if dynamic else make_policy(check_scale(static, "static_loss_scale"))
 
 
-class WrappedOptimizer(LossScale):
-    """An optimizer with masters and a loss scale; `checks`: a static scale is checked too."""
+class WrappedOptimizer(LossScale, torch.optim.Optimizer):
+    """An optimizer with masters and a loss scale; `checks`: a static scale is checked too.
+
+    A torch.optim.Optimizer, for schedulers and frameworks that ask: its param_groups, state and
+    defaults are those of the wrapped one.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, masters: Masters, policy: ScalePolicy, checks: bool
     ) -> None:
-        super().__init__(policy)
+        LossScale.__init__(self, policy)
+        for hooks in HOOKS:  # all that it has of its own as a torch.optim.Optimizer
+            setattr(self, hooks, OrderedDict())
         self.optimizer = optimizer
         self.dynamic_loss_scale = not isinstance(policy, Static)
         self.overflow = False
         self.first_closure_call_this_step = True
         self._masters = masters
         self._checks = self.dynamic_loss_scale or checks
+
+    def _patch_step_function(self) -> None:
+        """Leaves torch's hooks of all steps to the wrapped optimizer's, lest they run twice."""
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -80,17 +97,17 @@ class WrappedOptimizer(LossScale):
         return self._masters.fp32_from_fp32_groups
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's, holding masters (the model's parameters in amp_mp's own)."""
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's, keyed by what is in its param_groups."""
         return self.optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped optimizer's."""
         return self.optimizer.defaults
 
@@ -105,8 +122,10 @@ class WrappedOptimizer(LossScale):
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         inner = _snapshot(self.optimizer.state_dict())
-        return {
+        found: dict[str, Any] = {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
@@ -114,6 +133,10 @@ class WrappedOptimizer(LossScale):
             "optimizer_state_dict": inner,
             "fp32_from_fp16": self._masters.snapshot(inner),
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,6 +144,10 @@ class WrappedOptimizer(LossScale):
 
         Raises ValueError, before anything is changed, where groups, shapes or keys do not match.
         """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         needed = {"loss_scaler", "overflow", "first_closure_call_this_step", "fp32_from_fp16"}
         missing = sorted((needed | {"optimizer_state_dict"}) - state_dict.keys())
         if missing:
@@ -137,6 +164,8 @@ class WrappedOptimizer(LossScale):
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         self._masters.load(state_dict["fp32_from_fp16"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> Any:
         # As Apex's. A pickled copy would not belong to its model.

@@ -45,10 +45,14 @@ class FusedMasters(Masters):
         return [[p for p in g if p.requires_grad and p.dtype in LOW_PRECISION] for g in groups]
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """As in Masters; split masters are decoded copies, to be read only."""
+        """As in Masters, but the masters are copies, to be read only."""
         state = self._optimizer.state
         groups = [[(p, master_of(p, state[p])) for p in params] for params in self.fp16_groups]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
+
+    def scaled_params(self) -> list[Tensor]:
+        """As in Masters; the step unscales float32 gradients as well."""
+        return [param for param in self.params() if param.requires_grad]
 
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
@@ -104,13 +108,14 @@ class FusedMasters(Masters):
         for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
             states = [optimizer["state"].get(index, {}) for index in saved["params"]]
             rows = zip(params, states, strict=True)
-            masters = [master_of(p, state) for p, state in rows if p.dtype in LOW_PRECISION]
+            low = [(p, state) for p, state in rows if p.dtype in LOW_PRECISION]
+            masters = [state.get("master", master_of(p, state)) for p, state in low]
             found.append([m for m in masters if m is not None])
         return found
 
     @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
-        """As in Masters; split masters, which were decoded, are encoded again."""
+        """As in Masters; writes the parameters too, which become the rounded masters."""
         self.refresh()  # the snapshot may come from an optimizer that keeps no masters of its own
         groups = zip(self._optimizer.param_groups, self.grouped_pairs(), saved, strict=True)
         for group, pairs, values in groups:

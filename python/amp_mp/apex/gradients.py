@@ -1,14 +1,13 @@
 """Functions for gradients that carry the loss scale, and for masters' gradients."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.scaling.observe import by_device, nonfinite_gradients
+from amp_mp.scaling.observe import by_device
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -66,15 +65,3 @@ def copy_all_(
     for indices in by_device([target for target, _ in rows]).values():
         targets, sources = [rows[i][0] for i in indices], [rows[i][1] for i in indices]
         _C.copy_(targets, sources, multiplier=multiplier, saturate=saturate)
-
-
-def describe_nonfinite(
-    optimizers: list[Optimizer], scale: float, model_param: Callable[[Tensor], Tensor] = lambda p: p
-) -> str:
-    """Which gradients are inf or NaN; a parameter without a name is given by its position."""
-    found: list[tuple[str, Tensor]] = []
-    for index, group in [pair for each in optimizers for pair in enumerate(each.param_groups)]:
-        params = [model_param(param) for param in group["params"]]
-        positions = [f"parameter {i} of group {index}" for i in range(len(params))]
-        found += zip(group.get("param_names") or positions, params, strict=True)
-    return str(nonfinite_gradients(found, scale))

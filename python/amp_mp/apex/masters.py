@@ -78,6 +78,21 @@ class Masters(ABC):
         """The model's parameter that stands behind one in the param_groups."""
         return param
 
+    def scaled_params(self) -> list[Tensor]:
+        """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
+        model = [self.model_param(param) for param in self.params()]
+        return [p for p in model if p.requires_grad and p.dtype in LOW_PRECISION]
+
+    def label(self, param: Tensor) -> str:
+        """A model parameter's place, and its name if it has one, for messages."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            for position, own in enumerate(group["params"]):
+                if self.model_param(own) is param:
+                    names = group.get("param_names")
+                    name = f" ({names[position]!r})" if names else ""
+                    return f"parameter {position} of group {number}{name}"
+        return "a parameter"
+
     def backward(self, scale: float, collects: bool) -> AbstractContextManager[None]:
         """A block for the backward pass, and for `collect` if it follows at once (`collects`)."""
         return nullcontext()

@@ -1,24 +1,32 @@
-"""The block in which a scaled loss goes backward, and the skipped step after an overflow."""
+"""The block in which a scaled loss goes backward, and optimizers with loss scales of their own."""
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from amp_mp.apex.fold import hand, has_float16, may_fold, unscale
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.fp16_utils import master_params
-from amp_mp.apex.gradients import copy_all_, describe_nonfinite, gradients_of, set_aside
-from amp_mp.casting.autocast import steps_taken
+from amp_mp.apex.gradients import gradients_of, set_aside
+from amp_mp.apex.iteration import (
+    all_parameters,
+    begin,
+    give_up,
+    skip_next_step,
+    update_scale_once,
+)
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.scaling.observe import OverflowCounter, measure, observe, update_scale
+from amp_mp.optim.step.gradient_marks import GradientMarks
+from amp_mp.scaling.observe import (
+    measure,
+    observe,
+)
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -34,14 +42,18 @@ def scaled_loss(
         if isinstance(policy, Static) and policy.scale == 1:
             yield loss
             return
-        scale, params = policy.scale, _all_parameters(optimizers)
+        iteration = begin(policy)
+        scale, params = policy.scale, all_parameters(optimizers)
+        folding = [each for each in optimizers if may_fold(each, optimizers)]
         with set_aside(params), _warning_if_unscaled(loss):
             yield loss.float() * scale
-            grads = gradients_of(params)
-            found_inf, max_abs = observe(measure(grads), scale)
-            with torch.no_grad():
-                copy_all_(zip(grads, grads, strict=True), multiplier=1.0 / scale)
-        is_first = _update_scale(policy, found_inf, max_abs, optimizers)
+            found_inf, max_abs = observe(measure(gradients_of(params)), scale)
+            folding = [each for each in folding if has_float16(each)]
+            unscale(params, folding, scale)
+        for each in folding:
+            hand(each, scale)
+        iteration.marks.append(GradientMarks(params))
+        is_first = update_scale_once(policy, iteration, found_inf, max_abs, optimizers)
     if not found_inf:
         return
     if is_first:
@@ -49,44 +61,7 @@ def scaled_loss(
         logger.warning(message, scale, policy.scale)
     for each in optimizers:
         skip_next_step(each)
-
-
-class _Iteration(NamedTuple):
-    """What a policy was told since the last step of any optimizer, and its state before that."""
-
-    steps: int
-    policy_before: dict[str, Any]
-    counter_before: OverflowCounter
-    counter: OverflowCounter
-    found_inf: bool
-    max_abs: float
-
-
-_iterations: WeakKeyDictionary[ScalePolicy, _Iteration] = WeakKeyDictionary()
-
-
-def _update_scale(
-    policy: ScalePolicy, found_inf: bool, max_abs: float, optimizers: list[Optimizer]
-) -> bool:
-    """Moves the scale once per iteration: several losses before a step count as one.
-
-    The first loss moves it at once, so that the scale has fallen when the block ends. A later loss
-    goes back to the scale at the iteration's start and counts all losses together. Returns whether
-    this is the iteration's first overflow.
-    """
-    last = _iterations.get(policy)
-    counter = OverflowCounter() if last is None else last.counter
-    is_first = found_inf
-    if last is not None and last.steps == steps_taken():
-        is_first = found_inf and not last.found_inf
-        found_inf, max_abs = found_inf or last.found_inf, max(max_abs, last.max_abs)
-        policy.load_state_dict(last.policy_before)
-        counter = last.counter_before
-    _iterations[policy] = _Iteration(
-        steps_taken(), policy.state_dict(), copy.copy(counter), counter, found_inf, max_abs
-    )
-    update_scale(policy, counter, found_inf, max_abs, partial(describe_nonfinite, optimizers))
-    return is_first
+        iteration.skipped.add(each)
 
 
 @contextmanager
@@ -127,34 +102,6 @@ def _checked(optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
-    """Each once, also where optimizers share it."""
-    return list(dict.fromkeys(param for each in optimizers for param in master_params(each)))
-
-
-def skip_next_step(optimizer: Optimizer) -> None:
-    """Hides the gradients from the next step, which does nothing but still counts as a step."""
-    if getattr(optimizer, "_amp_mp_skips", False):
-        return  # two overflows before a step are one skip
-    optimizer._amp_mp_skips = True  # type: ignore[attr-defined]
-    aside: list[tuple[Tensor, Tensor]] = []
-
-    def before(*_: Any) -> None:
-        for param in _all_parameters([optimizer]):
-            if param.grad is not None:
-                aside.append((param, param.grad))
-                param.grad = None
-
-    def after(*_: Any) -> None:
-        for hook in hooks:
-            hook.remove()
-        optimizer._amp_mp_skips = False  # type: ignore[attr-defined]
-        for param, grad in aside:
-            param.grad = grad
-
-    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
-
-
 class OptimWrapper:
     """An optimizer and one loss scale for each of its losses.
 
@@ -175,6 +122,8 @@ class OptimWrapper:
     ) -> None:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
+        if isinstance(optimizer, FP16_Optimizer):
+            raise TypeError("optimizer: an FP16_Optimizer scales itself; call its backward(loss)")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}"
@@ -183,16 +132,27 @@ class OptimWrapper:
         self.loss_scalers = [copy.deepcopy(policy) for _ in range(num_loss)]
         self._device = device
         self._next = 0
+        self._marks = GradientMarks(())  # after the last loss
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
+        if self._marks.are_gone():  # the last losses were given up without a step
+            self._next = 0
+            for policy in self.loss_scalers:
+                give_up(policy)
         if self._next == len(self.loss_scalers):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={self._next} times before a step; "
                 f"wrap_optimizer(optimizer, num_loss={self._next + 1}) gives each loss a scale"
             )
         self._next += 1
-        return scaled_loss(loss, self.optimizer, self.loss_scalers[self._next - 1], self._device)
+        return self._block(loss, self.loss_scalers[self._next - 1])
+
+    @contextmanager
+    def _block(self, loss: Tensor, policy: ScalePolicy) -> Iterator[Tensor]:
+        with scaled_loss(loss, self.optimizer, policy, self._device) as scaled:
+            yield scaled
+        self._marks = GradientMarks(all_parameters([self.optimizer]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""

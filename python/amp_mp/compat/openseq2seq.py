@@ -73,7 +73,12 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         self._calls = 0
         return super().step(closure)
 
-    def zero_grad(self, set_grads_to_None: bool = False, *, set_to_none: bool = False) -> None:  # noqa: N803
+    def zero_grad(  # type: ignore[override]
+        self,
+        set_grads_to_None: bool = False,  # noqa: N803
+        *,
+        set_to_none: bool = False,
+    ) -> None:
         """As FP16_Optimizer's; the next backward is the first of its iter_size."""
         self._calls = 0
         super().zero_grad(set_grads_to_None, set_to_none=set_to_none)

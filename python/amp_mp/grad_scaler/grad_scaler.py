@@ -1,6 +1,7 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
-from collections.abc import Callable
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,16 +10,16 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.dtypes import NATIVE
+from amp_mp.grad_scaler.gradients import check_gradients, combined, plain_gradients
 from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.step.capture import is_capturing
 from amp_mp.optim.step.decide import as_scalar, decide, decide_inputs
 from amp_mp.optim.step.handed import Handed
+from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.scaling.dynamic import make_policy
-from amp_mp.scaling.observe import by_device, measure
+from amp_mp.scaling.observe import SkipWarning, by_device, describe_nonfinite, measure
 from amp_mp.scaling.policies import ScalePolicy
-
-LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -51,12 +52,13 @@ class GradScaler(torch.amp.GradScaler):
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
-        self._updates = ScaleUpdates(self._scale_state)
+        self._updates, self._skip_warning = ScaleUpdates(self._scale_state), SkipWarning()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
+    @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As torch's; an amp_mp optimizer measures, decides and applies in its own step."""
         if (
@@ -72,13 +74,14 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         measures = state["stage"] is OptState.READY  # and not after unscale_
+        check_gradients(optimizer)
         outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
             handed = Handed(scale if outer is None else scale * outer, measure=True)
             if len(self._per_optimizer_states) == 1:
                 handed.scale_update = self._updates.for_step()
         else:
-            found_inf = _combined([state], "found_inf_per_device", scale.device, torch.sum)
+            found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
             handed = Handed(outer, found_inf)
         steps = optimizer.log.count
         result = optimizer.step_with(handed, *args, **kwargs)
@@ -110,9 +113,11 @@ class GradScaler(torch.amp.GradScaler):
             attached = optimizer.attachment
             if attached is not None and attached.releases and attached.scaler is not self:
                 raise RuntimeError("release=True: attach the optimizer with scaler= this scaler")
+            check_gradients(optimizer)
             totals = optimizer.measure_gradients()
         else:
-            grads = _plain_gradients(optimizer)
+            self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
+            grads = plain_gradients(optimizer)
             if grads is None:
                 return super()._check_inf_per_device(optimizer)
             totals = measure(grads)
@@ -141,7 +146,8 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_: the optimizer is attached with release=True and has stepped already; "
                 "its max_grad_norm clips"
             )
-        grads = _plain_gradients(optimizer)
+        self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
+        grads = plain_gradients(optimizer)
         if grads is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         totals = measure(grads)
@@ -151,6 +157,7 @@ class GradScaler(torch.amp.GradScaler):
             _C.copy_(own, own, verdict=verdict)
         return self._keep(optimizer, totals)
 
+    @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
 
@@ -172,15 +179,27 @@ class GradScaler(torch.amp.GradScaler):
         if taken is not None:
             self._scale, self._growth_tracker = taken
         else:
-            found_inf = _combined(states, "found_inf_per_device", scale.device, torch.sum)
+            found_inf = combined(states, "found_inf_per_device", scale.device, torch.sum)
             if found_inf is None:
                 raise AssertionError("No inf checks were recorded prior to update.")
             max_abs = None
             known = all(state.get("max_abs_per_device") for state in states)
             if policy is not None and policy.needs_max_abs and known:
-                max_abs = _combined(states, "max_abs_per_device", scale.device, torch.max)
+                max_abs = combined(states, "max_abs_per_device", scale.device, torch.max)
             self._updates.in_place(found_inf, max_abs)
+            self._warn_of_skips(states, found_inf, scale)
         self._per_optimizer_states.clear()
+
+    def _warn_of_skips(
+        self, states: list[dict[str, Any]], found_inf: Tensor, scale: Tensor
+    ) -> None:
+        """Warns where iterations are skipped again and again; amp_mp's optimizers do it alone."""
+        seen = [state["optimizer"]() for state in states if "optimizer" in state]
+        others = [o for o in seen if o is not None and not getattr(o, "amp_scaling", False)]
+        if others and not is_capturing(scale.device):
+            step, in_a_row = self._updates.overflows(found_inf)
+            describe = partial(describe_nonfinite, [o.param_groups for o in others], 1.0)
+            self._skip_warning.count("GradScaler", step, in_a_row, describe)
 
     def get_scale(self) -> float:
         """The scale after the last update; waits for the device unless its report is on the host.
@@ -192,11 +211,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        return {name: value for name, value in state.items() if name != "_updates"}
+        own = ("_updates", "_skip_warning")
+        return {name: value for name, value in state.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updates = ScaleUpdates(self._scale_state)
+        self._updates, self._skip_warning = ScaleUpdates(self._scale_state), SkipWarning()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five keys, and loss_scaler where one was given."""
@@ -213,27 +233,3 @@ class GradScaler(torch.amp.GradScaler):
             self._policy.load_state_dict(snapshot or {})
         super().load_state_dict(state_dict)
         self._updates.forget()
-
-
-def _combined(
-    states: list[dict[str, Any]], key: str, device: torch.device, combine: Callable[..., Tensor]
-) -> Tensor | None:
-    """The optimizers' numbers of all devices as one on this device; None if there are none."""
-    numbers = [x.to(device) for state in states for x in state.get(key, {}).values()]
-    if len(numbers) > 1:
-        return combine(torch.stack(numbers))
-    return numbers[0] if numbers else None
-
-
-def _plain_gradients(optimizer: Optimizer) -> list[Tensor] | None:
-    """The gradients; None if torch must handle one of them (sparse, a DTensor, float64)."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params if param.grad is not None]
-    plain = all(
-        type(grad) is Tensor
-        and grad.dtype in NATIVE
-        and grad.layout == torch.strided
-        and any(grad.is_contiguous(memory_format=layout) for layout in LAYOUTS)
-        for grad in grads
-    )
-    return grads if plain else None

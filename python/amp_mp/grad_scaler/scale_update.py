@@ -57,6 +57,7 @@ class ScaleUpdates:
         self._stepped: _C.StepReports | None = None  # of the optimizer that made them
         self._reports: _C.StepReports | None = None  # where the last update was reported
         self._own: _C.StepReports | None = None
+        self._counted = 0, 0  # on a CPU: updates in place, and overflows in a row
 
     def forget(self) -> None:
         """Drops numbers computed ahead: the scale was set by hand, or the step did not run."""
@@ -122,6 +123,18 @@ class ScaleUpdates:
         _C.update_scale_(update, found_inf.double(), largest, self._own)
         self._reports = self._own
 
+    def overflows(self, found_inf: Tensor) -> tuple[int, int]:
+        """Updates in place so far, and how many of the last ones in a row were overflows.
+
+        Call it after each. On CUDA it does not wait, and what has been reported counts.
+        """
+        if self._own is not None:
+            found = self._own.newest(wait=False)
+            return (found[0], found[7]) if found is not None else (0, 0)
+        step, in_a_row = self._counted
+        self._counted = step + 1, in_a_row + 1 if bool(found_inf > 0) else 0
+        return self._counted
+
     def _make_reports(self, device: torch.device) -> None:
         """Allocates what `in_place` reports to, before a CUDA graph is captured."""
         if device.type == "cuda" and (self._own is None or self._own.device != device):
@@ -132,4 +145,4 @@ class ScaleUpdates:
         if self._reports is None or self._ahead is not None:
             return None
         report = self._reports.newest(wait=True)
-        return report[-1] if report and report[-1] != 0 else None
+        return report[6] if report and report[6] != 0 else None

@@ -9,7 +9,7 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule, State, numbers, same_in_all_groups
 
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
-AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact"))
+AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact", late=True))
 NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
 
 

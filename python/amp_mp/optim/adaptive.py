@@ -12,7 +12,7 @@ ADAGRAD_NUMBERS = numbers("lr", "lr_decay", "eps", "weight_decay")
 RMSPROP_NUMBERS = numbers("lr", "eps", "weight_decay", "momentum", alpha="beta2")
 ADAMAX_NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
 SUM = State("sum", "square", initial="initial_accumulator_value")
-BUFFER, SQUARE = State("momentum_buffer", "moment"), State("square_avg", "square")
+BUFFER, SQUARE = State("momentum_buffer", "moment", late=True), State("square_avg", "square")
 EXP_AVG, EXP_INF = State("exp_avg", "moment"), State("exp_inf", "exact")
 
 
@@ -74,7 +74,11 @@ class RMSprop(FusedOptimizer):
     rules = (
         Rule("plain_rmsprop_", RMSPROP_NUMBERS, (SQUARE,)),
         Rule("rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE)),
-        Rule("centered_rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE, State("grad_avg", "exact"))),
+        Rule(
+            "centered_rmsprop_",
+            RMSPROP_NUMBERS,
+            (BUFFER, SQUARE, State("grad_avg", "exact", late=True)),
+        ),
     )
 
     def __init__(

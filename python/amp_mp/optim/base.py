@@ -15,21 +15,23 @@ from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment
 from amp_mp.optim.backward.release import Release
-from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_numbers, check_options
+from amp_mp.optim.new_group import check_last_group
+from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_options
 from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
 from amp_mp.optim.state.formats import resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
-from amp_mp.optim.step.handed import Handed, Measured
+from amp_mp.optim.step.handed import Handed, Measured, handed_to
+from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.optim.step.protocols import Scaler
 from amp_mp.optim.step.run import StepRunner
-from amp_mp.optim.step.step_report import StepLog, StepReport
+from amp_mp.optim.step.step_report import ReportsSteps, StepLog
 
 # Attributes in a pickle besides torch's own.
 PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
 
 
-class FusedOptimizer(torch.optim.Optimizer, ABC):
+class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout, gradients any of the
@@ -50,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         kinds = kinds_of(self.rules)
         choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
         check_options(type(self).__name__, choosable, options)
-        check_numbers(defaults)
+        check_group({**defaults, **options})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
@@ -82,6 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.attachment is not None:
             self.attachment.forget()
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's result.
@@ -91,14 +94,18 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        handed = self.handed
-        if handed is None:  # a stock torch.amp.GradScaler sets two attributes instead
-            handed = Handed(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        handed = handed_to(self)
         if isinstance(self.attachment, Release):
             self.attachment.finish(handed)
         else:
             self._runner.run(self, handed)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super().zero_grad(set_to_none)
+        if self.handed is not None and self.handed.marks is not None:
+            self.handed = None  # no gradient carries a scale any more
 
     def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
         """`step`, with what a loss scaler passes to it."""
@@ -147,29 +154,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self.attachment, Release)
 
-    def last_report(self, wait: bool = False) -> StepReport | None:
-        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
-
-        wait: wait for the device until the last step's report is on the host. Otherwise the report
-        is of the last step that has arrived there.
-        """
-        return self.log.newest(wait)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
-        report = self.last_report(wait=True)
-        return report is not None and report.skipped
-
-    @property
-    def grad_norm(self) -> float | None:
-        """2-norm of the last step's true gradients (unscaled, before clipping); waits for the step.
-
-        inf after an overflow; None where the gradients were not measured.
-        """
-        report = self.last_report(wait=True)
-        return report.grad_norm if report is not None else None
-
     def memory_report(self) -> MemoryReport:
         """Bytes of weights, gradients, masters and states now, counted from their storages."""
         return report_memory(self)
@@ -209,6 +193,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         resolve_group(param_group, self._chosen, kinds_of(self.rules))
         super().add_param_group(param_group)
+        check_last_group(self.param_groups)
         self.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -220,7 +205,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         torch.optim too: a missing master is made from the parameter. Raises ValueError for a shape
         that does not fit, before anything is changed.
         """
-        restore_state(self, tuple(self._chosen), state_dict, super().load_state_dict)
+        restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
         self.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -21,14 +22,15 @@ SHARED_ARGUMENTS = """
             which then accepts float16 gradients. False is for frameworks that need unscaled
             gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.
         memory: how masters and states are stored with bfloat16 weights: "exact" (12 bytes per
-            parameter besides the gradient, loses nothing), "lean" (7) or "tiny" (6.1). Default
-            None: float32 masters and states (14).
-        master: how masters alone are stored. "float32", the default: the update works on a float32
-            tensor and the parameter is its copy, rounded to the nearest even value (float16 is
-            clamped to +-65504). "split32", "split24": the parameter and a remainder of 2 or 1 bytes
-            together are the master (nearest, ties away from zero). "none": the parameter itself is
-            updated and rounded; updates below half a unit in its last place are lost unless
-            rounding is "stochastic".
+            parameter besides the gradient, loses nothing), "lean" (7), "tiny" (6.1) or "float32"
+            (14: float32 masters and states). Default "exact". float32 parameters have no master.
+        master: how masters alone are stored. "split32", "split24": the parameter and a remainder of
+            2 or 1 bytes together are the master (nearest, ties away from zero). "float32": the
+            parameter is the copy of a float32 tensor, rounded to the nearest even value (float16 is
+            clamped to +-65504). "none": the parameter itself is updated and rounded; updates below
+            half a unit in its last place are lost unless rounding is "stochastic". With any of
+            them the parameter is the truth: what is written into it is what the next step starts
+            from. Default None: as memory says.
         exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
             of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
             "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
@@ -72,6 +74,7 @@ NOT_NEGATIVE = (
     *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
 )
+NUMBERS = (*NOT_NEGATIVE, "alpha", "dampening")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
@@ -87,34 +90,50 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         )
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not there; use torch.optim")
-    rounding = options.get("rounding", "nearest")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
-    seed = options.get("seed", 0)
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+    _check_number("max_grad_norm", options.get("max_grad_norm"), optional=True)
     max_grad_norm = options.get("max_grad_norm")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the number of a rule that is out of range."""
-    lr = numbers["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"lr must be a number or a tensor of one element, found shape {tuple(lr.shape)}"
-        )
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the entry of a param_group, or the argument, that is out of range.
+
+    Numbers are int, float or NumPy's; lr and others may also be a tensor of one element.
+    """
+    for name in (name for name in NUMBERS if name in group):
+        _check_number(name, group[name])
     for name in NOT_NEGATIVE:
-        if not float(numbers.get(name, 0.0)) >= 0:
-            raise ValueError(f"{name} must not be negative, found {numbers[name]!r}")
-    for i, beta in enumerate(numbers.get("betas", ())):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{i}] must be in [0, 1), found {beta!r}")
-    if not 0 <= numbers.get("alpha", 0.0) < 1:
-        raise ValueError(f"alpha must be in [0, 1), found {numbers['alpha']!r}")
-    if numbers.get("nesterov") and (numbers["momentum"] <= 0 or numbers["dampening"] != 0):
+        if not float(group.get(name, 0.0)) >= 0:
+            raise ValueError(f"{name} must not be negative, found {group[name]!r}")
+    betas = group.get("betas", (0.0, 0.0))
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, found {betas!r}")
+    for name, value in [("betas[0]", betas[0]), ("betas[1]", betas[1])]:
+        _check_number(name, value)
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+    if not 0 <= group.get("alpha", 0.0) < 1:
+        raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
+    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
-            f"found {numbers['momentum']!r} and {numbers['dampening']!r}"
+            f"found {group['momentum']!r} and {group['dampening']!r}"
         )
+    rounding = group.get("rounding", "nearest")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
+    seed = group.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+
+
+def _check_number(name: str, value: Any, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            found = f"shape {tuple(value.shape)}"
+            raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, found {value!r}")

@@ -4,7 +4,7 @@ An optimizer class lists its rules; the step, the state, the checkpoints and gra
 the rule in force and never ask for the class.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,13 @@ class State:
     kind says what the tensor holds, and so how it may be stored (state/formats.py): "moment" is an
     average of gradients, "square" an average or sum of squares, "exact" is float32 always.
     initial names the number of the param_group that fills a new tensor; None fills it with zeros.
+    late says that a parameter which has taken steps may lack it: a setting switches it on.
     """
 
     name: str
     kind: str
     initial: str | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,16 @@ class Rule:
     def names(self) -> tuple[str, ...]:
         """The states' names, torch's, in the operator's order."""
         return tuple(state.name for state in self.states)
+
+
+def missing_states(rules: Iterable[Rule], state: Mapping[str, Any]) -> list[str]:
+    """The states that every parameter has after a step under any of the rules, and this one lacks.
+
+    state: a parameter's state. One that has taken no step lacks nothing: its states are made.
+    """
+    named = [{each.name for each in rule.states if not each.late} for rule in rules]
+    missing = sorted(name for name in set.intersection(*named) if state.get(name) is None)
+    return missing if missing and float(state.get("step") or 0) > 0 else []
 
 
 def numbers(*names: str, **renamed: str) -> Callable[[Group], dict[str, Any]]:

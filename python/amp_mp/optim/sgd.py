@@ -10,7 +10,7 @@ from amp_mp.optim.rule import Group, Rule, State, has_momentum, numbers
 
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 LARS_NUMBERS = numbers(*NUMBERS, "clip", "eps", trust_coefficient="trust")
-BUFFER = (State("momentum_buffer", "moment"),)
+BUFFER = (State("momentum_buffer", "moment", late=True),)
 
 
 def _numbers(group: Group) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from amp_mp.scaling.policies import ScalePolicy
 from amp_mp.text_table import aligned, dtype_name, scale_text
 
 STUCK = 5  # overflows in a row at a scale that cannot fall
+SKIPS = 25  # steps in a row that change nothing
 INCURABLE = 40  # overflows in a row at any scale: from 2^32 down to 1 there are 32 halvings
 
 
@@ -81,6 +82,29 @@ def update_scale(
         f"{describe(before)}",
         stacklevel=3,
     )
+
+
+class SkipWarning:
+    """Warns once per streak of skipped steps, when it is SKIPS long."""
+
+    def __init__(self) -> None:
+        self._warned = 0  # the first step of the streak that was warned of
+
+    def count(self, name: str, step: int, in_a_row: int, describe: Callable[[], str]) -> None:
+        """Takes notice of a step that was the last of `in_a_row` skipped ones; 0: not skipped.
+
+        name: what skipped it. describe: says which gradients are inf or NaN, for the warning.
+        """
+        first = step - in_a_row + 1
+        if in_a_row < SKIPS or first == self._warned:
+            return
+        self._warned = first
+        warnings.warn(
+            f"amp_mp: {name} has skipped {in_a_row} steps in a row, since step {first}: gradients "
+            "are inf or NaN, nothing is updated, and training stands still. The gradients "
+            f"concerned, of this step:\n{describe()}",
+            stacklevel=4,
+        )
 
 
 class NonFinite(NamedTuple):
@@ -157,6 +181,23 @@ def nonfinite_gradients(params: Iterable[tuple[str, Tensor]], scale: float) -> O
         for name, shape, x in (found[i] for i in sorted(bad))
     )
     return OverflowReport(rows, scale)
+
+
+def describe_nonfinite(
+    param_groups: Iterable[list[dict[str, Any]]],
+    scale: float,
+    model_param: Callable[[Tensor], Tensor] = lambda p: p,
+) -> str:
+    """Which gradients are inf or NaN; a parameter without a name is given by its position.
+
+    param_groups: of each optimizer.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for index, group in [pair for groups in param_groups for pair in enumerate(groups)]:
+        params = [model_param(param) for param in group["params"]]
+        positions = [f"parameter {i} of group {index}" for i in range(len(params))]
+        found += zip(group.get("param_names") or positions, params, strict=True)
+    return str(nonfinite_gradients(found, scale))
 
 
 def dense_values(grad: Tensor) -> Tensor | str:

@@ -14,6 +14,8 @@ KINDS = _C.scale_kinds()
 
 # The largest scale whose reciprocal is a normal float32. It stands for "no upper bound".
 NO_CEILING = 2.0**126
+# The smallest normal float32. No scale is below it: 1 / scale has to be finite.
+FLOOR = 2.0**-126
 
 SCALES = ("scale", "scale_min", "scale_max")
 WHOLE = "step_window growth_interval hysteresis"
@@ -156,9 +158,11 @@ def _number(value: float | Tensor, device: torch.device) -> Tensor:
 
 
 def check_scale(value: float, name: str) -> float:
-    """The value as a float; ValueError unless it is a finite number above 0."""
+    """The value as a float; ValueError unless it is a finite number from 2^-126 on."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, found {value!r}")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and above 0, found {value!r}")
+    if value < FLOOR:
+        raise ValueError(f"{name} must be at least 2^-126, a normal float32, found {value!r}")
     return float(value)

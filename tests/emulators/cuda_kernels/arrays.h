@@ -75,6 +75,23 @@ struct StoredArray {
     cpu::copy(&t, 1, 1.0, 1);
   }
 
+  // Writes into some of the weights of masters in two parts, as users do: zeros of both signs, an
+  // infinity, and what no step would leave beside the second part.
+  void write_weights(bool infinite) {
+    if (!exists || !is_split(format)) return;
+    auto* weights = reinterpret_cast<uint16_t*>(width_of(format) == 4 ? rest.at() : data.at());
+    const uint16_t infinity = dtype_is_bfloat16() ? 0x7F80 : 0x7C00;
+    for (size_t i = 0; i < n; ++i) {
+      if (i % 5 == 0) weights[i] = i % 2 ? 0x8000 : 0;
+      if (i % 7 == 3) weights[i] ^= 0x0155;
+      if (infinite && i % 1009 == 8) weights[i] = infinity;
+    }
+  }
+  bool dtype_is_bfloat16() const {
+    return format == F::bfloat16_float32 || format == F::bfloat16_split32 ||
+           format == F::bfloat16_split24;
+  }
+
   void fill_with_any_bits(std::mt19937& random) {
     for (const Memory* m : {&data, &rest})
       for (size_t i = 0; i < m->bytes(); ++i) m->at()[i] = char(random());

@@ -28,7 +28,7 @@ int main(int argc, char** argv) {
   for (size_t r = 0; r < std::size(kRules); ++r) {
     const Rule& rule = kRules[r];
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
-    step_both(rule, repeated(kEdges, quick ? 66 : kAllPairs, 17, 66 * r));
+    step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
     if (!std::strcmp(rule.name, "AdamW")) lengths_of_lists<AdamW>(rule, quick && !lists);
     if (rule.needs_update_norm) lengths_of_lists<LAMB>(rule, quick);
     if (quick && !shown) continue;

@@ -7,32 +7,34 @@
 
 namespace {
 
-// The cycles of the formats have lengths without a common factor, so that after 330 tensors each
+// The cycles of the formats have lengths without a common factor, so that after 390 tensors each
 // has met all others, and a few tensors already have a bit of everything.
 struct Kept {
   Format master;
-  bool has_weight;
-  Format weight;  // beside the master
+  bool has_copy;
+  Format copy;  // of a float32 weight
 };
-constexpr Kept kKept[11] = {
+constexpr Kept kKept[13] = {
     {F::float32, true, F::bfloat16},
     {F::bfloat16_split24, false, {}},
     {F::bfloat16_stochastic, false, {}},
+    {F::bfloat16_float32, false, {}},
     {F::float32, true, F::float16},
     {F::float16_split24, false, {}},
     {F::float16, false, {}},
     {F::bfloat16_split32, false, {}},
+    {F::float16_float32, false, {}},
     {F::float16_stochastic, false, {}},
     {F::float32, false, {}},
     {F::float16_split32, false, {}},
-    {F::bfloat16, true, F::float16},
+    {F::bfloat16, false, {}},
 };
 constexpr Format kMoments[5] = {F::m8, F::float32, F::bfloat16_stochastic, F::float16, F::bfloat16};
 constexpr Format kFirstSquares[5] = {F::ue8m8, F::float32, F::bfloat16_stochastic, F::float16,
                                      F::float16_root};
 constexpr Format kSquares[6] = {F::ue8m8, F::float32, F::float16_root, F::bfloat16_stochastic,
                                 F::ue8m8, F::bfloat16};
-constexpr int kAllPairs = 330;
+constexpr int kAllPairs = 390;
 
 struct Shape {
   std::vector<size_t> sizes;
@@ -40,7 +42,7 @@ struct Shape {
   size_t offset = 0;  // in the cycles
 };
 
-enum Role { kGrad, kWeight, kMaster, kState0, kState1, kState2, kRoles };
+enum Role { kGrad, kCopy, kMaster, kState0, kState1, kState2, kRoles };
 
 struct Tensor {
   std::array<StoredArray, kRoles> arrays;
@@ -58,13 +60,13 @@ Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   const auto skew = [&](size_t which) {
     return t % 16 == 2 || (t % 4 == 1 && t / 4 % 8 == which) ? 1 + t % 7 : 0;
   };
-  const Kept& kept = kKept[t % 11];
+  const Kept& kept = kKept[t % 13];
   Format first = squares == 0 ? kFirstSquares[t % 5] : kMoments[t % 5];
   if (first == F::m8 && n % kGroup != 0) first = F::bfloat16_stochastic;
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
-  x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 11) % 3], skew(0), 0);
-  if (kept.has_weight) x.arrays[kWeight] = StoredArray(n, kept.weight, skew(1), 0);
+  x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 13) % 3], skew(0), 0);
+  if (kept.has_copy) x.arrays[kCopy] = StoredArray(n, kept.copy, skew(1), 0);
   x.arrays[kMaster] = StoredArray(n, kept.master, skew(2), skew(3));
   if (states > 0) x.arrays[kState0] = StoredArray(n, first, skew(4), skew(5));
   if (states > 1) x.arrays[kState1] = StoredArray(n, kSquares[t % 6], skew(6), 0);
@@ -82,8 +84,9 @@ Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
     g[0] = w[0] = std::nanf("");
   }
   x.arrays[kGrad].fill(g, false);
-  x.arrays[kWeight].fill(w, true);
+  x.arrays[kCopy].fill(w, true);
   x.arrays[kMaster].fill(w, true);
+  if (t % 3 == 1) x.arrays[kMaster].write_weights(!bad);
   x.arrays[kState0].fill(numbers(n, 5 * t + 2, still ? 1e-20f : 1e-2f, squares == 0), true);
   x.arrays[kState1].fill(numbers(n, 5 * t + 3, 1e-2f, true), true);
   x.arrays[kState2].fill(numbers(n, 5 * t + 4, 1e-2f, true), true);
@@ -112,7 +115,7 @@ struct Model {
       Slot s = {};
       s.size = int64_t(a[kGrad].n);
       s.grad = a[kGrad].array();
-      s.weight = a[kWeight].array();
+      s.copy = a[kCopy].array();
       s.master = a[kMaster].array();
       for (int k = 0; k < kMaxStates; ++k) s.state[k] = a[kState0 + k].array();
       s.clock = &tensors[t].clock;

@@ -11,7 +11,7 @@ struct Outside {
   float next_scale = 0;
   int32_t next_tracker = 0;
   StepReport reports[kStepReports] = {};
-  uint64_t count = 0;
+  uint64_t counts[2] = {0, 0};
 
   DecideInputs decide_inputs() {
     DecideInputs d;
@@ -19,15 +19,17 @@ struct Outside {
     d.max_norm = 1.0;
     d.scale_update = {nullptr,  nullptr,       0,   &scale, &next_scale,
                       &tracker, &next_tracker, 2.0, 0.5,    4};
-    d.report_buffer = {reports, &count};
+    d.report_buffer = {reports, counts};
     return d;
   }
 
   void expect_report(const Verdict& verdict, double moved_to, const char* name) const {
-    const StepReport& newest = reports[count % kStepReports];
-    expect(newest.seal == count, "a report is sealed", name, size_t(newest.seal));
+    const StepReport& newest = reports[counts[0] % kStepReports];
+    expect(newest.seal == counts[0], "a report is sealed", name, size_t(newest.seal));
     expect(!std::memcmp(&newest.verdict, &verdict, sizeof verdict), "report", name, 0);
     expect(newest.next_scale == moved_to, "next scale", name, 0);
+    expect(verdict.found_inf == 0 ? newest.skipped_in_a_row == 0 : newest.skipped_in_a_row > 0,
+           "skips in a row", name, size_t(newest.skipped_in_a_row));
   }
 };
 
@@ -59,7 +61,7 @@ void scale_both(std::vector<double> host, const char* name) {
     const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
     update_scale_state(host.data(), found_inf != 0, max_abs);
     cuda::update_scale(in_place(device, scale), &found_inf, &max_abs,
-                       {outside.reports, &outside.count}, nullptr);
+                       {outside.reports, outside.counts}, nullptr);
     expect(host == device && scale == float(host[1]), "scale", name, size_t(i));
     outside.expect_report({double(found_inf != 0), 1, 0, max_abs, scale}, scale, name);
   }

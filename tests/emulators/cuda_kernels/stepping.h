@@ -109,7 +109,7 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
     const Tensor& f = found.tensors[t];
     expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.name, t);
     const StoredArray& master = f.arrays[kMaster];
-    if (bad || master.n < 64 || master.format != F::float32) continue;
+    if (bad || master.n < 64 || width_of(master.format) != 4) continue;
     ++(master.same(before.tensors[t].arrays[kMaster]) ? may_stay : moved);
   }
   expect(moved >= 3 * may_stay, "apply moves weights", rule.name, may_stay);

@@ -5,6 +5,7 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -409,3 +410,22 @@ def test_on_a_side_stream() -> None:
             assert there.optimizer.step_was_skipped == (step == 2)
         torch.cuda.current_stream().wait_stream(stream)
     assert here.state() == there.state()
+
+
+@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny"])
+def test_a_model_moved_to_the_device_after_two_steps_is_trained_there(memory: str) -> None:
+    """Bit for bit as one that was there from the start; model.cuda() keeps its parameters."""
+    torch.manual_seed(0)
+    late = torch.nn.Linear(64, 32, bias=False).bfloat16()
+    early = copy.deepcopy(late).cuda()
+    optimizers = [amp.optim.AdamW(m.parameters(), lr=0.1, memory=memory) for m in (late, early)]
+    for step in range(4):
+        if step == 2:
+            late.cuda()
+        grad = torch.randn(32, 64).bfloat16()
+        for model, optimizer in zip((late, early), optimizers, strict=True):
+            model.weight.grad = grad.to(model.weight.device)
+            optimizer.step()
+    assert torch.equal(late.weight, early.weight)
+    for name, value in optimizers[0].state[late.weight].items():
+        assert torch.equal(value, optimizers[1].state[early.weight][name]), name

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes
-from rules import RULES, Expected, found_master, found_state
+from rules import RULES, STORAGES, Expected, found_master, found_state
 
 import amp_mp as amp
 
@@ -70,7 +70,7 @@ def check(
 def test_rule_equals_the_reference_bit_for_bit(
     device: str, rule: str, weight: str, grad: str, shift: int
 ) -> None:
-    check(device, rule, weight, grad, SHAPES, shift=shift)
+    check(device, rule, weight, grad, SHAPES, shift=shift, master="float32")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -89,13 +89,12 @@ def test_float32_weights_may_have_compact_states(device: str, rule: str, memory:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 @pytest.mark.parametrize("rule", LAYERWISE)
-def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str | None) -> None:
+def test_norms_are_of_whole_tensors(device: str, rule: str, storage: dict[str, Any]) -> None:
     """Several spans of 65,536 elements, gradients of a loss scale of 1,024."""
     param = torch.nn.Parameter(on(device, random(2500 * 64, 1), torch.bfloat16).view(2500, 64))
     kind, numbers = RULES[rule]
-    storage = {"memory": memory} if memory else {}
     optimizer = kind([param], **numbers, **storage)
     want = Expected(rule, param, states=optimizer.rule().names, **storage)
     for step in range(STEPS):
@@ -118,14 +117,14 @@ def test_a_million_elements_equal_the_reference(
     device: str, rule: str, weight: str, shift: int
 ) -> None:
     for grad in ("float32", "bfloat16") if weight != "float16" else ("float16",):
-        check(device, rule, weight, grad, [RAGGED[-1:]], shift=shift)
+        check(device, rule, weight, grad, [RAGGED[-1:]], shift=shift, master="float32")
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", [None, "lean"])
-def test_maximize_negates_the_gradient(device: str, rule: str, memory: str | None) -> None:
+@pytest.mark.parametrize("storage", ["float32", "exact", "lean"])
+def test_maximize_negates_the_gradient(device: str, rule: str, storage: str) -> None:
     shapes = [(1,), (65,), (4097,)]
-    check(device, rule, "bfloat16", "bfloat16", shapes, maximize=True, memory=memory)
+    check(device, rule, "bfloat16", "bfloat16", shapes, maximize=True, **STORAGES[storage])
 
 
 @pytest.mark.parametrize("rule", ELEMENTWISE)
@@ -133,7 +132,7 @@ def test_maximize_negates_the_gradient(device: str, rule: str, memory: str | Non
 def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
     device: str, rule: str, weight: str
 ) -> None:
-    check(device, rule, weight, "float32", [(65,), (4097,)], special=True)
+    check(device, rule, weight, "float32", [(65,), (4097,)], special=True, master="float32")
 
 
 @pytest.mark.parametrize("rule", ELEMENTWISE)
@@ -163,7 +162,9 @@ def test_rules_that_measure_skip_what_is_not_finite(device: str, rule: str, bad:
 
 def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(device: str) -> None:
     first, late = (torch.nn.Parameter(on(device, random(300, s), torch.bfloat16)) for s in (1, 2))
-    optimizer = amp.optim.AdamW([{"params": [first]}, {"params": [late], "lr": 1e-2}], lr=1e-3)
+    optimizer = amp.optim.AdamW(
+        [{"params": [first]}, {"params": [late], "lr": 1e-2}], lr=1e-3, master="float32"
+    )
     grads = [random(300, s, 1e-2) for s in (3, 4, 5)]
     zeros = np.zeros(300, np.float32)
     want = {id(p): (array(p), zeros, zeros, reference.Clock()) for p in (first, late)}
@@ -189,7 +190,7 @@ def test_unscaling_and_clipping_are_one_multiplication(
     device: str, max_norm: float | None, scale: float
 ) -> None:
     param = torch.nn.Parameter(on(device, random(5000, 1), torch.bfloat16))
-    optimizer = amp.optim.SGD([param], lr=0.1, max_grad_norm=max_norm)
+    optimizer = amp.optim.SGD([param], lr=0.1, max_grad_norm=max_norm, master="float32")
     want = array(param)
     param.grad = on(device, random(5000, 2, scale), torch.bfloat16)
     grad = array(param.grad)
@@ -207,6 +208,7 @@ def test_unscaling_and_clipping_are_one_multiplication(
 
 # Other storage: decoded, updated in float32, rounded once; float16 saturates.
 
+WHOLE = {"master": "float32"}
 FLOAT16 = {"momentum_buffer": "float16"}
 STOCHASTIC = {"master": "none", "rounding": "stochastic", "seed": 5}
 LEAN = {"exp_avg": "bfloat16", "exp_avg_sq": "ue8m8"}
@@ -214,14 +216,14 @@ STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "no master": ("sgd", {"master": "none"}),
     "no master, half buffer": ("sgd", {"master": "none", **FLOAT16}),
     "no master, half buffer, scaled": ("scaled nesterov", {"master": "none", **FLOAT16}),
-    "half buffer": ("nesterov", FLOAT16),
-    "half moments": ("adamw", {"exp_avg": "float16", "exp_avg_sq": "float16"}),
-    "half root of a sum": ("adagrad", {"sum": "float16_root"}),
+    "half buffer": ("nesterov", {**WHOLE, **FLOAT16}),
+    "half moments": ("adamw", {**WHOLE, "exp_avg": "float16", "exp_avg_sq": "float16"}),
+    "half root of a sum": ("adagrad", {**WHOLE, "sum": "float16_root"}),
     "half root, momentum": (
         "rmsprop momentum",
-        {"square_avg": "float16_root", "momentum_buffer": "float16"},
+        {**WHOLE, "square_avg": "float16_root", "momentum_buffer": "float16"},
     ),
-    "half average": ("lion", {"exp_avg": "float16"}),
+    "half average": ("lion", {**WHOLE, "exp_avg": "float16"}),
     "half root": ("adam", {"exp_avg": "float16", "exp_avg_sq": "float16_root"}),
     "everything": ("adamw", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
     "half norms": ("lamb", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
@@ -229,10 +231,10 @@ STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "stochastic weights, buffer": ("sgd", {**STOCHASTIC, "momentum_buffer": "bfloat16"}),
     "stochastic weights, layers": ("lars", {**STOCHASTIC, "momentum_buffer": "m8"}),
     "all that is stochastic": ("adamw", {**STOCHASTIC, "exp_avg": "m8", "exp_avg_sq": "ue8m8"}),
-    "float32 master, lean": ("adamw", LEAN),
-    "float32 master, codes": ("adam", {"exp_avg": "m8"}),
-    "float32 master, lean squares": ("lamb", {"exp_avg_sq": "ue8m8"}),
-    "bfloat16 squares": ("adamw", {"exp_avg_sq": "bfloat16"}),
+    "float32 master, lean": ("adamw", {**WHOLE, **LEAN}),
+    "float32 master, codes": ("adam", {**WHOLE, "exp_avg": "m8"}),
+    "float32 master, lean squares": ("lamb", {**WHOLE, "exp_avg_sq": "ue8m8"}),
+    "bfloat16 squares": ("adamw", {**WHOLE, "exp_avg_sq": "bfloat16"}),
     "split32, lean": ("adamw", {"master": "split32", **LEAN}),
     "split32, codes": ("lion", {"master": "split32", "exp_avg": "m8"}),
     "split24 alone": ("adamw", {"master": "split24"}),

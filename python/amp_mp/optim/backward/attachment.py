@@ -45,6 +45,10 @@ class Attachment(ABC):
         """The statistics of a bucket's gradients."""
         return bucket.slots.measure()
 
+    def has_released(self) -> bool:
+        """Whether gradients were stepped and freed since the last step."""
+        return False
+
     def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
         """Drops what is derived from param_groups and state."""
 

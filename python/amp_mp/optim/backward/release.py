@@ -43,6 +43,10 @@ class Release(Attachment):
         else:
             self._ddp_hook.steppers.add(self)
 
+    def has_released(self) -> bool:
+        """See Attachment."""
+        return bool(self._rows)
+
     def forget(self) -> None:
         """See Attachment."""
         self._located, self._previous = False, None
@@ -170,6 +174,11 @@ class Release(Attachment):
             if param.grad is not None and param not in self._stepped:
                 self._step(param)
 
+    def _describe(self, _: float) -> str:
+        """The parameters whose gradients were inf or NaN, by the statistics of this iteration."""
+        bad = [self._infos[p].label for p, row in self._rows.items() if float(row[2]) > 0]
+        return "\n".join(bad)
+
     def finish(self, handed: Handed) -> None:
         """Ends the iteration, in place of the optimizer's step."""
         log = self._optimizer.log
@@ -186,6 +195,7 @@ class Release(Attachment):
             inputs = decide_inputs(device, scale=self._scale(device), reports=reports)
             verdict = decide(device, [total[None] for total in totals.values()], inputs)
             log.add(verdict, True)
+            log.warn_of_skips(type(self._optimizer).__name__, self._describe)
             if self._clip == "previous" and self._rows:
                 none = torch.full_like(verdict[2], -1.0)
                 before = none if self._previous is None else self._previous

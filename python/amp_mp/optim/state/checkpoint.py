@@ -1,6 +1,6 @@
 """Reads and writes state dicts: precision kept, formats converted, torch.optim's understood."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.check_loadable import check_loadable
 from amp_mp.optim.state.formats import (
     DTYPES,
     REST_FORMATS,
@@ -26,39 +27,48 @@ MASTERS = ("master", "remainder")
 
 def restore_state(
     optimizer: Optimizer,
+    rules: Iterable[Rule],
     formats: tuple[str, ...],
     state_dict: dict[str, Any],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Runs torch's `load`, then puts the saved states back with their own precision.
+    """Runs torch's `load`, with the saved states in their own precision where torch rounds them.
 
-    formats: the group's entries that say how something is stored; they stay the optimizer's.
+    The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
+    after everything: they see the final state. formats: the group's entries that say how something
+    is stored; they stay the optimizer's.
     """
     final: dict[str, Any] = {}
-
-    def capture(_: Any, seen: dict[str, Any]) -> None:
-        final.update(seen)  # after the user's own pre-hooks
-
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    _check_loadable(state_dict, params)
     before = dict(optimizer.state)
     own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
-    handle = optimizer.register_load_state_dict_pre_hook(capture)
+
+    def capture(_: Any, seen: dict[str, Any]) -> None:
+        check_loadable(seen, params, rules)
+        final.update(seen)
+
+    def restore(_: Any) -> None:
+        index = 0
+        groups = zip(optimizer.param_groups, final["param_groups"], own, strict=True)
+        for group, saved_group, stored in groups:
+            group.update(stored)  # the file's entries say how the file stores
+            for param, saved_id in zip(group["params"], saved_group["params"], strict=True):
+                saved = final["state"].get(saved_id)
+                if saved is not None:
+                    state = _restored(saved, param, saved_group, group, index)
+                    _restore_master(saved, before.get(param, {}), param, state, group["master"])
+                    optimizer.state[param] = state
+                index += 1
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(capture),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    ]
     try:
         load(state_dict)
     finally:
-        handle.remove()
-    index = 0
-    groups = zip(optimizer.param_groups, final["param_groups"], own, strict=True)
-    for group, saved_group, stored in groups:
-        group.update(stored)  # the file's entries say how the file stores
-        for param, saved_id in zip(group["params"], saved_group["params"], strict=True):
-            saved = final["state"].get(saved_id)
-            if saved is not None:
-                state = _restored(saved, param, saved_group, group, index)
-                _restore_master(saved, before.get(param, {}), param, state, group["master"])
-                optimizer.state[param] = state
-            index += 1
+        for hook in hooks:
+            hook.remove()
 
 
 def _restored(
@@ -137,27 +147,6 @@ def _saved_format(value: Tensor, tag: str | None) -> str:
         return tag
     plain = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return plain.get(value.dtype, "float32")
-
-
-def _check_loadable(state_dict: dict[str, Any], params: list[Tensor]) -> None:
-    """Raises ValueError for a state of another shape, or of integers that no format explains."""
-    saved = [(i, group) for group in state_dict["param_groups"] for i in group["params"]]
-    for position, ((number, group), param) in enumerate(zip(saved, params, strict=False)):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if not isinstance(value, Tensor) or name in CLOCK or name.endswith("_scale"):
-                continue
-            what = f"state_dict: {name!r} of parameter {position} has"
-            if value.shape != param.shape:
-                raise ValueError(
-                    f"{what} shape {tuple(value.shape)}, but the parameter has shape "
-                    f"{tuple(param.shape)}; nothing was loaded"
-                )
-            coded = name not in MASTERS and not value.is_floating_point()
-            if coded and DTYPES.get(group.get(name)) != value.dtype:
-                raise ValueError(
-                    f"{what} dtype {value.dtype}, but its param_group says that it is stored as "
-                    f"{group.get(name)!r}; nothing was loaded"
-                )
 
 
 def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:

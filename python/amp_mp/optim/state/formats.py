@@ -13,20 +13,25 @@ from amp_mp import _C
 NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
-_SPLITS = {name.split("_")[1]: f for name, f in _PLAIN.items() if f["split"]}
-MASTERS = ("float32", *_SPLITS, "none")
+_SPLITS = {
+    name: f for name, f in _PLAIN.items() if f["split"] and f["dtype"] != torch.float32
+}
+MASTERS = ("float32", *dict.fromkeys(name.split("_")[1] for name in _SPLITS), "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 # What a master, and a state of each kind (rule.py, State), may be stored as.
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
-# The dtype of a state's data, and of a split master's remainders with its name.
+# The dtype of a state's data, and the split that the dtype of a remainder stands for: signed beside
+# bfloat16 weights, unsigned beside float16.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
-REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
+REST_FORMATS = {f["rest_dtype"]: name.split("_")[1] for name, f in _SPLITS.items()}
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
-# What `memory=` stands for, by kind.
+# What `memory=` stands for, by kind, and what holds without it.
+DEFAULT = {"master": "split32", "moment": "float32", "square": "float32"}
 PRESETS = {
-    "exact": {"master": "split32", "moment": "float32", "square": "float32"},
+    "float32": {"master": "float32", "moment": "float32", "square": "float32"},
+    "exact": DEFAULT,
     "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
 }
@@ -35,14 +40,14 @@ PRESETS = {
 def resolve(
     memory: str | None, chosen: Mapping[str, str | None], kinds: Mapping[str, str]
 ) -> dict[str, str]:
-    """The format of the master and of each state: as chosen, else the preset's, else float32.
+    """The format of the master and of each state: as chosen, else the preset's.
 
     memory: a preset or None. chosen: formats by "master" or a state's name, or None. kinds: of the
     states, by name. Raises ValueError naming the argument.
     """
     if memory is not None and memory not in PRESETS:
         raise ValueError(f"memory must be one of {', '.join(PRESETS)}; found {memory!r}")
-    preset = {} if memory is None else PRESETS[memory]
+    preset = DEFAULT if memory is None else PRESETS[memory]
     formats = {}
     for name, format in chosen.items():
         kind = kinds.get(name, "master")
@@ -87,7 +92,7 @@ def native_name(format: str) -> str:
 
 
 def split_name(format: str, dtype: torch.dtype) -> str:
-    """The kernels' name of a split beside weights of a dtype."""
+    """The kernels' name of a master's format beside weights of a dtype."""
     return f"{str(dtype).removeprefix('torch.')}_{format}"
 
 
@@ -102,8 +107,14 @@ def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def new_rest(format: str, param: Tensor) -> Tensor:
-    """Zero remainders of a split master."""
-    return torch.zeros_like(param, dtype=_SPLITS[format]["rest_dtype"])
+    """Zero remainders of a split master, for a low-precision parameter."""
+    return torch.zeros_like(param, dtype=_SPLITS[split_name(format, param.dtype)]["rest_dtype"])
+
+
+def belongs(rest: Tensor, param: Tensor) -> bool:
+    """Whether remainders were made beside weights of the parameter's dtype."""
+    name = split_name(REST_FORMATS.get(rest.dtype, ""), param.dtype)
+    return name in _SPLITS and _SPLITS[name]["rest_dtype"] == rest.dtype
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import format_of, native_name
+from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
+from amp_mp.optim.step.refuse import refuse_param, refuse_state
 
 
 class ParamInfo(NamedTuple):
@@ -54,16 +55,18 @@ class Bucket:
         groups: list[Group],
         states: States,
     ) -> None:
-        """Makes the missing state. The slots check every tensor."""
+        """Makes the missing state, and brings the rest to where the parameters are now.
+
+        The slots check every tensor.
+        """
         self.device = device
         self.params = [param for param, _ in members]
         infos = [info for _, info in members]
         for param, info in members:
-            if param.dtype not in NATIVE:
-                raise TypeError(
-                    f"{info.label} has dtype {param.dtype}; amp_mp's optimizers take float32, "
-                    "float16 and bfloat16, use torch.optim for the others"
-                )
+            refuse_param(param, info.label)
+            refuse_state(rule, param, states.get(param, {}), info.label)
+        for param, info in members:
+            follow(rule, groups[info.group], param, states[param])
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
         self._dicts = dicts = [states[param] for param in self.params]
         self._keys = state_keys(rule)
@@ -87,8 +90,12 @@ class Bucket:
         )
 
     def is_current(self, rule: Rule) -> bool:
-        """Whether the state still holds the tensors that the slots were made of."""
-        return self._keys == state_keys(rule) and _C.holds(self._dicts, self._keys, self._values)
+        """Whether the state holds the tensors that the slots were made of, and these fit still."""
+        return (
+            self._keys == state_keys(rule)
+            and _C.holds(self._dicts, self._keys, self._values)
+            and self.slots.fit()
+        )
 
 
 class Gathered:

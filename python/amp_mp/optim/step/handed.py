@@ -1,12 +1,15 @@
 """What a loss scaler passes to one step of an optimizer."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.rule import Group
 from amp_mp.optim.step.gather import Bucket
+from amp_mp.optim.step.gradient_marks import GradientMarks
 
 
 @dataclass
@@ -40,3 +43,49 @@ class Handed:
     # and then sets scale_updated.
     scale_update: _C.ScaleUpdate | None = None
     scale_updated: bool = False
+    # The gradients that carry the scale, where it is handed before the step; see handed_to.
+    marks: GradientMarks | None = None
+    # Whether a step has used them.
+    used: bool = False
+
+
+class TakesHanded(Protocol):
+    """An optimizer that a loss scaler can hand something to."""
+
+    handed: Handed | None
+    param_groups: list[Group]
+
+
+def carries_scale(optimizer: TakesHanded) -> bool:
+    """Whether gradients of the optimizer carry the scale of `handed` since handle.scale_loss.
+
+    Raises RuntimeError where they were written or replaced by hand before the step.
+    """
+    handed = optimizer.handed
+    if handed is None or handed.marks is None:
+        return False
+    kept = handed.marks.kept()
+    if handed.used and not kept:
+        return False
+    changed = handed.marks.changed(p for g in optimizer.param_groups for p in g["params"])
+    if changed:
+        raise RuntimeError(
+            "gradients were written after handle.scale_loss, among them that of a parameter of "
+            f"shape {tuple(changed[0].shape)}. float16 gradients of an amp_mp optimizer carry the "
+            "loss scale until its step unscales them: clip with the optimizer's max_grad_norm, "
+            "clear with its zero_grad, or make it with amp_scaling=False, and scale_loss unscales "
+            "in place"
+        )
+    return bool(kept)
+
+
+def handed_to(optimizer: TakesHanded) -> Handed:
+    """What the step under way was handed; a stock torch.amp.GradScaler sets two attributes instead.
+
+    Raises RuntimeError as carries_scale.
+    """
+    handed = optimizer.handed
+    if handed is not None and (handed.marks is None or carries_scale(optimizer)):
+        handed.used = True
+        return handed
+    return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))

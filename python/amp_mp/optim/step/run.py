@@ -13,6 +13,7 @@ from amp_mp.optim.step.gather import Bucket, Gathered
 from amp_mp.optim.step.handed import Handed, Measured
 from amp_mp.optim.step.protocols import Steppable
 from amp_mp.optim.step.step_report import StepLog
+from amp_mp.scaling.observe import describe_nonfinite
 
 
 class StepRunner:
@@ -73,7 +74,11 @@ class StepRunner:
             verdict = decide(device, [each.rows for each in found], inputs)
             for bucket, own in zip_longest(buckets, found):
                 operator(bucket.slots, hypers, verdict.to(bucket.device), own)
-        self.log.add(verdict, bool(found) or (measures and one_device))
+        measured = bool(found) or (measures and one_device)
+        self.log.add(verdict, measured)
+        if measured or handed.found_inf is not None:
+            name = type(optimizer).__name__
+            self.log.warn_of_skips(name, lambda scale: describe_nonfinite([groups], scale))
 
     def _gather(self, optimizer: Steppable, rule: Rule) -> list[Bucket]:
         """The tensors in buckets, gathered anew where one was replaced; Gathered has the errors."""

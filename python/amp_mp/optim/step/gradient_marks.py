@@ -1,0 +1,57 @@
+"""Tells later whether parameters still have the gradients that they have now."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from amp_mp.scaling.observe import measure
+
+
+class GradientMarks:
+    """The gradients of parameters at one moment; keeps neither parameters nor gradients alive."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._marks = [
+            (TensorWeakRef(p), TensorWeakRef(p.grad), p.grad._version)
+            for p in params
+            if p.grad is not None
+        ]
+
+    def kept(self) -> list[Tensor]:
+        """The parameters whose gradients are the same tensors, unchanged."""
+        found = []
+        for param_ref, grad_ref, version in self._marks:
+            param = param_ref()
+            grad = None if param is None else param.grad
+            if param is not None and grad is not None and grad is grad_ref():
+                found += [param] if grad._version == version else []
+        return found
+
+    def changed(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the parameters whose gradients were written or set since, and are not 0.
+
+        Reads the gradients that were, and only those; waits for their device.
+        """
+        kept = {id(param) for param in self.kept()}
+        return nonzero(p for p in params if p.grad is not None and id(p) not in kept)
+
+    def are_gone(self) -> bool:
+        """Whether there were gradients, and all of them have been set to None or to 0."""
+        if not self._marks or self.kept():
+            return False
+        params = [ref() for ref, _, _ in self._marks]
+        return not self.changed(p for p in params if p is not None)
+
+
+def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters whose gradients have an element that is not 0."""
+    found = []
+    for param in params:
+        grad = param.grad
+        if grad is not None:
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            found += (
+                [param] if any(t[1] > 0 or t[2] > 0 for t in measure([values]).values()) else []
+            )
+    return found

@@ -1,0 +1,271 @@
+"""FP16_Optimizer as a torch.optim.Optimizer, and its error for a plain loss.backward()."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+import amp_mp as amp
+
+LOW = [torch.bfloat16, torch.float16]
+INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
+    "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.125),
+    "amp float32": lambda params: amp.optim.AdamW(params, lr=0.125),
+    "amp exact": lambda params: amp.optim.AdamW(params, lr=0.125, memory="exact"),
+    "amp lean": lambda params: amp.optim.AdamW(params, lr=0.125, memory="lean"),
+    "amp tiny": lambda params: amp.optim.AdamW(params, lr=0.125, memory="tiny"),
+}
+
+
+class Mixed(nn.Module):
+    """A low-precision layer, a float32 norm, and a layer that the loss does not reach."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.body = nn.Linear(32, 32, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(32, device=device)
+        self.unused = nn.Linear(32, 32, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x).float()).square().mean()
+
+
+def make(
+    device: str, inner: str = "torch SGD", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[Mixed, amp.FP16_Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Mixed(dtype, device)
+    optimizer = amp.FP16_Optimizer(INNER[inner](model.parameters()), verbose=False, **options)
+    return model, optimizer, torch.randn(4, 32, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("options", [{}, {"dynamic_loss_scale": True}, {"loss_scale": 128.0}])
+def test_a_plain_backward_is_an_error_that_names_the_right_one(
+    device: str, inner: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Only the float32 parameters used to train, without a word."""
+    model, optimizer, x = make(device, inner, dtype, **options)
+    before = raw_bytes([*model.parameters()])
+    model(x).backward()
+    message = r"parameter 0 of group 0 .*optimizer\.backward\(loss\) in place of loss\.backward"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert raw_bytes([*model.parameters()]) == before
+    optimizer.zero_grad()
+    optimizer.backward(model(x))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("clear", ["optimizer", "set to None", "model", "model to 0"])
+def test_a_plain_backward_in_a_later_iteration_is_noticed_too(
+    device: str, inner: str, clear: str
+) -> None:
+    model, optimizer, x = make(device, inner)
+    optimizer.backward(model(x))
+    optimizer.step()
+    if clear == "optimizer":
+        optimizer.zero_grad()
+    elif clear == "set to None":
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        model.zero_grad(set_to_none=clear == "model")
+    model(x).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("inner", ["torch SGD", "amp exact"])
+def test_a_plain_backward_in_a_closure_is_noticed(device: str, inner: str) -> None:
+    model, optimizer, x = make(device, inner)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
+        optimizer.step(closure)
+
+
+def _twice(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.backward(model(x))
+    optimizer.step()
+    optimizer.step()
+
+
+def _late(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.backward(model(x), update_master_grads=False)
+    optimizer.backward(model(x), update_master_grads=False)
+    optimizer.update_master_grads()
+    optimizer.clip_master_grads(1.0)
+    optimizer.step()
+
+
+def _by_hand(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    model(x).backward()
+    optimizer.update_master_grads()
+    optimizer.step()
+
+
+def _without_loss(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.step()
+
+
+def _zeros(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def _clipped_in_the_model(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.backward(model(x))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _closure(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x)
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.step(evaluate)
+
+
+def _overflow(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.backward(model(x) * float("inf"))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.backward(model(x))
+    optimizer.step()
+
+
+def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    for _ in range(2):
+        for _ in range(3):
+            optimizer.backward(model(x))
+        optimizer.step()
+
+
+LEGAL = [
+    *(_twice, _late, _by_hand, _without_loss, _zeros),
+    *(_clipped_in_the_model, _closure, _overflow, _accumulated),
+]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("options", [{}, {"dynamic_loss_scale": True}])
+@pytest.mark.parametrize("flow", LEGAL)
+def test_what_is_right_does_not_raise(
+    device: str, inner: str, options: dict[str, Any], flow: Callable[..., None]
+) -> None:
+    flow(*make(device, inner, **options))
+
+
+def test_float32_parameters_alone_may_have_a_plain_backward(device: str) -> None:
+    model, optimizer, x = make(device)
+    model.body.requires_grad_(False)
+    model(x).backward()
+    before = raw_bytes(model.norm.weight)
+    optimizer.step()
+    assert raw_bytes(model.norm.weight) != before
+
+
+# An Optimizer.
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_it_is_an_optimizer_with_all_its_own_attributes(device: str, inner: str) -> None:
+    _, optimizer, _ = make(device, inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.state is optimizer.optimizer.state
+    assert optimizer.defaults is optimizer.optimizer.defaults
+    assert "param_groups" not in vars(optimizer)
+    assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # Accelerate asks
+    assert optimizer.state_dict().keys() == {
+        *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"),
+        *("optimizer_state_dict", "fp32_from_fp16"),
+    }
+    assert "lr: 0.125" in repr(optimizer)
+    with pytest.raises(RuntimeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.25, total_steps=10),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inner", ["torch AdamW", "amp exact"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_takes_it_and_does_what_it_does_for_the_wrapped_one(
+    device: str, inner: str, name: str
+) -> None:
+    found = []
+    for attach in (lambda o: o, lambda o: o.optimizer):
+        model, optimizer, x = make(device, inner)
+        scheduler = SCHEDULERS[name](attach(optimizer))
+        rates = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            optimizer.backward(model(x))
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            rates.append(optimizer.param_groups[0]["lr"])
+        found.append([rates, raw_bytes([*model.parameters()])])
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) > 1
+
+
+def test_its_hooks_are_called_once_and_global_ones_once(device: str) -> None:
+    model, optimizer, x = make(device)
+    seen: list[str] = []
+    everywhere = torch_optimizer.register_optimizer_step_post_hook(
+        lambda *_: seen.append("everywhere")
+    )
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(f"before {o is optimizer}"))
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(f"after {o is optimizer}"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "epoch": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: saved.pop("epoch") and None)
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    try:
+        optimizer.backward(model(x))
+        optimizer.step()
+    finally:
+        everywhere.remove()
+    saved = optimizer.state_dict()
+    assert saved["epoch"] == 3
+    optimizer.load_state_dict(saved)
+    assert saved["epoch"] == 3
+    assert seen == ["before True", "everywhere", "after True", "loaded"]
+
+
+def test_what_unscales_by_itself_refuses_it_by_name(device: str) -> None:
+    _, optimizer, _ = make(device)
+    handle = amp.init(device_type=device, loss_scale=128.0)
+    try:
+        with pytest.raises(TypeError, match="FP16_Optimizer"):
+            handle.wrap_optimizer(optimizer)
+        with pytest.raises(TypeError, match="FP16_Optimizer"):
+            amp.FP16_Optimizer(optimizer)
+    finally:
+        handle._deactivate()

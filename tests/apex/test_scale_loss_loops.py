@@ -1,0 +1,319 @@
+"""scale_loss in the loops that people write: `continue`, updates by hand, float16 weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp.scaling import Backoff
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU"),
+    pytest.mark.filterwarnings("ignore:amp_mp. gradients have been"),
+]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.125),
+    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.125),
+    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.125),
+}
+
+
+@pytest.fixture
+def start(device: str) -> Iterator[Callable[..., Any]]:
+    handles = []
+
+    def init(**arguments: Any) -> Any:
+        handles.append(amp.init(device_type=device, **arguments))
+        return handles[-1]
+
+    yield init
+    for handle in reversed(handles):
+        handle._deactivate()
+
+
+def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(0.5, 1, 64, device=device).reshape(2, 32).to(dtype))
+
+
+def overflows(params: list[nn.Parameter]) -> bool:
+    return not all(p.grad.isfinite().all() for p in params if p.grad is not None)
+
+
+CLEAR: dict[str, Callable[[Any, Any], None]] = {
+    "zero_grad": lambda optimizer, _: optimizer.zero_grad(),
+    "to 0": lambda optimizer, _: optimizer.zero_grad(set_to_none=False),
+    "by hand": lambda _, weight: setattr(weight, "grad", None),
+    "by hand to 0": lambda _, weight: weight.grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("clear", CLEAR)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
+    start: Callable[..., Any], device: str, name: str, clear: str, dtype: torch.dtype
+) -> None:
+    """It used to stay where the first overflow had left it, and every step overflowed."""
+    handle = start(loss_scale=Backoff(init_scale=2.0**20, scale_max=2.0**20))
+    weight = weight_on(device, dtype)
+    optimizer = OPTIMIZERS[name]([weight])
+    scales, before = [], raw_bytes(weight)
+    for _ in range(12):
+        scales.append(handle.loss_scaler.scale)
+        with handle.scale_loss(weight.float().sum() * float("inf"), optimizer) as scaled:
+            scaled.backward()
+        if overflows([weight]):
+            CLEAR[clear](optimizer, weight)
+            continue
+        optimizer.step()
+    assert scales == [2.0**k for k in range(20, 8, -1)]
+    assert raw_bytes(weight) == before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_after_a_continue_the_next_clean_step_is_taken(
+    start: Callable[..., Any], device: str, name: str
+) -> None:
+    handle = start(loss_scale=128.0)
+    weight = weight_on(device)
+    optimizer = OPTIMIZERS[name]([weight])
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        before = raw_bytes(weight)
+        with handle.scale_loss(weight.sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        if overflows([weight]):
+            continue
+        optimizer.step()
+        assert raw_bytes(weight) != before
+
+
+@pytest.mark.parametrize("clear", CLEAR)
+def test_the_scale_grows_for_updates_written_by_hand(
+    start: Callable[..., Any], device: str, clear: str
+) -> None:
+    handle = start(loss_scale=Backoff(init_scale=4.0, step_window=3))
+    weight = weight_on(device)
+    optimizer = torch.optim.SGD([weight], lr=1.0)  # owns the parameters and never steps
+    scales = []
+    for _ in range(9):
+        with handle.scale_loss(weight.sum(), optimizer) as scaled:
+            scaled.backward()
+        assert (weight.grad == 1).all()
+        with torch.no_grad():
+            weight -= 0.125 * weight.grad
+        CLEAR[clear](optimizer, weight)
+        scales.append(handle.loss_scaler.scale)
+    assert scales == [4, 4, 8, 8, 8, 16, 16, 16, 32]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_losses_before_a_step_still_count_once(
+    start: Callable[..., Any], device: str, name: str
+) -> None:
+    handle = start(loss_scale=Backoff(init_scale=4.0, step_window=2))
+    a, b = weight_on(device), weight_on(device)
+    first, second = OPTIMIZERS[name]([a]), OPTIMIZERS[name]([b])
+    for wanted in (4, 8, 8, 16):
+        for weight, optimizer in ((a, first), (b, second), (a, first)):
+            with handle.scale_loss(weight.sum(), optimizer) as scaled:
+                scaled.backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        assert handle.loss_scaler.scale == wanted
+
+
+def test_a_wrapped_optimizer_goes_on_past_an_overflow_too(
+    start: Callable[..., Any], device: str
+) -> None:
+    handle = start(loss_scale=Backoff(init_scale=2.0**20, scale_max=2.0**20))
+    weight = weight_on(device)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.125), num_loss=2)
+    for i in range(5):
+        for scaler in optimizer.loss_scalers:
+            assert scaler.scale == 2.0 ** (20 - i)
+            with optimizer.scale_loss(weight.sum() * float("inf")) as scaled:
+                scaled.backward()
+        optimizer.zero_grad()
+    for _ in range(2):
+        with optimizer.scale_loss(weight.sum()) as scaled:
+            scaled.backward()
+    before = raw_bytes(weight)
+    optimizer.step()
+    assert raw_bytes(weight) != before
+
+
+# float16 weights.
+
+MEMORY = [None, "exact", "lean", "tiny"]
+
+
+def small_loss(weight: Tensor, power: int = -20) -> Tensor:
+    """Its gradient, 2^power everywhere, is far below what float16 holds without a scale."""
+    return weight.float().sum() * 2.0**power
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("losses", [1, 2])
+def test_small_float16_gradients_reach_the_masters(
+    start: Callable[..., Any], device: str, memory: str | None, losses: int
+) -> None:
+    """Unscaled in place 2^-30 is 0 in float16; the step now divides by the scale, in float32."""
+    handle = start(dtype=torch.float16, loss_scale=2.0**16)
+    weight, twin = weight_on(device, torch.float16), weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=2.0**20, memory=memory)
+    scaler = amp.GradScaler(device, init_scale=2.0**16)
+    reference = amp.optim.SGD([twin], lr=2.0**20, memory=memory)
+    for _ in range(3):
+        for _ in range(losses):
+            with handle.scale_loss(small_loss(weight, -30), optimizer) as scaled:
+                scaled.backward()
+            scaler.scale(small_loss(twin, -30)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scaler.step(reference)
+        scaler.update()
+        reference.zero_grad()
+    assert raw_bytes(weight) == raw_bytes(twin)
+    start_value = torch.linspace(0.5, 1, 64).half().reshape(2, 32).float()
+    moved = (start_value - weight.detach().cpu().float()).mean().item()
+    assert moved == pytest.approx(3 * losses * 2.0**-10, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["amp SGD", "amp AdamW"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_gradients_are_true_after_the_block(
+    start: Callable[..., Any], device: str, name: str, dtype: torch.dtype
+) -> None:
+    handle = start(loss_scale=2.0**16)
+    weight = weight_on(device, dtype)
+    with handle.scale_loss(small_loss(weight), OPTIMIZERS[name]([weight])) as scaled:
+        scaled.backward()
+    assert (weight.grad == 2.0**-20).all()
+
+
+def test_amp_scaling_false_and_optimizers_of_torch_get_true_gradients(
+    start: Callable[..., Any], device: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=2.0**16)
+    for make in (
+        lambda params: amp.optim.SGD(params, lr=1.0, amp_scaling=False),
+        lambda params: torch.optim.SGD(params, lr=1.0),
+    ):
+        weight = weight_on(device, torch.float16)
+        with handle.scale_loss(small_loss(weight, -10), make([weight])) as scaled:
+            scaled.backward()
+        assert (weight.grad == 2.0**-10).all()
+
+
+def test_clipping_is_by_the_true_norm(start: Callable[..., Any], device: str) -> None:
+    handle = start(dtype=torch.float16, loss_scale=2.0**10)
+    weight = weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=1.0, max_grad_norm=4.0)
+    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert optimizer.grad_norm == 8.0  # 64 ones
+    (state,) = optimizer.state.values()
+    true = torch.linspace(0.5, 1, 64).half().float().reshape(2, 32) - 0.5
+    stored = state["master"].cpu() if "master" in state else weight.detach().float().cpu()
+    assert (stored - true).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_that_carry_the_scale_cannot_be_clipped_by_hand(
+    start: Callable[..., Any], device: str, again: bool
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=2.0**10)
+    weight = weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=1.0)
+    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    nn.utils.clip_grad_norm_([weight], 1.0, foreach=False)
+    before = raw_bytes(weight)
+    block = handle.scale_loss(weight.float().sum(), optimizer)
+    use = block.__enter__ if again else optimizer.step
+    with pytest.raises(RuntimeError, match=r"max_grad_norm.*amp_scaling=False"):
+        use()
+    assert raw_bytes(weight) == before
+    optimizer.zero_grad()  # as the message says
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_plain_backward_after_scaled_ones_is_not_divided_by_the_scale(
+    start: Callable[..., Any], device: str, memory: str | None, set_to_none: bool, steps: int
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=2.0**10)
+    weight, twin = weight_on(device, torch.float16), weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=0.25, memory=memory)
+    reference = amp.optim.SGD([twin], lr=0.25, memory=memory)
+    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    for _ in range(steps):
+        optimizer.step()
+        twin.grad = torch.ones_like(twin)
+        reference.step()
+    for each, param in ((optimizer, weight), (reference, twin)):
+        each.zero_grad(set_to_none=set_to_none)
+        param.float().sum().backward()
+        each.step()
+    assert raw_bytes(weight) == raw_bytes(twin)
+
+
+def test_accumulation_over_a_growing_scale_adds_true_gradients(
+    start: Callable[..., Any], device: str
+) -> None:
+    """The scale doubles after each step here, and the gradients are never cleared."""
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**8, step_window=1))
+    weight = weight_on(device, torch.float16)
+    master = weight.detach().float().clone()
+    optimizer = amp.optim.SGD([weight], lr=2.0**-8, master="float32")
+    for k in range(1, 4):
+        with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        master -= k * 2.0**-8
+    assert torch.equal(optimizer.state[weight]["master"], master)
+
+
+def test_an_overflow_of_float16_weights_changes_nothing_and_training_goes_on(
+    start: Callable[..., Any], device: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**20))
+    weight = weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=0.125)
+    before = raw_bytes(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(8):
+            with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (raw_bytes(weight) == before) == (i < 5)  # 2^16 and above are infinite
+    assert handle.loss_scaler.scale == 2.0**15
+
+
+def test_a_parameter_that_two_optimizers_share_is_unscaled_in_place(
+    start: Callable[..., Any], device: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=2.0**10)
+    weight = weight_on(device, torch.float16)
+    pair = [amp.optim.SGD([weight], lr=0.25), torch.optim.SGD([weight], lr=0.25)]
+    with handle.scale_loss(weight.float().sum(), pair) as scaled:
+        scaled.backward()
+    assert (weight.grad == 1).all()

@@ -1,0 +1,209 @@
+"""State follows its parameter: to another dtype, layout or device, or one error says why not."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from helpers import array, assert_same, on, random
+from rules import ADAM, RULES, STORAGES, Expected, found_master, found_state
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+SHAPE = (32, 64, 3, 1)
+COUNT = 32 * 64 * 3
+
+
+def weight_of(dtype: torch.dtype, device: str) -> nn.Conv2d:
+    conv = nn.Conv2d(64, 32, (3, 1), bias=False)
+    conv.weight.data = on("cpu", random(COUNT, 1), torch.float32).view(SHAPE)
+    return conv.to(device, dtype)
+
+
+def grad_of(param: Tensor, seed: int) -> Tensor:
+    return on(str(param.device), random(COUNT, seed, 1e-2), param.dtype).view(SHAPE)
+
+
+def assign(dtype: torch.dtype) -> Callable[[nn.Module], object]:
+    def change(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad = None
+            param.data = param.data.to(dtype)
+
+    return change
+
+
+DTYPE_CHANGES: dict[str, tuple[torch.dtype, Callable[[nn.Module], object]]] = {
+    "float32, bfloat16()": (torch.float32, lambda m: m.bfloat16()),
+    "float32, half()": (torch.float32, lambda m: m.half()),
+    "float32, .data": (torch.float32, assign(torch.bfloat16)),
+    "bfloat16, half()": (torch.bfloat16, lambda m: m.half()),
+    "bfloat16, .data": (torch.bfloat16, assign(torch.float16)),
+    "float16, bfloat16()": (torch.float16, lambda m: m.bfloat16()),
+    "bfloat16, float()": (torch.bfloat16, lambda m: m.float()),
+    "float16, float()": (torch.float16, lambda m: m.float()),
+}
+
+
+@pytest.mark.parametrize("change", DTYPE_CHANGES)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("rule", ["adamw", "lion", "lamb"])
+def test_training_goes_on_in_another_dtype(
+    device: str, rule: str, storage: str, change: str
+) -> None:
+    """With the moments of before, bit for bit, and a master of the converted weight.
+
+    A float32 master stays where the converted weight is what it rounds to.
+    """
+    start, act = DTYPE_CHANGES[change]
+    model = weight_of(start, device)
+    param = model.weight
+    kind, numbers = RULES[rule]
+    optimizer = kind(model.parameters(), **numbers, **STORAGES[storage])
+    want = Expected(rule, param.flatten(1), 0, optimizer.rule().names, **STORAGES[storage])
+    for step in range(4):
+        if step == 2:
+            act(model)
+            want.dtype = str(param.dtype).removeprefix("torch.")
+            if start == torch.float32 or want.formats["master"] != "float32":
+                want.stored = array(param).reshape(-1)
+            want.visible = want.master = array(param).reshape(-1)
+            if want.formats["master"] == "float32":
+                want.write(array(param))
+        param.grad = grad_of(param, step)
+        want.step(array(param.grad), np.float32(1))
+        optimizer.step()
+        assert_same(array(param).reshape(-1), want.visible, f"weight after step {step}")
+    state = optimizer.state[param]
+    assert_same(found_master(state, param, want.formats["master"]), want.master, "master")
+    for name, values in want.states.items():
+        assert_same(found_state(state, name, want.formats[name]), values, name)
+    if param.dtype == torch.float32:
+        assert not {"master", "remainder"} & set(state)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_small_updates_are_not_lost_after_prepare(device: str, storage: str) -> None:
+    """2,000 steps of 1e-6 move a weight by 2e-3, also if it became bfloat16 after a step."""
+    model = nn.Linear(64, 32, bias=False).to(device)
+    nn.init.ones_(model.weight)
+    optimizer = amp.optim.SGD(model.parameters(), lr=1e-6, **STORAGES[storage])
+
+    def step() -> None:
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+
+    step()
+    amp.prepare(model, torch.bfloat16)
+    for _ in range(2000):
+        step()
+    moved = 1 - amp.float32_state_dict(model, optimizer)["weight"].double()
+    # a step in float32 is off by half a unit of 2^-24 at most; split24 drops up to 2^-17
+    bound = 2001 * 2.0**-24 * 0.5
+    if STORAGES[storage]["memory"] in ("float32", "exact"):
+        assert (moved - 2001e-6).abs().max() <= bound
+
+
+@pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
+def test_remainders_of_a_file_are_for_weights_of_their_dtype(device: str, storage: str) -> None:
+    """A bfloat16 run's optimizer, loaded beside float16 weights."""
+    model = weight_of(torch.bfloat16, device)
+    optimizer = amp.optim.AdamW(model.parameters(), **ADAM, **STORAGES[storage])
+    model.weight.grad = grad_of(model.weight, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(model).half()
+    again = amp.optim.AdamW(other.parameters(), **ADAM, **STORAGES[storage])
+    again.load_state_dict(torch.load(file, weights_only=True, map_location=device))
+    wanted = array(amp.float32_state_dict(other, again)["weight"])
+    assert_same(wanted, array(other.weight), "master")
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
+    "channels_last": lambda m: m.to(memory_format=torch.channels_last),
+    "transposed": lambda m: setattr(
+        m.weight, "data", m.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_another_layout_changes_no_number(
+    device: str, storage: str, dtype: torch.dtype, layout: str
+) -> None:
+    """m8's groups are of neighbours in memory: its moments are rounded once more, others stay."""
+    model = weight_of(dtype, device)
+    arguments = {**ADAM, **STORAGES[storage], "check_overflow": True}
+    optimizer = amp.optim.AdamW(model.parameters(), **arguments)
+    for step in range(3):
+        model.weight.grad = grad_of(model.weight, step)
+        optimizer.step()
+    twin, plain = copy.deepcopy((model, optimizer))
+    LAYOUTS[layout](model)
+    model.weight.grad = torch.full_like(model.weight, torch.nan)
+    optimizer.step()  # gathers the state, and is skipped
+    assert optimizer.step_was_skipped
+    assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+    masters = [
+        amp.float32_state_dict(m, o)["weight"] for m, o in ((model, optimizer), (twin, plain))
+    ]
+    assert torch.equal(*masters)
+    for name in ("exp_avg", "exp_avg_sq"):
+        one, two = optimizer.state[model.weight], plain.state[twin.weight]
+        if storage != "tiny" or name != "exp_avg":
+            assert torch.equal(one[name], two[name]), name
+            continue
+        parts = [
+            (s[name], *([s[f"{name}_scale"]] if f"{name}_scale" in s else [])) for s in (one, two)
+        ]
+        kinds = ["m8" if len(p) == 2 else "bfloat16" for p in parts]
+        found, wanted = (amp.formats.decode(p, k) for p, k in zip(parts, kinds, strict=True))
+        # a code of a group of numbers up to M is cubed, so a step of it is below 3 M / 127
+        assert (found - wanted).abs().max() <= 3 / 127 * wanted.abs().max()
+    if storage in ("float32", "exact"):
+        for one in (model, twin):
+            one.weight.grad = grad_of(one.weight, 9)
+        optimizer.step()
+        plain.step()
+        assert torch.equal(model.weight, twin.weight)
+
+
+def test_another_shape_is_refused_by_name_and_nothing_changes(device: str) -> None:
+    model = nn.Linear(8, 4, device=device).bfloat16()
+    optimizer = amp.optim.AdamW(model.named_parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model.weight.grad = None
+    model.weight.data = torch.cat([model.weight.data, model.weight.data])
+    model.weight.grad = torch.ones_like(model.weight)
+    before = [p.clone() for p in model.parameters()]
+    message = r"'weight'.* has shape \(8, 8\), but its remainder has shape \(4, 8\).*del optimizer"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    del optimizer.state[model.weight]
+    optimizer.step()
+    assert not torch.equal(model.weight, before[0])
+
+
+def test_a_dtype_that_is_none_of_ours_is_refused_by_name(device: str) -> None:
+    model = nn.Linear(8, 4, device=device).bfloat16()
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model.double()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0 has dtype torch\.float64"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -1,0 +1,181 @@
+"""The parameter the user sees is the truth: what is written into it is what the next step sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from helpers import DTYPES, array, assert_same, on, random
+from rules import RULES, STORAGES, Expected, found_master, found_state
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+SHAPE = (33, 96)
+LOW = ("bfloat16", "float16")
+STORED = {**STORAGES, "no master": {"master": "none"}}
+
+
+def prune(p: Tensor) -> None:
+    p.mul_((torch.arange(p.numel(), device=p.device).view(p.shape) % 3 > 0).to(p.dtype))
+
+
+def load_best(p: Tensor) -> None:
+    holder = nn.Module()
+    holder.weight = p
+    holder.load_state_dict({"weight": torch.from_numpy(random(p.numel(), 77)).view(p.shape)})
+
+
+def into_data(p: Tensor) -> None:
+    p.data[3:9, ::5] = 0.25
+
+
+def into_numpy(p: Tensor) -> None:
+    p.data.view(torch.int16).cpu().numpy()  # a look, which writes nothing
+    p.data.view(torch.int16)[0, :7] = 0x0101
+
+
+def exchange(p: Tensor) -> None:
+    p.data = p.data * 0.5
+
+
+def nothing_finite(p: Tensor) -> None:
+    flat = p.view(-1)
+    flat[5], flat[6], flat[7], flat[8], flat[9] = torch.inf, -torch.inf, torch.nan, 0.0, -0.0
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda p: p[::2].zero_(),
+    "mul_(0)": lambda p: p[1::4].mul_(0),
+    "clamp_": lambda p: p.clamp_(-0.05, 0.05),
+    "clamp_(min=0)": lambda p: p.clamp_(min=0),
+    "neg_": lambda p: p.neg_(),
+    "a pruning mask": prune,
+    "a zeroed row": lambda p: p[7].fill_(0),
+    "load_state_dict": load_best,
+    ".data": into_data,
+    "bits": into_numpy,
+    "another tensor": exchange,
+    "an average": lambda p: p.lerp_(torch.ones_like(p), 0.3),
+    "infinities and NaN": nothing_finite,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("dtype", LOW)
+def test_every_rule_goes_on_from_what_was_written(
+    device: str, rule: str, storage: str, dtype: str
+) -> None:
+    """Bit for bit the reference, whose master follows the contract; moments stay."""
+    kind, numbers = RULES[rule]
+    weight = on(device, random(33 * 96, 1), DTYPES[dtype]).view(SHAPE)
+    param = nn.Parameter(weight)
+    optimizer = kind([param], **numbers, **STORED[storage])
+    want = Expected(rule, param, 0, optimizer.rule().names, **STORED[storage])
+    writes = [*WRITES.values()]
+    if rule not in ("adamw", "sgd", "plain sgd", "lion"):
+        writes = writes[:-1]  # a NaN in a norm skips the step or spoils all of a tensor
+    for step, write in enumerate([lambda p: None, *writes]):
+        with torch.no_grad():
+            write(param)
+        want.write(array(param))
+        grad = on(device, random(param.numel(), 100 + step, 1e-2), param.dtype).view(SHAPE)
+        param.grad = grad
+        want.step(array(grad), np.float32(1))
+        optimizer.step()
+        what = f"{rule}, {storage}, step {step}"
+        assert_same(array(param).reshape(-1), want.visible, f"{what}: weight")
+    state = optimizer.state[param]
+    assert_same(found_master(state, param, want.formats["master"]), want.master, "master")
+    for name, values in want.states.items():
+        assert_same(found_state(state, name, want.formats[name]), values, name)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_skipped_step_leaves_what_was_written(
+    device: str, storage: str, dtype: str, write: str
+) -> None:
+    param = nn.Parameter(on(device, random(33 * 96, 1), DTYPES[dtype]).view(SHAPE))
+    optimizer = amp.optim.AdamW([param], check_overflow=True, **STORED[storage])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with torch.no_grad():
+        WRITES[write](param)
+    written, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    param.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(param.detach().view(torch.int16), written.view(torch.int16))
+    for name, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(value, state["state"][0][name]), name
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", LOW)
+def test_float32_state_dict_gives_what_was_written(device: str, storage: str, dtype: str) -> None:
+    model = nn.Linear(96, 33, bias=False).to(device, DTYPES[dtype])
+    kind, numbers = RULES["plain sgd"]
+    optimizer = kind(model.parameters(), **numbers, **STORAGES[storage])
+    want = Expected("plain sgd", model.weight, **STORAGES[storage])
+    model.weight.grad = on(device, random(33 * 96, 2), DTYPES[dtype]).view(SHAPE)
+    want.step(array(model.weight.grad), np.float32(1))
+    optimizer.step()
+    for write in WRITES.values():
+        with torch.no_grad():
+            write(model.weight)
+        want.write(array(model.weight))
+        found = amp.float32_state_dict(model, optimizer)["weight"]
+        assert_same(array(found).reshape(-1), want.master, "master")
+        master = np.nan_to_num(array(found), nan=0, posinf=0, neginf=0)
+        weight = np.nan_to_num(array(model.weight), nan=0, posinf=0, neginf=0)
+        unit = np.abs(weight) * 2.0**-7 + 2.0**-24
+        assert (np.abs(master - weight) <= unit).all()
+
+
+def test_clamped_weights_stay_clamped(device: str) -> None:
+    """A WGAN's critic: clamp after each step, look before the next one."""
+    for storage in STORED.values():
+        param = nn.Parameter(on(device, random(4096, 1), torch.bfloat16).view(64, 64))
+        optimizer = amp.optim.AdamW([param], lr=1e-3, **storage)
+        for step in range(20):
+            param.grad = on(device, random(4096, step), torch.bfloat16).view(64, 64)
+            optimizer.step()
+            assert step == 0 or param.abs().max() <= 0.05 * (1 + 2.0**-8) + 2e-3, storage
+            param.data.clamp_(-0.05, 0.05)
+
+
+def test_a_reloaded_model_is_where_training_goes_on(device: str) -> None:
+    """load_state_dict(best) in mid-training, without the optimizer's state."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 32, device=device)
+    y = x @ torch.randn(32, 1, device=device)
+    for storage in STORAGES.values():
+        torch.manual_seed(1)
+        model = amp.prepare(nn.Linear(32, 1).to(device), torch.bfloat16)
+        optimizer = amp.optim.AdamW(model.parameters(), lr=3e-2, **storage)
+
+        def loss(model: nn.Module = model) -> Tensor:
+            return nn.functional.mse_loss(model(x.bfloat16()).float(), y)
+
+        def train(steps: int, model: nn.Module = model, opt: object = optimizer) -> None:
+            for _ in range(steps):
+                loss(model).backward()
+                opt.step()
+                opt.zero_grad()
+
+        train(100)
+        best, at_best = copy.deepcopy(model.state_dict()), loss().item()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.full_like(p, 0.5))
+        train(1)
+        assert loss().item() > 4 * at_best
+        model.load_state_dict(best)
+        train(1)
+        assert loss().item() < 1.5 * at_best + 0.05

@@ -1,0 +1,279 @@
+"""Arguments, parameters and states that cannot be are refused by name, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raw_bytes
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+AdamW = amp.optim.AdamW
+
+
+def weight(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    param = nn.Parameter(torch.linspace(-1, 1, 128, device=device).reshape(4, 32).to(dtype))
+    param.grad = torch.ones_like(param)
+    return param
+
+
+def stepped(device: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    optimizer = AdamW([weight(device, dtype)], lr=1e-2, **options)
+    optimizer.step()
+    return optimizer
+
+
+WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "lr of a configuration file": ({"lr": "1e-3"}, "lr must be a number, found '1e-3'"),
+    "no lr": ({"lr": None}, "lr must be a number, found None"),
+    "lr True": ({"lr": True}, "lr must be a number, found True"),
+    "lr NaN": ({"lr": float("nan")}, "lr must not be negative"),
+    "lr a vector": ({"lr": torch.ones(2)}, r"lr must be a number .* found shape \(2,\)"),
+    "eps": ({"eps": "1e-8"}, "eps must be a number"),
+    "decay": ({"weight_decay": None}, "weight_decay must be a number"),
+    "clip True": ({"max_grad_norm": True}, "max_grad_norm must be a number, found True"),
+    "clip text": ({"max_grad_norm": "1.0"}, "max_grad_norm must be a number, found '1.0'"),
+    "clip 0": ({"max_grad_norm": 0}, "max_grad_norm must be positive or None, found 0"),
+    "one beta": ({"betas": (0.9,)}, r"betas must be two numbers, found \(0.9,\)"),
+    "three betas": ({"betas": (0.9, 0.99, 0.999)}, "betas must be two numbers"),
+    "a number for betas": ({"betas": 0.9}, "betas must be two numbers, found 0.9"),
+    "beta text": ({"betas": ("0.9", 0.99)}, r"betas\[0\] must be a number, found '0.9'"),
+    "beta 1": ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), found 1.0"),
+    "negative seed": ({"seed": -1}, "seed must be a whole number"),
+    "seed True": ({"seed": True}, "seed must be a whole number"),
+    "rounding": ({"rounding": "sideways"}, "rounding must be one of .*; found 'sideways'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_an_argument_that_cannot_be_is_refused_by_name(device: str, case: str) -> None:
+    wrong, message = WRONG_ARGUMENTS[case]
+    with pytest.raises(ValueError, match=message):
+        AdamW([weight(device)], **wrong)
+
+
+@pytest.mark.parametrize("case", [c for c in WRONG_ARGUMENTS if not c.startswith("clip")])
+def test_an_entry_of_a_group_that_cannot_be_is_refused_and_the_group_is_not_added(
+    device: str, case: str
+) -> None:
+    wrong, message = WRONG_ARGUMENTS[case]
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": [weight(device)], **wrong}])
+    optimizer = AdamW([weight(device)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight(device)], **wrong})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+
+
+def test_numbers_of_numpy_and_tensors_of_one_element_are_numbers(device: str) -> None:
+    found = []
+    for lr in (0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5, device=device)):
+        optimizer = AdamW([weight(device)], lr=lr, betas=[np.float32(0.5), 0.5])
+        optimizer.step()
+        found.append(raw_bytes(optimizer.param_groups[0]["params"][0]))
+    assert all(one == found[0] for one in found)
+
+
+def sharded(device: str) -> nn.Parameter:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    return nn.Parameter(distribute_tensor(torch.ones(4, 32), mesh))
+
+
+WRONG_PARAMETERS: dict[str, tuple[Callable[[str], nn.Parameter], str]] = {
+    "complex": (
+        lambda device: nn.Parameter(torch.ones(3, dtype=torch.complex64, device=device)),
+        "parameter 1 of group 0 has dtype torch.complex64.*torch.optim",
+    ),
+    "meta": (
+        lambda device: nn.Parameter(torch.ones(3, device="meta")),
+        "parameter 1 of group 0 is on the meta device.*to_empty",
+    ),
+    "DTensor": (sharded, r"parameter 1 of group 0 is a DTensor.*to_local\(\)"),
+}
+
+
+@pytest.fixture
+def _one_process(tmp_path: Any) -> Any:
+    store = dist.FileStore(os.fspath(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("case", WRONG_PARAMETERS)
+def test_a_parameter_that_cannot_be_stepped_is_refused_when_it_is_given(
+    device: str, case: str
+) -> None:
+    make, message = WRONG_PARAMETERS[case]
+    with pytest.raises(TypeError, match=message):
+        AdamW([weight(device), make(device)])
+    optimizer = AdamW([weight(device)])
+    with pytest.raises(TypeError, match=message.replace("1 of group 0", "0 of group 1")):
+        optimizer.add_param_group({"params": make(device)})
+    assert len(optimizer.param_groups) == 1
+    if case != "meta":
+        frozen = make(device).requires_grad_(False)
+        AdamW([weight(device), frozen]).step()
+
+
+@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+def test_a_first_step_in_inference_mode_is_refused_and_a_later_one_works(
+    device: str, memory: str | None
+) -> None:
+    param = weight(device, torch.bfloat16)
+    before = raw_bytes(param)
+    optimizer = AdamW([param], memory=memory)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
+        optimizer.step()
+    assert not optimizer.state
+    assert raw_bytes(param) == before
+    optimizer.step()
+    assert raw_bytes(param) != before
+    optimizer.step()
+
+
+@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_was_lost_is_named_and_nothing_changed(
+    device: str, memory: str | None, name: str
+) -> None:
+    optimizer = stepped(device, memory=memory)
+    (param,) = optimizer.param_groups[0]["params"]
+    del optimizer.state[param][name]
+    before = raw_bytes([param, optimizer.state_dict()])
+    with pytest.raises(ValueError, match=f"parameter 0 of group 0 has no '{name}'"):
+        optimizer.step()
+    assert raw_bytes([param, optimizer.state_dict()]) == before
+    optimizer.state[param].clear()  # what the message says
+    optimizer.step()
+
+
+def test_states_that_a_setting_switches_on_may_come_late(device: str) -> None:
+    param = weight(device)
+    optimizer = amp.optim.SGD([param], lr=0.5)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[param]
+
+
+# Files.
+
+
+def replaced(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda saved: saved["state"][0].update(entries)
+
+
+def in_group(**entries: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda saved: saved["param_groups"][0].update(entries)
+
+
+def dropped(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda saved: saved["state"][0].pop(name)
+
+
+def full(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(shape or (4, 32), dtype=dtype)
+
+
+Spoil = Callable[[dict[str, Any]], None]
+WRONG_FILES: dict[str, tuple[str, Spoil, str]] = {
+    "remainder float": ("exact", replaced(remainder=full(torch.float32)), "'remainder' of par"),
+    "remainder int64": ("lean", replaced(remainder=full(torch.int64)), "'remainder' of par"),
+    "remainder shape": ("exact", replaced(remainder=full(torch.int16, 3)), "'remainder' of par"),
+    "m8 without scale": ("tiny", dropped("exp_avg_scale"), "'exp_avg' .* no 'exp_avg_scale'"),
+    "m8 with few scales": (
+        "tiny",
+        replaced(exp_avg_scale=full(torch.float32, 2)),
+        "'exp_avg_scale' of parameter 0 has 2 elements",
+    ),
+    "integers": ("exact", replaced(exp_avg=full(torch.int32)), "'exp_avg' .*torch.int32"),
+    "truths": ("exact", replaced(exp_avg_sq=full(torch.bool)), "'exp_avg_sq' .*torch.bool"),
+    "complex": ("exact", replaced(exp_avg=full(torch.complex64)), "'exp_avg' .*complex64"),
+    "a list": ("exact", replaced(exp_avg=[1.0]), "'exp_avg' of parameter 0 is no tensor"),
+    "no squares": ("exact", dropped("exp_avg_sq"), "'exp_avg_sq' of parameter 0 is missing"),
+    "None for squares": ("lean", replaced(exp_avg_sq=None), "'exp_avg_sq' .* is missing"),
+    "powers": ("exact", replaced(beta_powers=full(torch.float64, 3)), "'beta_powers' .*two"),
+    "one power": ("exact", replaced(beta_powers=torch.ones(())), "'beta_powers' .*two"),
+    "steps": ("exact", replaced(step=full(torch.float64, 2)), "'step' of par.*one number"),
+    "integer master": ("exact", replaced(master=full(torch.int32)), "'master' .*torch.int32"),
+    "rounding": ("exact", in_group(rounding="sideways"), "param_group 0: rounding must be"),
+    "lr": ("exact", in_group(lr=None), "param_group 0: lr must be a number, found None"),
+    "seed": ("exact", in_group(seed=-1), "param_group 0: seed must be"),
+    "betas": ("exact", in_group(betas=(0.9,)), "param_group 0: betas must be two numbers"),
+    "no state": ("exact", lambda saved: saved.pop("state"), r"\['state'\] missing"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_a_file_that_cannot_be_loaded_is_refused_by_name_with_nothing_changed(
+    device: str, case: str
+) -> None:
+    memory, spoil, message = WRONG_FILES[case]
+    saved = copy.deepcopy(stepped(device, memory=memory).state_dict())
+    spoil(saved)
+    optimizer = stepped(device, memory=memory)
+    (param,) = optimizer.param_groups[0]["params"]
+    before = raw_bytes([param, optimizer.state_dict()])
+    with pytest.raises(
+        ValueError, match=f"state_dict: .*{message}.*; nothing was loaded|{message}"
+    ):
+        optimizer.load_state_dict(saved)
+    assert raw_bytes([param, optimizer.state_dict()]) == before
+    optimizer.step()
+
+
+FORMATS = [None, "exact", "lean", "tiny"]
+
+
+@pytest.mark.parametrize("memory", FORMATS)
+def test_post_hooks_see_the_state_as_it_will_be(device: str, memory: str | None) -> None:
+    source, sink = stepped(device, memory=memory), stepped(device, memory=memory)
+    source.step()
+    seen: list[Any] = []
+    sink.register_load_state_dict_post_hook(lambda o: seen.append(raw_bytes(o.state_dict())))
+    sink.load_state_dict(source.state_dict())
+    assert seen == [raw_bytes(source.state_dict())] == [raw_bytes(sink.state_dict())]
+
+
+@pytest.mark.parametrize("memory", FORMATS)
+def test_edits_of_post_hooks_stay(device: str, memory: str | None) -> None:
+    """A user's hook forgets the moments and lowers the learning rate after a load."""
+
+    def hook(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+        optimizer.param_groups[0]["lr"] = 0.125
+
+    optimizer = stepped(device, memory=memory)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_load_state_dict_post_hook(hook)
+    optimizer.load_state_dict(saved)
+    (state,) = optimizer.state.values()
+    assert not state["exp_avg_sq"].any()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    optimizer.step()
+
+
+def test_what_a_pre_hook_repairs_is_loaded(device: str) -> None:
+    def hook(_: Any, saved: dict[str, Any]) -> None:
+        saved["param_groups"][0]["rounding"] = "nearest"
+
+    saved = copy.deepcopy(stepped(device, memory="exact").state_dict())
+    saved["param_groups"][0]["rounding"] = "sideways"
+    optimizer = stepped(device, memory="exact")
+    optimizer.register_load_state_dict_pre_hook(hook)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["rounding"] == "nearest"
