@@ -1,13 +1,10 @@
-"""Float32 values of low-precision parameters: masters, and the values that `prepare` keeps."""
+"""Float32 masters of low-precision parameters."""
 
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_mp.dtypes import rounded
 from amp_mp.optim.state.formats import (
     MASTER_ENTRIES,
     REMAINDERS,
@@ -19,29 +16,7 @@ from amp_mp.optim.state.formats import (
     put,
     split_name,
 )
-
-# A parameter's float32 values before it was rounded, and its version counter after that.
-_float32_values: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
-
-
-def keep_original(param: Tensor) -> None:
-    """Keeps a float32 parameter's values; call it before replacing `.data` by rounded ones."""
-    _float32_values[param] = param.detach(), param._version
-
-
-def take_original(param: Tensor) -> Tensor:
-    """A new float32 master for a low-precision parameter, same shape, layout and device.
-
-    It holds the original values if `prepare` kept them and the parameter was not written since.
-    Comparing values alone is not enough: DDP sends the rounded weights of rank 0 to all ranks, and
-    with equal values rank 0 alone would use its original, so that masters differ between ranks.
-    """
-    original, version = _float32_values.pop(param, (None, 0))
-    if original is not None and original.shape == param.shape and param._version == version:
-        master = torch.empty_like(param, dtype=torch.float32).copy_(original)
-        if torch.equal(rounded(master, param.dtype), param.detach()):
-            return master
-    return param.detach().to(torch.float32, copy=True)
+from amp_mp.optim.state.original_values import take_original
 
 
 def set_master(
