@@ -9,24 +9,10 @@
 namespace amp_mp {
 namespace {
 
-// A weight and its rest, which together are the number: the format of two arrays that has these
-// dtypes. Without one of them a float32 rest is the number itself.
-Array in_two_parts(const at::Tensor& data, const at::Tensor& rest, const Label& label,
-                   const Label& rest_label) {
-  void* const second = const_cast<void*>(rest.const_data_ptr());
-  for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data.scalar_type() &&
-        rest_dtype_of(Format(f)) == rest.scalar_type())
-      return {const_cast<void*>(data.const_data_ptr()), Format(f), second};
-  check_format(data, label);
-  TORCH_CHECK_TYPE(rest.scalar_type() == at::kFloat, "amp_mp: ", rest_label.text(), " (",
-                   describe(rest), ") is no rest of ", label.text(), " (", describe(data), ")");
-  return {second, Format::float32};
-}
-
+// A tensor, or a tensor and its rest, which together are the numbers.
 Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
              const Label& rest_label) {
-  return rest.defined() ? in_two_parts(data, rest, label, rest_label) : array_of(data, label);
+  return rest.defined() ? array_of_two(data, rest, rest_label) : array_of(data, label);
 }
 
 // `t` where `like` is: itself, or a copy of its device and layout that `kept` holds.
@@ -63,14 +49,16 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
       TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", own.text(), " has shape ", t.sizes(),
                         ", but ", like_label.text(), " has shape ", like.sizes());
     };
-    check_writable(to[i], to_label);
-    check_device(to[i], device, to_label);
-    written.emplace_back(to[i], to_label);
+    const auto check_written = [&](const at::Tensor& t, const Label& own) {
+      check_writable(t, own);
+      check_device(t, device, own);
+      t.mutable_data_ptr();  // a lazy copy becomes a real one
+      written.emplace_back(t, own);
+    };
+    check_written(to[i], to_label);
     if (to_rests[i].defined()) {
-      check_writable(to_rests[i], to_rest_label);
-      check_device(to_rests[i], device, to_rest_label);
       check_same_layout(to_rests[i], to[i], to_rest_label, to_label);
-      written.emplace_back(to_rests[i], to_rest_label);
+      check_written(to_rests[i], to_rest_label);
     }
     check_beside(from[i], label, to[i], to_label);
     at::Tensor rest = from_rests[i];

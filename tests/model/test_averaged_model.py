@@ -594,9 +594,9 @@ def test_an_fp16_optimizers_masters_are_averaged(
         optimizer.step()
 
 
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
-def test_weights_that_the_user_writes_are_averaged(device: str, memory: str) -> None:
-    model, optimizer = make(device, memory=memory)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_weights_that_the_user_writes_are_averaged(device: str, storage: str) -> None:
+    model, optimizer = make(device, **STORAGES[storage])
     averaged = amp.AveragedModel(model, optimizer, decay=0.0)
     train(model, optimizer, 2)
     with torch.no_grad():
