@@ -594,6 +594,34 @@ def test_an_fp16_optimizers_masters_are_averaged(
         optimizer.step()
 
 
+def test_a_model_may_have_several_optimizers(device: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    rounded_weights(amp.prepare(model, torch.bfloat16))
+    optimizers = [
+        amp.optim.SGD(model[0].parameters(), lr=1e-4),
+        amp.optim.Lion(model[1].parameters(), lr=1e-4, memory="lean"),
+    ]
+    averaged = amp.AveragedModel(model, optimizers, decay=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    averaged.update()
+    wanted = amp.float32_state_dict(model[0], optimizers[0])
+    found = averaged.float32_state_dict()
+    assert all(torch.equal(found[f"0.{name}"], value) for name, value in wanted.items())
+    assert not torch.equal(found["1.weight"], found["1.weight"].bfloat16().float())
+    with averaged.swap():
+        for optimizer in optimizers:
+            with pytest.raises(RuntimeError, match="optimizer's step inside"):
+                optimizer.step()
+
+
+def test_tensors_without_memory_of_their_own_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"the weight of 1\.weight .* is neither on a CPU nor on a"):
+        amp.AveragedModel(nn.Sequential(nn.ReLU(), nn.Linear(3, 3).to_empty(device="meta")))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_weights_that_the_user_writes_are_averaged(device: str, storage: str) -> None:
     model, optimizer = make(device, **STORAGES[storage])

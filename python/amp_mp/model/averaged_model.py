@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.decay import Decay, check_decay, decay_after
 from amp_mp.model.rests import rests_of
 from amp_mp.model.swapping import refuse_swapped, swapped
@@ -39,8 +39,9 @@ class AveragedModel(nn.Module):
     Args:
         model: what is averaged, after `prepare`; it is copied, and not changed. The copy's
             parameters do not require gradients.
-        optimizer: the one that has the masters: of amp_mp, an amp_mp.FP16_Optimizer, or any other
-            of torch's, which has none. Default None: the weights themselves are averaged.
+        optimizer: the one that has the masters, or a list of several: of amp_mp, an
+            amp_mp.FP16_Optimizer, or any of torch's, which has none. Default None: the weights
+            themselves are averaged.
         decay: of an exponential average, in [0, 1]: after an update by x an average is
             decay * average + (1 - decay) * x. Or a function of the number of updates so far, from 1
             on, that returns it. The first update copies. Default None: the mean of all updates.
@@ -59,7 +60,7 @@ class AveragedModel(nn.Module):
     """
 
     n_averaged: Tensor
-    _followed: tuple[nn.Module, Any] | None  # in a tuple the model is no submodule
+    _followed: tuple[nn.Module, list[Any]] | None  # in a tuple the model is no submodule
 
     def __init__(
         self,
@@ -80,23 +81,28 @@ class AveragedModel(nn.Module):
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))
         self.remainders = nn.Module()
-        for name, average in self._averaged():
+        averaged = [(n, average) for n, average in self._averaged() if average.dtype in NATIVE]
+        _C.check_weights([average for _, average in averaged], [name for name, _ in averaged])
+        for name, average in averaged:
             if average.dtype in LOW_PRECISION:
                 key = name.replace(".", "/")  # a name in a module has no dots
                 self.remainders.register_buffer(key, new_rest(FORMAT, average))
         self._move(model, 0.0)
 
     def follow(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Sets the model that `update` and `swap` mean, and the optimizer that has its masters.
+        """Sets the model that `update` and `swap` mean, and the optimizers that have its masters.
 
-        Raises TypeError for what is neither an optimizer nor None.
+        Raises TypeError for what is neither an optimizer, a list of them nor None.
         """
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer must be an optimizer with the model's masters or None, found "
-                f"{optimizer!r}; decay, use_buffers and device are given by name"
-            )
-        self._followed = model, optimizer
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers = [each for each in given if each is not None]
+        for each in optimizers:
+            if not hasattr(each, "param_groups"):
+                raise TypeError(
+                    f"optimizer must be an optimizer with the model's masters or None, found "
+                    f"{each!r}; decay, use_buffers and device are given by name"
+                )
+        self._followed = model, optimizers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The averaged module's forward."""
@@ -130,12 +136,12 @@ class AveragedModel(nn.Module):
         where an optimizer steps, `update` or another `swap` is called inside, or, after restoring
         the weights, where anything else wrote them.
         """
-        followed, own = self._following()
+        followed, optimizers = self._following()
         model = followed if model is None else model
         averages, live, _ = self._tensors(model)
-        inner = getattr(own, "optimizer", own)  # of an FP16_Optimizer
         names = [name for name, _ in named_tensors(model)]
-        with swapped(names, live, averages, lambda optimizer: optimizer in (own, inner)):
+        inner = [getattr(each, "optimizer", each) for each in optimizers]  # of FP16_Optimizers
+        with swapped(names, live, averages, [*optimizers, *inner]):
             yield model
 
     def float32_state_dict(self) -> dict[str, Tensor]:
@@ -155,7 +161,7 @@ class AveragedModel(nn.Module):
             result[name] = tensor.to(dtype, copy=True)
         return result
 
-    def _following(self) -> tuple[nn.Module, Any]:
+    def _following(self) -> tuple[nn.Module, list[Any]]:
         if self._followed is None:
             raise RuntimeError(
                 "this AveragedModel was copied or unpickled and has no model and optimizer; call "

@@ -1,6 +1,6 @@
 """What low-precision parameters need besides themselves to be masters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,20 +9,21 @@ from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.masters import original_of
 
 
-def rests_of(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
+def rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     """A function of a low-precision parameter: its remainder or float32 master, to be read only.
 
     Or None where the parameter is all there is. Before an optimizer's first step the values that
     `prepare` kept take the master's place.
     """
-    state = {} if optimizer is None else optimizer.state
+    states = [optimizer.state for optimizer in optimizers]
     apart: dict[Tensor, Tensor] = {}  # an FP16_Optimizer's masters around an optimizer of torch
-    if hasattr(optimizer, "fp16_groups") and not isinstance(optimizer.optimizer, FusedOptimizer):
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
-        apart = {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
+    for each in optimizers:
+        if hasattr(each, "fp16_groups") and not isinstance(each.optimizer, FusedOptimizer):
+            groups = zip(each.fp16_groups, each.fp32_from_fp16_groups, strict=True)
+            apart |= {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
 
     def of(param: Tensor) -> Tensor | None:
-        own = state.get(param, {})
+        own: dict[str, Any] = next((s[param] for s in states if s.get(param)), {})
         rest = own.get("master", own.get("remainder", apart.get(param)))
         return original_of(param) if rest is None else rest
 

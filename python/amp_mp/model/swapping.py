@@ -1,6 +1,6 @@
 """Other weights in a model for the time of a block, in place."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +18,18 @@ def swapped(
     names: Sequence[str],
     live: Sequence[Tensor],
     values: Sequence[Tensor],
-    steps_here: Callable[[Any], bool],
+    optimizers: Sequence[Any],
 ) -> Iterator[None]:
     """A block in which the tensors `live` hold `values`; after it they have their bytes again.
 
-    Raises RuntimeError where an optimizer of these parameters steps, or any for which `steps_here`
-    is true, and, after restoring the weights, where a parameter was written inside.
+    Raises RuntimeError where one of the optimizers steps, or any other that has one of these
+    parameters; and, after restoring the weights, where a parameter was written inside.
     """
     own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
     def refuse(optimizer: Any, *_: Any) -> None:
         stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-        if steps_here(optimizer) or not own.isdisjoint(stepped):
+        if optimizer in optimizers or not own.isdisjoint(stepped):
             raise RuntimeError(
                 "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
                 "are averages; step after the block"
