@@ -9,10 +9,17 @@
 namespace amp_mp {
 namespace {
 
-// A tensor, or a tensor and its rest, which together are the numbers.
+// A tensor, or a weight and the second tensor of its master, which together are the numbers.
 Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
              const Label& rest_label) {
-  return rest.defined() ? array_of_two(data, rest, rest_label) : array_of(data, label);
+  const Array alone = array_of(data, label);
+  if (!rest.defined()) return alone;
+  const std::optional<Format> format = format_of_master(data, rest);
+  TORCH_CHECK_TYPE(format, "amp_mp: ", rest_label.text(), " (", describe(rest),
+                   ") does not go with ", label.text(), " (", describe(data), ")");
+  void* const second = const_cast<void*>(rest.const_data_ptr());
+  const bool is_whole = rest.scalar_type() == at::kFloat;  // then the weight comes second
+  return {is_whole ? second : alone.data, *format, is_whole ? alone.data : second};
 }
 
 // `t` where `like` is: itself, or a copy of its device and layout that `kept` holds.

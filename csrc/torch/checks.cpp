@@ -89,16 +89,6 @@ Array array_of(const at::Tensor& t, const Label& label) {
   return {const_cast<void*>(t.const_data_ptr()), check_format(t, label)};
 }
 
-Array array_of_two(const at::Tensor& weight, const at::Tensor& second, const Label& second_label) {
-  const std::optional<Format> format = format_of_master(weight, second);
-  TORCH_CHECK_TYPE(format, "amp_mp: ", second_label.text(), " (", describe(second),
-                   ") does not go with the weight (", describe(weight), ")");
-  const bool is_whole = second.scalar_type() == at::kFloat;
-  const at::Tensor &data = is_whole ? second : weight, &rest = is_whole ? weight : second;
-  return {const_cast<void*>(data.const_data_ptr()), *format,
-          const_cast<void*>(rest.const_data_ptr())};
-}
-
 void check_writable(const at::Tensor& t, const Label& label) {
   check_plain(t, label);
   TORCH_CHECK_VALUE(t.is_non_overlapping_and_dense() && !t.is_neg(), "amp_mp: ", label.text(), " (",

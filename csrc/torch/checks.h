@@ -45,9 +45,6 @@ Format check_format(const at::Tensor& t, const Label& label);
 // The tensor's memory, for reading only: writing to it would also change lazy copies.
 Array array_of(const at::Tensor& t, const Label& label);
 
-// The same of a master in two parts: a weight, and a float32 master or remainders (core/splits.h).
-Array array_of_two(const at::Tensor& weight, const at::Tensor& second, const Label& second_label);
-
 // Raises unless a pass can write to the tensor: plain, without gaps or repeated elements, and with
 // a version counter.
 void check_writable(const at::Tensor& t, const Label& label);

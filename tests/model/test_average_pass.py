@@ -54,7 +54,9 @@ def tensors(
         return on(device, parts[0], dtype, shift), None
     data = torch.empty(parts[0].size + shift, dtype=dtype, device=device)[shift:]
     data.copy_(torch.from_numpy(parts[0].view(np.int16)).view(dtype))
-    rest = torch.from_numpy(parts[1])
+    signed = torch.from_numpy(parts[1])
+    unsigned = {torch.int16: torch.uint16, torch.int8: torch.uint8}[signed.dtype]
+    rest = signed.view(unsigned) if dtype == torch.float16 else signed
     return data, torch.empty_like(rest, device=device).copy_(rest)
 
 
@@ -78,7 +80,7 @@ def test_the_formula_bit_for_bit(device: str, average: str, decay: float) -> Non
     for (to, rest, *_), expected in zip(rows, wanted, strict=True):
         parts = [array(to)]
         if rest is not None:
-            parts = [raw(to).view(np.uint16), rest.cpu().numpy()]
+            parts = [raw(to).view(np.uint16), rest.cpu().numpy().view(np.int16)]
         assert_same(held(parts, average), expected, f"{average}, {to.numel()}")
 
 
@@ -132,7 +134,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_and_nothing_changes(device:
         call(a, b[:2])
     with pytest.raises(ValueError, match=r"from_rests\[1\] has shape \[2\], but from\[1\]"):
         call(a, low, torch.zeros(2, dtype=torch.int16, device=device))
-    with pytest.raises(TypeError, match=r"from_rests\[1\] .* make no master together"):
+    with pytest.raises(TypeError, match=r"from_rests\[1\] .* does not go with from\[1\]"):
         call(a, low, torch.zeros(3, dtype=torch.int32, device=device))
     with pytest.raises(TypeError, match=r"from\[1\] .* must be float32, float16 or bfloat16"):
         call(a, b.double())
