@@ -23,8 +23,11 @@ def rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
             apart |= {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
 
     def of(param: Tensor) -> Tensor | None:
-        own: dict[str, Any] = next((s[param] for s in states if s.get(param)), {})
-        rest = own.get("master", own.get("remainder", apart.get(param)))
-        return original_of(param) if rest is None else rest
+        for state in states:
+            own = state.get(param, {})
+            rest: Tensor | None = own.get("master", own.get("remainder"))
+            if rest is not None:
+                return rest
+        return apart[param] if param in apart else original_of(param)
 
     return of

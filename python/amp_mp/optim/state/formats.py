@@ -13,9 +13,7 @@ from amp_mp import _C
 NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
-_SPLITS = {
-    name: f for name, f in _PLAIN.items() if f["split"] and f["dtype"] != torch.float32
-}
+_SPLITS = {name: f for name, f in _PLAIN.items() if f["split"] and f["dtype"] != torch.float32}
 MASTERS = ("float32", *dict.fromkeys(name.split("_")[1] for name in _SPLITS), "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
