@@ -6,12 +6,14 @@ TORCH ?= 2.13.0
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+ZOO := .venv-zoo
 JOBS ?= 2
 NATIVE := $(shell find csrc -type f) build_tools/native.py setup.py pyproject.toml
+PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-fast lint format bench gpu clean build
+.PHONY: demo test test-fast test-zoo lint format bench gpu clean build
 
 demo: build
 	$(PY) examples/demo.py
@@ -26,6 +28,11 @@ test: build lint
 test-fast: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
 	$(PYTEST) -m "not slow"
+
+# Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
+# their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
+test-zoo: $(ZOO)/built
+	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
@@ -50,7 +57,7 @@ gpu:
 	bash benchmarks/gpu/gpu.sh
 
 clean:
-	rm -rf build dist demo .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo .venv .venv-zoo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f python/amp_mp/_C*.so python/amp_mp/_built_for.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -59,6 +66,16 @@ build: $(VENV)/built
 $(VENV)/built: $(VENV)/tools $(NATIVE)
 	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) \
 	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
+	AMP_MP_CUDA=0 AMP_MP_OBJECTS=build/zoo MAX_JOBS=$(JOBS) $(ZOO)/bin/python -m pip install --quiet \
+	  --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+$(ZOO)/tools: tests/zoo/requirements.txt
+	"$(PYTHON)" -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet -r tests/zoo/requirements.txt
 	touch $@
 
 $(VENV)/tools: pyproject.toml

@@ -27,6 +27,8 @@ if PRETEND_GPU:
     DEVICES = ["cuda"]
 # Without a GPU, emulators/test_pretend_gpu.py runs this one.
 collect_ignore = [] if "cuda" in DEVICES else ["optim/step/test_cuda_step.py"]
+if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
+    collect_ignore.append("zoo")
 
 
 @pytest.fixture(params=DEVICES)

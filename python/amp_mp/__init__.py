@@ -66,8 +66,9 @@ from amp_mp.compat.shift_for_scale import shift_for_scale
 from amp_mp.compat.typed_tensor import TypedTensor
 from amp_mp.grad_scaler.grad_scaler import GradScaler
 from amp_mp.model.averaged_model import AveragedModel
-from amp_mp.model.convert import convert_network, keep_fp32, prepare
+from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
+from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
 
 # Two names that `scaling` had before they moved to packages that it must not import.

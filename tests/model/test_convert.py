@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
-from amp_mp.model.convert import convert_network, keep_fp32
+from amp_mp.model.convert import convert_network
+from amp_mp.model.selection import keep_fp32
 
 LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32
@@ -126,7 +127,7 @@ def test_a_converted_model_computes_norms_in_float32_between_low_layers(
     ],
 )
 def test_convert_network_keeps_types_and_patterns(keep: Any, kept: set[str]) -> None:
-    assert float32_in(convert_network(Model(), torch.bfloat16, keep_fp32=keep)) == kept
+    assert float32_in(convert_network(Model(), torch.bfloat16, keep_fp32_only=keep)) == kept
 
 
 def test_what_is_kept_is_float32_even_if_it_was_low(device: str) -> None:

@@ -12,7 +12,8 @@ from helpers import raw_bytes
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.model.convert import convert_network, keep_fp32
+from amp_mp.model.convert import convert_network
+from amp_mp.model.selection import keep_fp32
 
 LOW = [torch.float16, torch.bfloat16]
 CONVERTERS = {"convert_network": convert_network, "prepare": amp.prepare}
@@ -60,7 +61,7 @@ def test_marks_add_to_what_both_conversions_keep(convert: Any, marks: Any, kept:
     assert keep_fp32(model, marks) is model
     assert raw_bytes(model.state_dict()) == before
     assert float32_in(convert(copy.deepcopy(model), torch.bfloat16)) == kept | NORMS
-    assert float32_in(convert(model, torch.bfloat16, keep_fp32=[])) == kept
+    assert float32_in(convert(model, torch.bfloat16, keep_fp32_only=[])) == kept
 
 
 @converters
@@ -72,11 +73,11 @@ def test_marks_add_up_and_travel_with_copies_pickles_and_parts(convert: Any) -> 
     file.seek(0)
     kept = BODY_0 | BODY_2
     for found in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert float32_in(convert(found, torch.bfloat16, keep_fp32=[])) == kept
+        assert float32_in(convert(found, torch.bfloat16, keep_fp32_only=[])) == kept
     whole = nn.Sequential(copy.deepcopy(model.body))
-    convert(whole, torch.bfloat16, keep_fp32=[])
+    convert(whole, torch.bfloat16, keep_fp32_only=[])
     assert float32_in(whole) == {name.replace("body.", "0.") for name in kept}
-    convert(model.body, torch.bfloat16, keep_fp32=[])
+    convert(model.body, torch.bfloat16, keep_fp32_only=[])
     assert float32_in(model.body) == {name.removeprefix("body.") for name in kept}
 
 
@@ -103,4 +104,4 @@ def test_a_mark_that_matches_nothing_is_refused_and_nothing_is_marked(pattern: s
     assert repr(pattern) in str(error.value)
     with pytest.raises(TypeError, match=r"keep_fp32 takes nn.Module types and strings, found None"):
         keep_fp32(model, ["body", None])  # type: ignore[list-item]
-    assert float32_in(amp.prepare(model, torch.bfloat16, keep_fp32=[])) == set()
+    assert float32_in(amp.prepare(model, torch.bfloat16, keep_fp32_only=[])) == set()

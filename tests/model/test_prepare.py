@@ -100,14 +100,16 @@ def test_fp16_optimizer_starts_from_the_originals(device: str, dtype: torch.dtyp
     assert raw_bytes(masters) == raw_bytes(list(twin.parameters()))
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "in place", "one element"])
+@pytest.mark.parametrize("change", ["load_state_dict", "in place", "one element", "data"])
 def test_a_weight_changed_after_prepare_is_what_the_master_starts_from(
     device: str, change: str
 ) -> None:
     model = amp.prepare(nn.Linear(30, 20, bias=False).to(device), torch.bfloat16)
     with torch.no_grad():
         if change == "load_state_dict":
-            model.load_state_dict({"weight": torch.randn(20, 30)})
+            model.load_state_dict({"weight": torch.randn(20, 30).bfloat16()})
+        elif change == "data":
+            model.weight.data[3, 7] = 0.0
         elif change == "in place":
             model.weight.mul_(2)
         else:
@@ -184,8 +186,11 @@ def test_parameters_and_buffers_are_converted_in_place(device: str, dtype: torch
             | {n for n in ALL if n.startswith(("inner.0", "inner.2"))}),
     ],
 )  # fmt: skip
-def test_keep_fp32_takes_types_and_patterns(keep: Any, kept: set[str]) -> None:
-    assert kept_in(amp.prepare(Block(), torch.bfloat16, keep_fp32=keep)) == kept
+def test_keep_fp32_adds_types_and_patterns_and_keep_fp32_only_has_no_others(
+    keep: Any, kept: set[str]
+) -> None:
+    assert kept_in(amp.prepare(Block(), torch.bfloat16, keep_fp32_only=keep)) == kept
+    assert kept_in(amp.prepare(Block(), torch.bfloat16, keep_fp32=keep)) == kept | NORMS
 
 
 @pytest.mark.parametrize("pattern", ["haed", "*.wieght", "", "norm.", "Norm"])

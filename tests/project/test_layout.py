@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 9100
+PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 9600
 SHARED = {"amp_mp.dtypes", "amp_mp._C", "amp_mp.text_table"}  # what every room may import
 RETIRED = (
     *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network
-from amp_mp.optim.state.masters import take_original
+from amp_mp.optim.state.original_values import take_original
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -13,7 +13,8 @@ from amp_mp import _C
 from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient, set_aside
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.masters import master_of, take_original
+from amp_mp.optim.state.masters import master_of
+from amp_mp.optim.state.original_values import take_original
 from amp_mp.optim.step.decide import decide, decide_inputs
 from amp_mp.scaling.observe import measure, observe
 

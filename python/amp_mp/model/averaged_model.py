@@ -15,6 +15,7 @@ from amp_mp.model.decay import Decay, check_decay, decay_after
 from amp_mp.model.rests import rests_of
 from amp_mp.model.swapping import refuse_swapped, swapped
 from amp_mp.optim.state.formats import get, new_rest, split_name
+from amp_mp.optim.state.original_values import drop_original
 from amp_mp.optim.step.capture import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
@@ -77,6 +78,8 @@ class AveragedModel(nn.Module):
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
+        for param in self.module.parameters():
+            drop_original(param, forget=True)  # a remainder takes its place
         if device is not None:
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))

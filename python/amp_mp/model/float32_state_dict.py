@@ -9,18 +9,22 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.init import init_state
 from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.state.original_values import drop_original, original_of
 
 
 def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Tensor]:
     """The model's state dict with every low-precision floating-point tensor as float32.
 
-    A parameter that has a master gives the master, exactly; others are cast up. The result is a
+    A parameter that has a master gives the master, exactly; before the first step after `prepare`
+    it gives the values that were rounded. Others are cast up. The result is a
     snapshot: copies, which a float32 model of the same shape loads.
     """
     masters = {p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION}
     result = {}
     for name, value in model.state_dict(keep_vars=True).items():
         master = masters.get(value) if isinstance(value, nn.Parameter) else None
+        if master is None and value.dtype in LOW_PRECISION:
+            master = original_of(value)
         exact = value if master is None else master
         dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
         result[name] = exact.detach().to(dtype, copy=True)
@@ -46,5 +50,6 @@ def load_float32_state_dict(
         values = torch.empty_like(param, dtype=torch.float32).copy_(state_dict[name])
         if groups[param]["master"] != "none":
             set_master(groups[param]["master"], param, state, values)
+            drop_original(param, forget=True)
     optimizer.forget()
     return result

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.masters import original_of
+from amp_mp.optim.state.original_values import original_of
 
 
 def rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:

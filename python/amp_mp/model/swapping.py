@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_mp.optim.state.masters import keep_original, original_of
+from amp_mp.optim.state.original_values import awaits_original, entry_of, put_entry
 
 _swapped: set[int] = set()  # ids of the parameters that hold other weights now
 
@@ -36,7 +36,7 @@ def swapped(
             )
 
     refuse_swapped(live, "swap()")
-    float32_values = {t: o for t in live if (o := original_of(t)) is not None}
+    entries = {tensor: entry_of(tensor) for tensor in live if awaits_original(tensor)}
     saved = [tensor.detach().clone() for tensor in live]
     written: list[str] = []
     hook = register_optimizer_step_pre_hook(refuse)
@@ -48,8 +48,8 @@ def swapped(
         written = [n for n, t, v in zip(names, live, versions, strict=True) if t._version != v]
     finally:
         _write(live, saved)
-        for param, original in float32_values.items():
-            keep_original(param, original)
+        for param, entry in entries.items():
+            put_entry(param, entry)
         _swapped.difference_update(own)
         hook.remove()
     params = {name for name, tensor in zip(names, live, strict=True) if id(tensor) in own}

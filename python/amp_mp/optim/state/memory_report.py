@@ -6,11 +6,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp.optim.state.init import CLOCK
+from amp_mp.optim.state.original_values import entry_of
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes by kind of tensor: weight, grad, master or remainder, each state, step.
+    """Bytes by kind of tensor: weight, grad, master or remainder, each state, step, original.
+
+    `original` is what `prepare` keeps of the float32 weights until the first step.
 
     Printed, it is a table. Every storage is counted once, whole, so a small view of a large
     buffer shows what it keeps alive.
@@ -49,8 +52,10 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     found: dict[str, int] = {}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
-        tensors = {"weight": param, "grad": param.grad, **optimizer.state.get(param, {})}
-        for name, value in tensors.items():
+        entry = entry_of(param)
+        tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
+        tensors += [("original", tensor) for tensor in entry.tensors] if entry is not None else []
+        for name, value in tensors:
             if not isinstance(value, Tensor):
                 continue
             storage = value.untyped_storage()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import format_of, native_name
 from amp_mp.optim.state.follow import follow
+from amp_mp.optim.state.formats import format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
 from amp_mp.optim.step.refuse import refuse_param, refuse_state

@@ -1,0 +1,190 @@
+"""Modules that stay float32 inside a low-precision model: casts before and after their forward."""
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.model.selection import is_normalisation
+
+# The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
+# the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
+MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+# The attribute of a tensor that was cast for a kept module: the module's id, and the dtype that it
+# had. The id, because the tensor may go to a kept module inside the first as it is.
+CAST_FROM = "_amp_mp_cast_from"
+# The attribute of a kept module: a LowPrecisionWeight of the same model.
+NEIGHBOUR = "_amp_mp_neighbour"
+
+
+@dataclasses.dataclass
+class LowPrecisionWeight:
+    """A converted parameter of a model, found by its module and name, so that copies have theirs.
+
+    It is held in this object, not in a module's attribute, which would make it a child.
+    """
+
+    module: nn.Module
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The parameter's dtype now."""
+        return getattr(getattr(self.module, self.name, None), "dtype", None)
+
+
+def compute_in_float32(modules: Iterable[nn.Module], neighbour: LowPrecisionWeight | None) -> None:
+    """Makes these modules compute in their weights' dtype and return the dtype they were given.
+
+    neighbour: its dtype is what the outermost of these modules return where they are given no
+    floating-point tensor, as an embedding is, and what normalisation layers return in any case:
+    beside a float32 residual stream, low-precision layers follow them.
+    """
+    modules = list(modules)
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    for module in modules:
+        module.__dict__.pop(NEIGHBOUR, None)
+        if neighbour is not None and id(module) not in inner:
+            module.__dict__[NEIGHBOUR] = neighbour
+        if _enter not in module._forward_pre_hooks.values():  # else prepared before
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, with_kwargs=True)
+
+
+def return_given_dtype(modules: Iterable[nn.Module]) -> None:
+    """Casts what modules with float32 buffers return to the dtype of their first tensor."""
+    for module in modules:
+        if _leave_rotary not in module._forward_hooks.values():
+            module.register_forward_hook(_leave_rotary, with_kwargs=True)
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casts low-precision inputs to the weights' dtype, where the module cannot mix dtypes."""
+    inputs = [t for t in _tensors(args, kwargs) if t.dtype in LOW_PRECISION]
+    if not inputs or _mixes(module, inputs):
+        return args, kwargs
+    dtype = _weight_dtype(module)
+    if dtype in LOW_PRECISION:  # the user has converted the module
+        return args, kwargs
+
+    def up(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in LOW_PRECISION:
+            return tensor
+        cast = tensor.to(dtype)
+        setattr(cast, CAST_FROM, (id(module), tensor.dtype))
+        return cast
+
+    raised = {name: map_arguments(up, value) for name, value in kwargs.items()}
+    return tuple(map_arguments(up, value) for value in args), raised
+
+
+def _leave(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Casts the result back to the dtype of the module's first low-precision input."""
+    given = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
+    casts = (getattr(tensor, CAST_FROM, (0, None)) for tensor in given)
+    dtype = next((dtype for owner, dtype in casts if owner == id(module)), None)
+    if dtype is None and (not given or is_normalisation(module)):
+        dtype = getattr(vars(module).get(NEIGHBOUR), "dtype", None)
+    return _lowered(output, dtype)
+
+
+def _leave_rotary(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    given = (t.dtype for t in _tensors(args, kwargs) if t.is_floating_point())
+    return _lowered(output, next(given, None))
+
+
+def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
+    """The result with its float32 and float64 tensors in a low-precision dtype."""
+    if dtype not in LOW_PRECISION:
+        return output
+    wide = (torch.float32, torch.float64)
+    return map_results(lambda t: t.to(dtype) if t.dtype in wide else t, output)
+
+
+def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
+    """Whether torch's own kernel takes these inputs beside float32 weights."""
+    own = isinstance(module, MIXING) and type(module).__module__.startswith("torch.nn.")
+    return own and all(t.device.type == "cpu" for t in inputs)
+
+
+def _weight_dtype(module: nn.Module) -> torch.dtype:
+    """The widest floating-point dtype of a module's own tensors now, or of its children's."""
+    own = [*module._parameters.values(), *module._buffers.values()]
+    found = {t.dtype for t in own if t is not None and t.is_floating_point()}
+    if not found:
+        tensors = chain(module.parameters(), module.buffers())
+        found = {t.dtype for t in tensors if t.is_floating_point()}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def map_results(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value with the function applied to its tensors; the value itself if that changes none.
+
+    Looks into what torch's pytrees know (tuples, lists, dicts, named tuples, the outputs of
+    transformers and diffusers), and into dataclasses and packed sequences.
+    """
+    return _mapped(value, lambda leaf: _map_result(function, leaf), None)
+
+
+def map_arguments(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """As map_results, but only into tuples, lists, dicts and packed sequences.
+
+    Other objects stay the caller's own: a cache that the module writes to must not be a copy.
+    """
+    return _mapped(value, lambda leaf: _map_tensor(function, leaf), _is_object)
+
+
+def _mapped(
+    value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None
+) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    leaves, spec = tree_flatten(value, is_leaf=is_leaf)
+    mapped = [function(leaf) for leaf in leaves]
+    same = all(new is old for new, old in zip(mapped, leaves, strict=True))
+    return value if same else tree_unflatten(mapped, spec)
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, tuple) and type(value) not in (list, dict, OrderedDict)
+
+
+def _map_tensor(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, nn.utils.rnn.PackedSequence):
+        data = function(leaf.data)
+        return leaf if data is leaf.data else leaf._replace(data=data)
+    return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _map_result(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return _map_tensor(function, leaf)
+    old = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    new = {name: map_results(function, value) for name, value in old.items()}
+    if all(new[name] is value for name, value in old.items()):
+        return leaf
+    result = copy.copy(leaf)
+    for name, value in new.items():
+        object.__setattr__(result, name, value)
+    return result
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that map_arguments finds in a module's arguments, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    for value in (*args, *kwargs.values()):
+        map_arguments(note, value)
+    return found

@@ -1,0 +1,76 @@
+"""Keeps a prepared model's float32 values through load_state_dict, deepcopy and pickle."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.optim.state.original_values import (
+    OriginalValues,
+    awaits_original,
+    drop_original,
+    entry_of,
+    keep_original,
+    put_entry,
+)
+
+# A module's float32 values from a state dict, between its two hooks.
+_given: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def track(module: nn.Module) -> None:
+    """Makes the float32 values of a module's own parameters follow it."""
+    if _after_load not in module._load_state_dict_post_hooks.values():  # else prepared before
+        hooks: Any = module  # whose methods torch has not typed
+        hooks.register_load_state_dict_pre_hook(BeforeLoad(module))
+        hooks.register_load_state_dict_post_hook(_after_load)
+
+
+class BeforeLoad:
+    """A module's hook that notes the float32 values which load_state_dict is about to round.
+
+    deepcopy and pickle copy it with its module, and with it what original_values has of the
+    module's parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Called by load_state_dict before it copies the module's own tensors."""
+        names = [n for n, p in module._parameters.items() if p is not None and awaits_original(p)]
+        loaded = {name: state_dict.get(prefix + name) for name in names}
+        _given[module] = {name: v for name, v in loaded.items() if isinstance(v, Tensor)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        params = [] if module is None else [p for p in module._parameters.values() if p is not None]
+        return _restored, (module, [(p, entry_of(p)) for p in params if awaits_original(p)])
+
+
+def _restored(
+    module: nn.Module, entries: list[tuple[nn.Parameter, OriginalValues | None]]
+) -> BeforeLoad:
+    """The hook of a copy, whose parameters get their entries."""
+    for param, entry in entries:
+        put_entry(param, entry)
+    return BeforeLoad(module)
+
+
+@torch.no_grad()
+def _after_load(module: nn.Module, _: Any) -> None:
+    """Keeps what was rounded; where something else is in the parameter, that is the value."""
+    for name, value in _given.pop(module, {}).items():
+        param = module._parameters.get(name)
+        if param is None or not awaits_original(param) or param.shape != value.shape:
+            continue
+        if param.dtype in LOW_PRECISION and value.dtype == torch.float32:
+            values = torch.empty_like(param, dtype=torch.float32).copy_(value)
+            loaded = rounded(values, param.dtype) == param
+            keep_original(param, torch.where(loaded, values, param.float()))
+        else:
+            drop_original(param)

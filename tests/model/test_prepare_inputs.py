@@ -1,0 +1,153 @@
+"""What prepare is called with: right, or one clear error before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import nn
+
+import amp_mp as amp
+from amp_mp.model.convert import convert_network
+
+BF16 = torch.bfloat16
+CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
+converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+@converters
+def test_a_list_is_refused_and_a_module_list_is_a_module(convert: Any, device: str) -> None:
+    models = [network().to(device), network().to(device)]
+    with pytest.raises(TypeError, match=r"^model must be one torch.nn.Module, found list; call"):
+        convert(models, BF16)
+    assert models[0][0].weight.dtype == torch.float32
+    convert(nn.ModuleList(models), BF16)
+    assert {m[0].weight.dtype for m in models} == {BF16}
+
+
+@pytest.mark.parametrize(("source", "target"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_a_model_in_another_low_precision_is_converted(
+    device: str, source: str, target: str
+) -> None:
+    """As from_pretrained(dtype=...) gives it, with norms in low precision as well."""
+    dtype = getattr(torch, target)
+    model = network().to(device, getattr(torch, source))
+    twin = copy.deepcopy(model).float()
+    amp.prepare(model, dtype)
+    assert torch.equal(model[0].weight, twin[0].weight.to(dtype))
+    assert torch.equal(model[1].weight, twin[1].weight)
+    assert model[1].weight.dtype == torch.float32
+    x = torch.randn(4, 8, device=device).to(dtype)
+    assert model(x).dtype == dtype
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
+    model(x).float().sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[model[0].weight]["master"], twin[0].weight)
+
+
+def test_norms_of_a_model_in_the_same_low_precision_become_float32(device: str) -> None:
+    model = amp.prepare(network().to(device).bfloat16(), BF16)
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (BF16, torch.float32)
+    assert model(torch.ones(2, 8, device=device, dtype=BF16)).dtype == BF16
+
+
+@converters
+def test_a_model_made_in_inference_mode_is_refused_by_name(convert: Any) -> None:
+    with torch.inference_mode():
+        model = network()
+    with pytest.raises(ValueError, match=r"^model.0.weight was made under torch.inference_mode"):
+        convert(model, BF16)
+    model = network()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="call it outside"):
+        convert(model, BF16)
+    assert model[0].weight.dtype == torch.float32
+
+
+@converters
+def test_a_lazy_layer_is_refused_by_name(convert: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"^model.1.weight is lazy; run the model once before"):
+        convert(model, BF16)
+    assert model[0].weight.dtype == torch.float32
+
+
+@converters
+def test_a_wrapped_model_is_refused_before_it_is_changed(convert: Any, tmp_path: Path) -> None:
+    init = f"file://{tmp_path}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(network())
+        before = raw_bytes(model.state_dict())
+        with pytest.raises(ValueError, match=r"^model is a DistributedDataParallel.*then wrap"):
+            convert(model, BF16)
+        outer = nn.ModuleDict({"inside": model})
+        with pytest.raises(ValueError, match=r"^model.inside is a DistributedDataParallel"):
+            convert(outer, BF16)
+        assert raw_bytes(model.state_dict()) == before
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_recurrent_weights_are_flattened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For cuDNN, which takes them as one piece of memory."""
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(
+        nn.LSTM, "flatten_parameters", lambda self: seen.append(self.weight_ih_l0.dtype)
+    )
+    model = nn.Sequential(nn.LSTM(4, 3))
+    seen.clear()
+    amp.prepare(model, BF16)
+    assert seen == [BF16]
+
+
+# Adapters: nothing but float32 parameters in the optimizer.
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank adapter beside it, which computes in float32."""
+
+    def __init__(self, base: nn.Linear, rank: int = 32) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        device, width = base.weight.device, base.in_features
+        self.down = nn.Parameter(torch.randn(rank, width, device=device) / width**0.5)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + (x.float() @ self.down.t() @ self.up.t()).to(x.dtype)
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+def test_memory_is_for_the_states_where_all_parameters_are_float32(
+    device: str, memory: str
+) -> None:
+    base = amp.prepare(nn.Linear(64, 64).to(device).requires_grad_(False), BF16)
+    model = Adapted(base)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = amp.optim.AdamW(trained, lr=0.01, memory=memory)
+    before = raw_bytes(base.state_dict())
+    x = torch.randn(32, 64, device=device).bfloat16()
+    wanted = x.float().flip(1)
+    losses = []
+    for _ in range(30):
+        loss = (model(x).float() - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert raw_bytes(base.state_dict()) == before
+    names = {name for state in optimizer.state.values() for name in state}
+    assert not names & {"master", "remainder"}
+    bytes_ = {"exact": 8, "lean": 4, "tiny": 3.0625}[memory]
+    report = optimizer.memory_report().bytes
+    states = sum(n for kind, n in report.items() if kind.startswith("exp_avg"))
+    assert states == bytes_ * sum(p.numel() for p in trained)

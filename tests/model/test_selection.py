@@ -1,0 +1,250 @@
+"""What stays float32 by default: norms of every library, rotary frequencies, single numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp.model.convert import convert_network
+
+BF16 = torch.bfloat16
+CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
+converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
+
+
+def float32_in(model: nn.Module) -> set[str]:
+    return {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
+
+
+class LlamaRMSNorm(nn.Module):
+    """As transformers has it: squares in float32, the result in the input's dtype."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    """As transformers has it: the result has the weight's dtype if that is low."""
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As timm has it: over the channels of (N, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As torchvision has it: four buffers of the channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("mean", 0.0), ("var", 1.0)):
+            self.register_buffer(name, torch.full((width, 1, 1), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / (self.var + 1e-5).sqrt() * self.weight + self.bias
+
+
+class PreNorm(nn.Module):
+    """A whole block behind a norm, not a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.block = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.norm(x))
+
+
+class AdaLayerNorm(nn.Module):
+    """As diffusers has it: a Linear makes the scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.linear(x)
+
+
+class LogNormal(nn.Module):
+    """A distribution; its name has the word for another reason."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.loc = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.loc
+
+
+NAMED = (
+    *("GemmaRMSNorm", "Qwen2RMSNorm", "RmsNorm", "rms_norm", "FusedLayerNorm", "MambaRMSNormGated"),
+    *("GlobalResponseNorm", "ScaleNorm", "GraphNorm", "BatchNormAct2d", "LayerNormalization"),
+)
+
+
+@converters
+@pytest.mark.parametrize("name", NAMED)
+def test_a_norm_is_known_by_its_name_and_its_vectors(convert: Any, name: str) -> None:
+    kind = type(name, (LlamaRMSNorm,), {})
+    assert float32_in(convert(nn.Sequential(nn.Linear(8, 8), kind(8)), BF16)) == {"1.weight"}
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, T5LayerNorm, LayerNorm2d, FrozenBatchNorm2d])
+def test_other_libraries_norms_compute_in_float32(device: str, kind: type[nn.Module]) -> None:
+    norm = kind(16).to(device)
+    with torch.no_grad():
+        for tensor in norm.state_dict().values():
+            tensor.copy_(torch.rand_like(tensor) + 0.5)
+    shape = (4, 16) if issubclass(kind, LlamaRMSNorm) else (4, 16, 5, 5)
+    x = torch.randn(shape, device=device).bfloat16()
+    wanted = norm(x.float()).bfloat16()
+    assert torch.equal(amp.prepare(norm, BF16)(x), wanted)
+    assert float32_in(norm) == set(norm.state_dict())
+
+
+@converters
+def test_what_only_has_the_word_in_its_name_is_converted(convert: Any) -> None:
+    model = nn.Sequential(PreNorm(8), AdaLayerNorm(8), LogNormal(8))
+    assert float32_in(convert(model, BF16)) == {"0.norm.weight", "0.norm.bias"}
+
+
+def test_keep_fp32_adds_and_keep_fp32_only_replaces() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm(4), nn.Linear(4, 2, bias=False))
+
+    kept: Any = amp.prepare(model(), BF16, keep_fp32="2")
+    assert float32_in(kept) == {"1.weight", "2.weight"}
+    assert float32_in(amp.prepare(model(), BF16, keep_fp32_only="2")) == {"2.weight"}
+    assert float32_in(amp.prepare(model(), BF16, keep_fp32_only=[])) == set()
+    both = amp.prepare(model(), BF16, "2", keep_fp32_only="0")
+    assert float32_in(both) == {"0.weight", "0.bias", "2.weight"}
+    for wrong in ({"keep_fp32": "3"}, {"keep_fp32_only": "3"}):
+        with pytest.raises(ValueError, match=rf"{next(iter(wrong))}: '3' matches no module"):
+            amp.prepare(model(), BF16, **wrong)
+
+
+# Rotary positions.
+
+
+class Rotary(nn.Module):
+    """As in a model of one's own: no cast anywhere."""
+
+    def __init__(self, width: int, base: float = 10000.0) -> None:
+        super().__init__()
+        frequencies = 1 / base ** (torch.arange(0, width, 2).float() / width)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+
+class Attention(nn.Module):
+    """One head with rotary positions; logits of all pairs of positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(x, positions)
+
+        def turned(y: Tensor) -> Tensor:
+            a, b = y.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        query, key = turned(self.query(x)), turned(self.key(x))
+        return nn.functional.scaled_dot_product_attention(query[None], key[None], x[None])
+
+
+def test_rotary_frequencies_stay_float32_and_results_are_low(device: str) -> None:
+    model = amp.prepare(Attention(32).to(device), BF16)
+    assert model.rotary.inv_freq.dtype == torch.float32
+    x, positions = torch.randn(6, 32, device=device).bfloat16(), torch.arange(6, device=device)
+    assert [t.dtype for t in model.rotary(x, positions)] == [BF16, BF16]
+    assert model(x, positions).dtype == BF16
+    found = model.rotary(x, positions + 1000)[0]
+    wanted = Rotary(32).to(device)(x, positions + 1000)[0]
+    assert (found - wanted).abs().max() <= 2.0**-9  # .99 in place of .004 when converted
+
+
+def test_angles_for_a_caller_without_activations_stay_float32(device: str) -> None:
+    """vision models call for angles by the length, and take their cosine themselves."""
+    model = amp.prepare(nn.Sequential(Rotary(32), nn.Linear(4, 4)).to(device), BF16)
+    assert model[0](None, torch.arange(1000, device=device))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("class_name", "buffer", "stays"),
+    [
+        ("RotaryEmbeddingCat", "bands", True),
+        ("RotaryPositionalEmbeddings", "theta", True),
+        ("DINOv3ViTRopePositionEmbedding", "periods", True),
+        ("Gemma3RotaryEmbedding", "sliding_attention_inv_freq", True),
+        ("Anything", "original_inv_freq", True),
+        ("SineCosine", "bands", False),
+        ("SinusoidalPositions", "table", False),
+        ("RotaryEmbedding", "cos_cached", False),
+    ],
+)
+def test_which_buffers_are_frequencies(class_name: str, buffer: str, stays: bool) -> None:
+    module = type(class_name, (nn.Module,), {})()
+    module.register_buffer(buffer, torch.rand(8))
+    assert (float32_in(amp.prepare(module, BF16)) == {buffer}) is stays
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pe", torch.rand(20, 8))
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.pe[: len(x)])
+
+
+def test_positions_that_are_added_are_converted(device: str) -> None:
+    model = amp.prepare(WithTable().to(device), BF16)
+    assert model.pe.dtype == BF16
+    assert model(torch.randn(5, 8, device=device).bfloat16()).dtype == BF16
+
+
+# Single numbers.
+
+
+class Contrast(nn.Module):
+    """CLIP's logit scale; exp of a bfloat16 would be .3 % off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.6592))
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.exp() * self.body(x)
+
+
+def test_a_parameter_of_no_dimensions_stays_float32_and_results_are_low(device: str) -> None:
+    model = amp.prepare(Contrast().to(device), BF16)
+    assert model.scale.dtype == torch.float32
+    y = model(torch.randn(5, 8, device=device).bfloat16())
+    assert y.dtype == BF16
+    y.float().sum().backward()
+    assert model.scale.grad.dtype == torch.float32
+    assert float32_in(amp.prepare(Contrast(), BF16, keep_fp32_only=[])) == set()
