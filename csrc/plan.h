@@ -2,6 +2,7 @@
 // Plain structs that csrc/torch fills and the CPU and CUDA code reads. No torch, no CUDA.
 #include <cstdint>
 
+#include "core/average.h"
 #include "core/decide.h"
 #include "core/formats.h"
 #include "core/m8.h"
@@ -34,7 +35,8 @@ struct Slot {
   int64_t row;            // its row in NormInputs::grads and ::weights
 };
 
-// One pair in a copy pass: to = from * multiplier.
+// One pair in a copy pass: to = from * multiplier. In an averaging pass `to` is the average and
+// `from` its next value; nothing is random, and what is float16 saturates.
 struct Transfer {
   int64_t size;
   Array to, from;

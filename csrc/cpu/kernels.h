@@ -19,6 +19,7 @@ struct Kernels {
   const char* name;
   Statistics (*measure)(const Reading& reading, int64_t begin, int64_t end);  // at most one kSpan
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
+  void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
   AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)
 };
 #undef AMP_MP_LOOPS

@@ -4,6 +4,7 @@
 //
 // No std headers, and every inline function is always_inline: an out-of-line copy would be a weak
 // symbol, and the linker could keep the AVX-512 copy for all instruction sets.
+#include "cpu/average.h"
 #include "cpu/kernels.h"
 #include "cpu/moments.h"
 
@@ -61,6 +62,7 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 #define AMP_MP_LOOPS(Rule, op) {apply<Rule>, moments<Rule>},
 
 extern const Kernels table;
-const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, average,
+                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

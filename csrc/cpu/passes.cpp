@@ -122,6 +122,13 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
   });
 }
 
+void average(const Transfer* transfers, int64_t count, double decay, int threads) {
+  const auto loop = kernels()->average;
+  for_each_range(transfers, count, kBlock, threads, [&](const Range& r) {
+    loop(transfers[r.item], r.begin, r.end, Averaging::at(decay));
+  });
+}
+
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
            const NormInputs& inputs, int threads) {

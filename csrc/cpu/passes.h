@@ -13,6 +13,9 @@ void measure(const Reading* readings, int64_t count, Statistics* spans, Statisti
 
 void copy(const Transfer* transfers, int64_t count, double multiplier, int threads);
 
+// Moves each average towards its next value; decay 0 copies, decay 1 changes nothing.
+void average(const Transfer* transfers, int64_t count, double decay, int threads);
+
 // Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
 // this step is not skipped. `rules` is scratch for `count` rules.
 template <class Rule>

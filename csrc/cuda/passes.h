@@ -26,6 +26,9 @@ const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict*
 const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdict,
                  double multiplier, void* stream);
 
+// Moves each average towards its next value, which may be stored in any format of a master.
+const char* average(const Transfer* transfers, int64_t count, double decay, void* stream);
+
 // A step: adds up `grads` and `weights`, decides from the total of `grads` (or, if `inputs` is
 // null, uses `verdict` as it is), then ticks each slot's clock and updates it, unless the verdict
 // says overflow. `slot_rules` is device memory for `count`. norms: as on the CPU.

@@ -120,6 +120,17 @@ PYBIND11_MODULE(_C, m) {
       py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
   m.def(
+      "average_",
+      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
+         const py::sequence& from_rests, double decay) {
+        const Tensors averages = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
+                      values = unpack(from, "from"), rests = unpack(from_rests, "from_rests");
+        const py::gil_scoped_release release;
+        average_(averages, own_rests, values, rests, decay);
+      },
+      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
+      py::arg("decay"));
+  m.def(
       "encode_",
       [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
          const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index) {

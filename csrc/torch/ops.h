@@ -26,6 +26,13 @@ at::Tensor combine(const at::Tensor& rows);
 void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tensor>& verdict,
            double multiplier, bool saturate);
 
+// Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
+// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
+// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
+// device than `to`. decay 0 copies.
+void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
+              const Tensors& from_rests, double decay);
+
 // Stores x, float32, in a format: fills `data`, and `rest` for a format of two arrays. Random bits
 // are those of tensor `tensor_index` at `step`.
 void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,

@@ -162,6 +162,18 @@ def copy_(
 ) -> None:
     """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
 
+def average_(
+    to: Sequence[Tensor],
+    to_rests: Tensors,
+    from_: Sequence[Tensor],
+    from_rests: Tensors,
+    decay: float,
+) -> None:
+    """to[i] += (1 - decay) * (from_[i] - to[i]) in float32.
+
+    A rest and its tensor together are the number: remainders of a split, or a float32 master.
+    """
+
 def update_scale_(
     update: ScaleUpdate,
     found_inf: Tensor,

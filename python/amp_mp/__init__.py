@@ -65,6 +65,7 @@ from amp_mp.compat.regularizers import l1, l2_half, l2_sum, mp_regularizer_wrapp
 from amp_mp.compat.shift_for_scale import shift_for_scale
 from amp_mp.compat.typed_tensor import TypedTensor
 from amp_mp.grad_scaler.grad_scaler import GradScaler
+from amp_mp.model.averaged_model import AveragedModel
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
@@ -76,7 +77,8 @@ scaling.shift_for_scale = shift_for_scale  # type: ignore[attr-defined]
 
 # fmt: off
 __all__ = [
-    "BN_convert_float", "FP16_Optimizer", "GradScaler", "MixedPrecisionOptimizerWrapper",
+    "AveragedModel", "BN_convert_float", "FP16_Optimizer", "GradScaler",
+    "MixedPrecisionOptimizerWrapper",
     "TypedTensor", "__version__", "attach_main_grads", "autocast", "backward", "build_info",
     "clear_cache", "convert_network", "diagnose", "disable_casts", "explain",
     "float32_state_dict", "float_function", "formats", "half_function", "init", "keep_fp32", "l1",

@@ -70,6 +70,16 @@ MUTANTS = {
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
         "convert.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
+    "an average is the newest value": Mutant(
+        "average.cu", "averaging(average[k], x[k])", "x[k]", "average.cu", "plain",
+        "FAILED average in"),
+    "an average's tail is one too long": Mutant(
+        "average.cu", "kPack ? left :", "kPack ? left + 1 :", "average.cu", "asan", BEYOND),
+    "rests of averages are always wide": Mutant(
+        "average.cu", "a < 4; ++a)", "a < 2; ++a)", "average.cu", "asan", MISALIGNED),
+    "averages do not saturate": Mutant(
+        "average.cu", "store_history<kFormatsHere>", "store<kFormatsHere>", "average.cu", "plain",
+        "FAILED average in, float16"),
     "copies do not saturate": Mutant(
         "copy.cu", "clamp ? saturate(x[k] * multiplier) :", "", "copy.cu", "plain",
         "FAILED copy to"),

@@ -17,7 +17,7 @@ import kernel_report  # noqa: E402
 from kernel_code import Kernel, add_ptx, add_sass, parse_ptxas, short_name  # noqa: E402
 
 ARCH = "90"
-HOT = ("apply_kernel", "copy_kernel", "measure_kernel", "moments_kernel")
+HOT = ("apply_kernel", "average_kernel", "copy_kernel", "measure_kernel", "moments_kernel")
 STATES = {
     rule: int(states)
     for header in (ROOT / "csrc/core/rules").glob("*.h")
@@ -40,6 +40,8 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
         return 4 * (2 + 1 + 1) + ARRAY + REST, 0
     if kind == "copy_kernel":
         return ARRAY + REST, ARRAY + REST
+    if kind == "average_kernel":
+        return 2 * (ARRAY + REST), ARRAY + REST
     if kind not in HOT:
         return 0, 0
     states = STATES[rule.split("<")[0]] * ARRAY

@@ -64,9 +64,22 @@ def every_rule_in_every_format(digest: Any) -> None:
                     digest.update(raw(tensor))
 
 
+def averages(digest: Any) -> None:
+    for dtype in DTYPES.values():
+        average, x = on("cpu", random(70001, 4, 0.5), dtype, 1), on("cpu", random(70001, 5), dtype)
+        low = dtype != torch.float32
+        unsigned = dtype == torch.float16  # that a remainder tells what it belongs to
+        rest = torch.uint16 if unsigned else torch.int16
+        remainder = torch.zeros_like(average, dtype=rest) if low else None
+        for decay in (0.999, 0.3):
+            _C.average_([average], [remainder], [x], [None], decay)
+        digest.update(raw(average))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
     found = hashlib.sha256()
     unaligned_steps_and_copies(found)
     every_rule_in_every_format(found)
+    averages(found)
     print(amp.build_info()["cpu"], found.hexdigest())

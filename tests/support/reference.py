@@ -67,6 +67,16 @@ def store(x: Floats, name: str, *, saturating: bool) -> Floats:
     return FORMATS[name].round(x).astype(np.float32)
 
 
+def averaged(average: Floats, x: Floats, decay: float) -> Floats:
+    """An average's next value, reckoned from whichever end is nearer; a decay of 0 copies."""
+    keep, take = F32(decay), F32(1 - decay)
+    if keep == 0:
+        return x
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = x - average
+        return average + take * difference if take < F32(0.5) else x - keep * difference
+
+
 # Rules. Each takes the gradient as the step sees it (unscaled, clipped), float32.
 
 

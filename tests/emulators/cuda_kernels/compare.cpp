@@ -3,6 +3,7 @@
 //
 // Usage: compare full|lists|quick [TEXT]. lists: quick, with AdamW on lists of all lengths. Prints
 // what ran; exits 1 if anything differs, at once when a failure's text has TEXT in it.
+#include "averaging.h"
 #include "copying.h"
 #include "replaying.h"
 
@@ -38,6 +39,10 @@ int main(int argc, char** argv) {
   copy_both(kEdges, kFormatCount * kFormatCount);
   copy_both(kRagged, quick ? kRagged.size() : 5 * kFormatCount);
   lengths_of_copies(quick);
+  const size_t formats = formats_of_masters().size();
+  average_both(kEdges, formats * formats);
+  average_both(kRagged, quick ? kRagged.size() : 5 * formats);
+  lengths_of_averages(quick);
   lengths_of_readings(quick);
   combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});
   combine_both({5000});

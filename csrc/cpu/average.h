@@ -1,0 +1,35 @@
+#pragma once
+// The inner loop of the averaging pass.
+#include "cpu/access.h"
+
+namespace amp_mp::cpu {
+namespace {
+
+template <class To, class From>
+AMP_MP_BOTH void average_elements(To to, From from, Averaging averaging, int n) {
+  for (int i = 0; i < n; ++i) to.put(i, averaging(to.get(i), from.get(i)), 0);
+}
+
+template <class To, class From>
+AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averaging averaging) {
+  alignas(64) float old[kTile], x[kTile];
+  for (int64_t i = begin; i < end; i += kTile) {
+    const int n = int(end - i < kTile ? end - i : kTile);
+    const To to = open<To>(t.to, i, old, n);
+    average_elements(to, open<From>(t.from, i, x, n), averaging, n);
+    close(to, t.to, i, old, old, nullptr, n);
+  }
+}
+
+// An average of bfloat16 weights, and exact masters of them, are converted inside the loop.
+AMP_MP_OWN void average(const Transfer& t, int64_t begin, int64_t end, Averaging averaging) {
+  using Exact = Joined<Split32>;
+  if (t.to.format != Format::bfloat16_split32)
+    return average_as<Floats, Floats>(t, begin, end, averaging);
+  if (t.from.format != Format::bfloat16_split32)
+    return average_as<Exact, Floats>(t, begin, end, averaging);
+  average_as<Exact, Exact>(t, begin, end, averaging);
+}
+
+}  // namespace
+}  // namespace amp_mp::cpu

@@ -1,0 +1,63 @@
+// The averaging pass: each average moves towards its next value. Both may be stored as masters are.
+#include "cuda/convert.h"
+#include "cuda/passes.h"
+#include "cuda/tensor_table.h"
+
+namespace amp_mp::cuda {
+namespace {
+
+using AverageTable = TensorTable<4>;
+
+constexpr int kThreads = 256;
+constexpr int kBlocks = 4;  // per multiprocessor
+constexpr FormatSet kFormatsHere = kMasterFormats & ~kRandomFormats;
+
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    average_kernel(const AverageTable __grid_constant__ table, const Averaging averaging) {
+  const Chunk chunk = find_chunk(table);
+  const uint32_t tag = table.tag[chunk.slot];
+  const Array to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
+  const Array from = {table.data[1][chunk.slot], Format(tag >> 8), table.data[3][chunk.slot]};
+  bool wide = true;  // a missing array is wide
+  for (int a = 0; a < 4; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
+  for (int i = int(threadIdx.x) * kPack; i < chunk.size; i += kThreads * kPack) {
+    const int left = chunk.size - i, n = left < kPack ? left : kPack;
+    const bool whole = wide && n == kPack;
+    const int64_t at = chunk.begin + i;
+    Held<kFormatsHere> held_average, held_x;
+    held_average.read(to, at, n, whole);
+    held_x.read(from, at, n, whole);
+    float average[kPack] = {}, x[kPack] = {};
+    held_average.decode(to.format, average);
+    held_x.decode(from.format, x);
+    for (int k = 0; k < kPack; ++k) average[k] = averaging(average[k], x[k]);
+    store_history<kFormatsHere>(to, average, at, n, whole);
+  }
+}
+
+}  // namespace
+
+const char* average(const Transfer* transfers, int64_t count, double decay, void* stream) {
+  auto& table = table_of_thread<AverageTable>();
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
+  for (int64_t i = 0; i < count;) {
+    table.reset(i, 0, chunk);
+    for (; i < count && !table.full(); ++i) {
+      const Transfer& t = transfers[i];
+      table.data[0][table.count] = t.to.data;
+      table.data[1][table.count] = t.from.data;
+      table.data[2][table.count] = t.to.rest;
+      table.data[3][table.count] = t.from.rest;
+      table.tag[table.count] = uint32_t(t.to.format) | uint32_t(t.from.format) << 8;
+      table.add(t.size);
+    }
+    if (table.blocks() == 0) continue;
+    if (const char* error = message(
+            launch(average_kernel, table.blocks(), kThreads, queue, table, Averaging::at(decay))))
+      return error;
+  }
+  return nullptr;
+}
+
+}  // namespace amp_mp::cuda

@@ -1,0 +1,90 @@
+// The averaging pass on lists of tensors.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+
+#include "cpu/passes.h"
+#include "torch/device.h"
+#include "torch/ops.h"
+
+namespace amp_mp {
+namespace {
+
+// A tensor, or a weight and the second tensor of its master, which together are the numbers.
+Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
+             const Label& rest_label) {
+  const Array alone = array_of(data, label);
+  if (!rest.defined()) return alone;
+  const std::optional<Format> format = format_of_master(data, rest);
+  TORCH_CHECK_TYPE(format, "amp_mp: ", rest_label.text(), " (", describe(rest),
+                   ") does not go with ", label.text(), " (", describe(data), ")");
+  void* const second = const_cast<void*>(rest.const_data_ptr());
+  const bool is_whole = rest.scalar_type() == at::kFloat;  // then the weight comes second
+  return {is_whole ? second : alone.data, *format, is_whole ? alone.data : second};
+}
+
+// `t` where `like` is: itself, or a copy of its device and layout that `kept` holds.
+const at::Tensor& beside(const at::Tensor& t, const at::Tensor& like, Tensors& kept) {
+  if (t.device() == like.device() && same_layout(t, like) && !t.is_neg()) return t;
+  const auto options = t.options().device(like.device());
+  kept.push_back(at::empty_strided(like.sizes(), like.strides(), options).copy_(t));
+  return kept.back();
+}
+
+}  // namespace
+
+void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
+              const Tensors& from_rests, double decay) {
+  const size_t count = to.size();
+  for (const Tensors* list : {&to_rests, &from, &from_rests})
+    TORCH_CHECK_VALUE(list->size() == count, "amp_mp: `to` has ", count,
+                      " tensors, another list has ", list->size());
+  TORCH_CHECK_VALUE(decay >= 0 && decay <= 1, "amp_mp: decay must be in [0, 1], found ", decay);
+  if (count == 0) return;
+  TORCH_CHECK_TYPE(to[0].defined(), "amp_mp: to[0] is None; a tensor is needed");
+  const at::Device device = to[0].device();
+  std::vector<Transfer> transfers;
+  std::vector<std::pair<at::Tensor, Label>> written;
+  Tensors kept;
+  kept.reserve(2 * count);  // references into it stay good
+  for (size_t i = 0; i < count; ++i) {
+    const auto index = int64_t(i);
+    const Label to_label{"to", index}, to_rest_label{"to_rests", index}, label{"from", index},
+        rest_label{"from_rests", index};
+    const auto check_beside = [&](const at::Tensor& t, const Label& own, const at::Tensor& like,
+                                  const Label& like_label) {
+      check_plain(t, own);
+      TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", own.text(), " has shape ", t.sizes(),
+                        ", but ", like_label.text(), " has shape ", like.sizes());
+    };
+    const auto check_written = [&](const at::Tensor& t, const Label& own) {
+      check_writable(t, own);
+      check_device(t, device, own);
+      t.mutable_data_ptr();  // a lazy copy becomes a real one
+      written.emplace_back(t, own);
+    };
+    check_written(to[i], to_label);
+    if (to_rests[i].defined()) {
+      check_same_layout(to_rests[i], to[i], to_rest_label, to_label);
+      check_written(to_rests[i], to_rest_label);
+    }
+    check_beside(from[i], label, to[i], to_label);
+    at::Tensor rest = from_rests[i];
+    if (rest.defined()) {
+      check_beside(rest, rest_label, from[i], label);
+      rest = beside(rest, to[i], kept);
+    }
+    transfers.push_back({to[i].numel(),
+                         stored(to[i], to_rests[i], to_label, to_rest_label),
+                         stored(beside(from[i], to[i], kept), rest, label, rest_label),
+                         true,
+                         {}});
+  }
+  check_no_overlap(written);
+  const auto n = int64_t(count);
+  on(
+      device, [&] { cpu::average(transfers.data(), n, decay, at::get_num_threads()); },
+      AMP_MP_CUDA(average(transfers.data(), n, decay, stream)));
+  for (const auto& [tensor, label] : written) bump_version(tensor);
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,250 @@
+"""Averages of a model's weights, taken of the optimizer's masters."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.model.decay import Decay, check_decay, decay_after
+from amp_mp.model.rests import rests_of
+from amp_mp.model.swapping import refuse_swapped, swapped
+from amp_mp.optim.state.formats import get, new_rest, split_name
+from amp_mp.optim.state.original_values import drop_original
+from amp_mp.optim.step.capture import is_capturing
+
+FORMAT = "split32"  # of an average of low-precision weights
+
+
+class AveragedModel(nn.Module):
+    """A moving average of a model's weights: torch.optim.swa_utils.AveragedModel for any precision.
+
+        averaged = amp.AveragedModel(model, optimizer, decay=0.9999)
+        ...
+        optimizer.step()
+        averaged.update()
+        ...
+        with averaged.swap():  # the model has the averages in here
+            evaluate(model)
+
+    What is averaged is the master of each low-precision parameter, or the weight where there is no
+    master: in one native pass, in float32, however the optimizer stores its masters. `module` is a
+    copy of the model that holds the averages, rounded to the model's dtypes. The rest of their
+    float32 values is in `remainders`, so that an average takes 4 bytes in all.
+
+    Args:
+        model: what is averaged, after `prepare`; it is copied, and not changed. The copy's
+            parameters do not require gradients.
+        optimizer: the one that has the masters, or a list of several: of amp_mp, an
+            amp_mp.FP16_Optimizer, or any of torch's, which has none. Default None: the weights
+            themselves are averaged.
+        decay: of an exponential average, in [0, 1]: after an update by x an average is
+            decay * average + (1 - decay) * x. Or a function of the number of updates so far, from 1
+            on, that returns it. The first update copies. Default None: the mean of all updates.
+        warmup: True uses min(decay, (1 + n) / (10 + n)) after n updates, so that an average soon
+            forgets the initial weights; decay is a number then. Default False.
+        use_buffers: True averages floating-point buffers too; others, and by default all, are
+            copied at each update.
+        device: where the averages are. Default: where the parameters are.
+
+    `n_averaged` counts the updates; it stays on the CPU, so that no update waits for a GPU. The
+    state dict has all of it but decay, model and optimizer. A copied or unpickled AveragedModel
+    has no model and optimizer: call `follow`. Parameters of other dtypes than float32, float16 and
+    bfloat16 are averaged in their own, integers copied.
+
+    Raises TypeError or ValueError where an argument is of another kind or out of range.
+    """
+
+    n_averaged: Tensor
+    _followed: tuple[nn.Module, list[Any]] | None  # in a tuple the model is no submodule
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        decay: Decay = None,
+        warmup: bool = False,
+        use_buffers: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_decay(decay, warmup)
+        self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
+        self.follow(model, optimizer)
+        self.module = deepcopy(model).requires_grad_(False)
+        for param in self.module.parameters():
+            drop_original(param, forget=True)  # a remainder takes its place
+        if device is not None:
+            self.module.to(device)
+        self.register_buffer("n_averaged", torch.tensor(0))
+        self.remainders = nn.Module()
+        averaged = [(n, average) for n, average in self._averaged() if average.dtype in NATIVE]
+        _C.check_weights([average for _, average in averaged], [name for name, _ in averaged])
+        for name, average in averaged:
+            if average.dtype in LOW_PRECISION:
+                key = name.replace(".", "/")  # a name in a module has no dots
+                self.remainders.register_buffer(key, new_rest(FORMAT, average))
+        self._move(model, 0.0)
+
+    def follow(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Sets the model that `update` and `swap` mean, and the optimizers that have its masters.
+
+        Raises TypeError for what is neither an optimizer, a list of them nor None.
+        """
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers = [each for each in given if each is not None]
+        for each in optimizers:
+            if not hasattr(each, "param_groups"):
+                raise TypeError(
+                    f"optimizer must be an optimizer with the model's masters or None, found "
+                    f"{each!r}; decay, use_buffers and device are given by name"
+                )
+        self._followed = model, optimizers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The averaged module's forward."""
+        return self.module(*args, **kwargs)
+
+    def update(self) -> None:
+        """One update by the model as it is now; as `update_parameters`."""
+        self.update_parameters(self._following()[0])
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """One update by a model's masters: the first copies, later ones follow the decay.
+
+        Raises ValueError, before anything is changed, where the model's tensors do not correspond
+        to the averages, or decay's number is not in [0, 1]; RuntimeError inside of `swap`, while a
+        CUDA graph is captured, or in a copy that follows no model yet.
+        """
+        decay = decay_after(int(self.n_averaged), self.decay, self.warmup)
+        self._move(model, decay)
+        self.n_averaged += 1
+
+    @contextmanager
+    def swap(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Puts the averages into the model's weights and buffers, in place, for a `with` block.
+
+        After the block, also where it raises, weights and buffers have the bytes that they had;
+        the optimizer's state is not touched. Copies of the weights exist meanwhile. Inside, save no
+        checkpoint of the model or the optimizer. The block's variable is the model: the given one,
+        by default the followed one.
+
+        Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
+        where an optimizer steps, `update` or another `swap` is called inside, or, after restoring
+        the weights, where anything else wrote them.
+        """
+        followed, optimizers = self._following()
+        model = followed if model is None else model
+        averages, live, _ = self._tensors(model)
+        names = [name for name, _ in named_tensors(model)]
+        inner = [getattr(each, "optimizer", each) for each in optimizers]  # of FP16_Optimizers
+        with swapped(names, live, averages, [*optimizers, *inner]):
+            yield model
+
+    def float32_state_dict(self) -> dict[str, Tensor]:
+        """The averaged module's state dict with every bit of the averages.
+
+        Low-precision floating-point tensors are float32 in it. The tensors are copies, which a
+        float32 model of the same shape loads.
+        """
+        low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
+        rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))
+        result = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            tensor, rest = value.detach(), rests.get(id(value))
+            if rest is not None:
+                tensor = get(tensor, rest, split_name(FORMAT, tensor.dtype))
+            dtype = torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
+            result[name] = tensor.to(dtype, copy=True)
+        return result
+
+    def _following(self) -> tuple[nn.Module, list[Any]]:
+        if self._followed is None:
+            raise RuntimeError(
+                "this AveragedModel was copied or unpickled and has no model and optimizer; call "
+                "its follow(model, optimizer) first"
+            )
+        return self._followed
+
+    def _averaged(self) -> list[tuple[str, Tensor]]:
+        """What is averaged, by name; tied tensors are there once."""
+        found = named_tensors(self.module)
+        return found if self.use_buffers else found[: len(list(self.module.parameters()))]
+
+    def _tensors(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor], int]:
+        """The parameters, then the buffers, of the averaged module and of the model.
+
+        The third result is how many of them, from the first on, are averaged. Raises ValueError
+        where they do not correspond.
+        """
+        params = list(self.module.parameters())
+        own = [*params, *self.module.buffers()]
+        live = [*model.parameters(), *model.buffers()]
+        if len(own) != len(live):
+            raise ValueError(
+                f"model has {len(live)} parameters and buffers, its average {len(own)}: the model "
+                "has changed since; make a new AveragedModel"
+            )
+        for index, (average, tensor) in enumerate(zip(own, live, strict=True)):
+            if average.dtype != tensor.dtype or average.shape != tensor.shape:
+                name = named_tensors(self.module)[index][0]
+                raise ValueError(
+                    f"model: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, its average "
+                    f"{average.dtype} of shape {tuple(average.shape)}; make the AveragedModel "
+                    "after amp_mp.prepare and every other change"
+                )
+        return own, live, len(own if self.use_buffers else params)
+
+    @torch.no_grad()
+    def _move(self, model: nn.Module, decay: float) -> None:
+        """Moves the averages towards the masters, in one native call a device."""
+        rest_of = rests_of(self._following()[1])
+        averages, live, moving = self._tensors(model)
+        refuse_swapped(live, "an update")
+        if any(is_capturing(device) for device in {tensor.device for tensor in live}):
+            raise RuntimeError(
+                "an update while a CUDA graph is captured: replays would not count in n_averaged; "
+                "update after each replay"
+            )
+        remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
+        native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
+        for index, (average, value) in enumerate(zip(averages, live, strict=True)):
+            if index >= moving or not (average.is_floating_point() or average.is_complex()):
+                average.copy_(value)
+            elif average.dtype in LOW_PRECISION:
+                native[average.device].append((average, next(remainders), value, rest_of(value)))
+            elif average.dtype == torch.float32:
+                native[average.device].append((average, None, value, None))
+            else:
+                average.lerp_(value.to(average.device), 1 - decay)
+        for rows in native.values():
+            to, to_rests, values, rests = zip(*rows, strict=True)
+            _C.average_(to, to_rests, values, rests, decay)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AveragedModel":
+        """Moves the averages and leaves n_averaged where it is; TypeError where it would cast."""
+        for name, tensor in self._averaged():
+            found = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).dtype
+            if found != tensor.dtype:
+                raise TypeError(
+                    f"an AveragedModel's {name} cannot be cast from {tensor.dtype} to {found}; its "
+                    "float32_state_dict() has the averages in float32"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.n_averaged = self.n_averaged.cpu()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model and its optimizer, which a copy or a pickle must not contain."""
+        return {**self.__dict__, "_followed": None}
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters, then the buffers, by name; tied ones once."""
+    return [*module.named_parameters(), *module.named_buffers()]

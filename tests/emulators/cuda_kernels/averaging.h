@@ -1,0 +1,64 @@
+#pragma once
+// Averaging passes of both sides, between all pairs of formats that masters are stored in.
+#include "cuda/tensor_table.h"
+#include "measuring.h"
+
+namespace {
+
+std::vector<Format> formats_of_masters() {
+  std::vector<Format> list;
+  for (int f = 0; f < kFormatCount; ++f)
+    if (kFormats[f].is(kForMaster) && !kFormats[f].is(kRandom)) list.push_back(Format(f));
+  return list;
+}
+
+// Averages and their next values.
+struct Averages {
+  std::vector<StoredArray> to, from;
+
+  Averages(const std::vector<size_t>& sizes, size_t count, unsigned seed) {
+    const std::vector<Format> formats = formats_of_masters();
+    std::mt19937 random(seed);
+    const auto skew = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
+    for (size_t p = 0; p < count; ++p) {
+      const size_t n = sizes[p % sizes.size()];
+      to.emplace_back(n, formats[p % formats.size()], skew(), skew());
+      from.emplace_back(n, formats[p / formats.size() % formats.size()], skew(), skew());
+      to[p].fill(numbers(n, p, 3.0f), true);
+      if (random() % 4 == 0) {
+        from[p].fill_with_any_bits(random);
+      } else {
+        from[p].fill(numbers(n, p + 1, 1e5f), true);
+      }
+    }
+  }
+
+  std::vector<Transfer> transfers() const {
+    std::vector<Transfer> list;
+    for (size_t p = 0; p < to.size(); ++p)
+      list.push_back({int64_t(to[p].n), to[p].array(), from[p].array(), true, {}});
+    return list;
+  }
+};
+
+void average_both(const std::vector<size_t>& sizes, size_t count) {
+  const Averages before(sizes, count, 5), wanted = before, found = before;
+  for (const double decay : {0.999, 0.25, 0.0, 1.0}) {
+    cpu::average(wanted.transfers().data(), int64_t(count), decay, 1);
+    expect(!cuda::average(found.transfers().data(), int64_t(count), decay, nullptr),
+           "average is launched", "", count);
+    for (size_t p = 0; p < count; ++p)
+      expect(found.to[p].same(wanted.to[p]) && found.from[p].same(before.from[p]), "average in",
+             kFormatNames[int(found.to[p].format)], p);
+  }
+  std::printf("average: %zu tensors\n", count);
+}
+
+void lengths_of_averages(bool quick) {
+  constexpr int capacity = cuda::TensorTable<4>::kCapacity;
+  average_both(kTiny, 0);
+  average_both(kTiny, capacity + 1);
+  for (int count = capacity - 1; !quick && count <= capacity; ++count) average_both(kTiny, count);
+}
+
+}  // namespace
