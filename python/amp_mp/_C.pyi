@@ -228,7 +228,7 @@ class Operator(Protocol):
 operators: dict[str, Operator]
 
 class casting:  # noqa: N801 (a submodule)
-    """The op-policy table: csrc/torch/casting/autocast.h, cast_cache.h, kept_casts.h, step_guard.h."""
+    """The op-policy table: the headers of csrc/torch/casting."""
 
     @staticmethod
     def policy_names() -> list[str]: ...

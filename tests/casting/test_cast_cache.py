@@ -145,6 +145,33 @@ def test_threads_with_different_dtypes(device: str, cached: Callable[[], None]) 
     assert wrong() == 0
 
 
+def test_threads_that_write_their_weights_between_regions(
+    device: str, cached: Callable[[], None]
+) -> None:
+    """The end of a region in one thread ends the copies of the others while they are being made."""
+    cached()
+    failures: list[str] = []
+
+    def work() -> None:
+        linear, x = linear_on(device), rows_on(device)
+        for step in range(100):
+            with torch.autocast(device, LOW):
+                first, second = linear(x), linear(x)
+            if not torch.equal(first, uncached(linear, x)) or not torch.equal(first, second):
+                failures.append(f"step {step}")
+            if step % 2:
+                first.float().mean().backward()
+            linear.weight.data.mul_(0.9)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert _C.casting.cached() == {}
+
+
 # Never stale.
 
 
@@ -326,6 +353,25 @@ def test_kept_casts_are_for_regions_that_keep_them(device: str) -> None:
         amp.clear_cache()
 
 
+def test_a_region_that_keeps_casts_compiles(device: str) -> None:
+    linear, x = linear_on(device), rows_on(device)
+
+    def inside(x: Tensor) -> Tensor:
+        with amp.autocast(device, LOW, keep_casts=True):
+            return linear(x)
+
+    try:
+        wanted = inside(x)
+        assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(x), wanted)
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+        with amp.autocast(device, LOW, keep_casts=True):
+            assert torch.equal(compiled(x), wanted)
+    finally:
+        torch._dynamo.reset()
+        amp.uninstall()
+        amp.clear_cache()
+
+
 def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
     """Also as a decorator, nested, and after an exception."""
 
@@ -333,13 +379,17 @@ def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
     def set_inside() -> bool:
         return _C.casting.set_keeps_casts(True)
 
-    try:
-        with pytest.raises(ZeroDivisionError), amp.autocast(device, LOW, keep_casts=True):
+    def fail() -> None:
+        with amp.autocast(device, LOW, keep_casts=True):
             with amp.autocast(device, LOW, keep_casts=True):
                 pass
             assert set_inside()
             assert _C.casting.set_keeps_casts(True), "on until the outermost of them ends"
-            1 // 0
+            raise ArithmeticError
+
+    try:
+        with pytest.raises(ArithmeticError):
+            fail()
         assert not _C.casting.set_keeps_casts(False)
         assert set_inside()
         assert not _C.casting.set_keeps_casts(False)

@@ -44,8 +44,9 @@ def init(
 
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
-        enable_caching: cast each weight once an iteration: until backward has reached it, scale_loss
-            or amp.backward ends, or an optimizer steps. Where gradients are off nothing is cached.
+        enable_caching: cast each weight once an iteration: until backward has reached it,
+            scale_loss or amp.backward ends, or an optimizer steps. Where gradients are off nothing
+            is cached.
         verbose: say what was switched on, and print every cast that is computed to stderr.
         allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
         policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",

@@ -65,7 +65,7 @@ class _KeepingCasts(torch.autocast):
 
     def __exit__(self, *error: Any) -> Any:
         set_keep_casts(self._kept_before)
-        return super().__exit__(*error)  # type: ignore[no-untyped-call]
+        return super().__exit__(*error)
 
 
 def disable_casts(device_type: str | None = None) -> torch.autocast:
