@@ -250,3 +250,38 @@ def test_nothing_refers_to_a_weight_afterwards(
             handle._deactivate()
     torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))
     assert bool((linear.weight == 1).all())
+
+
+def test_a_critic_is_clipped_after_our_step(device: str, uninstalled: None) -> None:
+    """As in WGAN: the optimizer steps, and `.data` is clamped behind its back."""
+    critic, x = nn.Linear(SIZE, SIZE, bias=False).to(device), torch.randn(ROWS, SIZE).to(device)
+    optimizer = amp.optim.SGD(critic.parameters(), lr=1.0)
+    for _ in range(3):
+        with amp.autocast(device, LOW):
+            out = critic(x)
+        assert is_equal(out, nn.functional.linear(x.to(LOW), critic.weight.to(LOW)))
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in critic.parameters():
+            param.data.clamp_(-0.001, 0.001)
+
+
+@pytest.mark.parametrize("policies", ["apex", "torch"])
+def test_averaged_weights_are_swapped_in_for_evaluation(
+    device: str, uninstalled: None, policies: str
+) -> None:
+    """And out again, through `.data`, under amp.init."""
+    model, x = nn.Linear(SIZE, SIZE, bias=False).to(device), torch.randn(ROWS, SIZE).to(device)
+    average = torch.zeros_like(model.weight)
+    handle = amp.init(device_type=device, dtype=LOW, policies=policies, loss_scale=1.0)
+    try:
+        trained = model(x)
+        with torch.no_grad():
+            before = model.weight.data.clone()
+            model.weight.data.copy_(average)
+            assert not model(x).any()
+            model.weight.data.copy_(before)
+            assert is_equal(model(x), trained)
+    finally:
+        handle._deactivate()
