@@ -265,6 +265,20 @@ def test_no_stale_weight_after_a_step(either: str, kind: str) -> None:
     assert torch.equal(linear(x), uncached(linear, x))
 
 
+def test_no_stale_weight_after_a_step_that_raised_half_way(apex: str) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].data.mul_(0.5)
+            raise ArithmeticError
+
+    linear, x = linear_on(apex), rows_on(apex)
+    before = linear(x)
+    with pytest.raises(ArithmeticError):
+        Failing(linear.parameters()).step()
+    assert torch.equal(linear(x), uncached(linear, x))
+    assert not torch.equal(linear(x), before)
+
+
 # No cast that could be spared.
 
 
