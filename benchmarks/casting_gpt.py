@@ -29,17 +29,18 @@ from gpt import GPT
 
 LOW = torch.bfloat16
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 2, 64, 32  # as examples/gpt_settings.py
-ARMS = {  # the table, and the optimizer
-    "torch.autocast": ("", torch.optim.AdamW),
-    '"torch" table': ("torch", torch.optim.AdamW),
-    '"apex" table': ("apex", torch.optim.AdamW),
-    '"torch" table, amp_mp\'s AdamW': ("torch", amp.optim.AdamW),
+ARMS = {  # the table, the optimizer, and whether casts are kept
+    "torch.autocast": ("", torch.optim.AdamW, False),
+    '"torch" table': ("torch", torch.optim.AdamW, False),
+    '"apex" table': ("apex", torch.optim.AdamW, False),
+    '"torch" table, amp_mp\'s AdamW': ("torch", amp.optim.AdamW, False),
+    '"torch" table, amp_mp\'s AdamW, keep_casts': ("torch", amp.optim.AdamW, True),
 }
 
 
 def trainer(arm: str) -> Callable[[], None]:
     """A training step of a new model under the arm's table, which is put in force."""
-    optimizer_type = ARMS[arm][1]
+    _, optimizer_type, keep_casts = ARMS[arm]
     torch.manual_seed(0)
     model = GPT(LAYERS, WIDTH, HEADS, CONTEXT)
     fused = {"fused": True} if optimizer_type is torch.optim.AdamW else {}
@@ -48,7 +49,9 @@ def trainer(arm: str) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", LOW):
+        with (
+            amp.autocast("cpu", LOW, keep_casts=True) if keep_casts else torch.autocast("cpu", LOW)
+        ):
             logits = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()

@@ -3,6 +3,7 @@
 #include "torch/arguments.h"
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
+#include "torch/casting/kept_casts.h"
 #include "torch/casting/step_guard.h"
 #include "torch/casting/trace.h"
 #include "torch/main_grad.h"
@@ -169,6 +170,7 @@ PYBIND11_MODULE(_C, m) {
   c.def("uninstall", &casting::uninstall);
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   c.def("clear_cache", &casting::clear, ReleaseGil());
+  c.def("set_keeps_casts", &casting::set_keeps_casts, py::arg("keep"));
   c.def("optimizer_stepped", &casting::optimizer_stepped, ReleaseGil());
   c.def("guard_steps", &casting::guard_steps);
   c.def("cached", [] {

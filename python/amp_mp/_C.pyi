@@ -245,7 +245,7 @@ class Operator(Protocol):
 operators: dict[str, Operator]
 
 class casting:  # noqa: N801 (a submodule)
-    """The op-policy table: csrc/torch/casting/autocast.h, cast_cache.h, step_guard.h."""
+    """The op-policy table: the headers of csrc/torch/casting."""
 
     @staticmethod
     def policy_names() -> list[str]: ...
@@ -257,6 +257,8 @@ class casting:  # noqa: N801 (a submodule)
     def uninstall() -> None: ...
     @staticmethod
     def clear_cache() -> None: ...
+    @staticmethod
+    def set_keeps_casts(keep: bool) -> bool: ...
     @staticmethod
     def optimizer_stepped() -> None: ...
     @staticmethod

@@ -514,8 +514,8 @@ def test_the_handle_has_apexs_members(start: Start, device: str) -> None:
     assert all(copy.dtype == torch.bfloat16 for copy in handle.cache.values())
     handle._clear_cache()
     assert handle.cache == {}
-    assert handle._default_scaler.loss_scale == 8.0
-    handle._default_scaler.loss_scale = 4.0
+    assert handle._default_scaler.loss_scale == handle._default_scaler._loss_scale == 8.0
+    handle._default_scaler._loss_scale = 4.0
     assert handle.loss_scaler.scale == 4.0
     with pytest.raises(ValueError, match="above 0"):
         handle._default_scaler.loss_scale = 0.0

@@ -145,6 +145,33 @@ def test_threads_with_different_dtypes(device: str, cached: Callable[[], None]) 
     assert wrong() == 0
 
 
+def test_threads_that_write_their_weights_between_regions(
+    device: str, cached: Callable[[], None]
+) -> None:
+    """The end of a region in one thread ends the copies of the others while they are being made."""
+    cached()
+    failures: list[str] = []
+
+    def work() -> None:
+        linear, x = linear_on(device), rows_on(device)
+        for step in range(100):
+            with torch.autocast(device, LOW):
+                first, second = linear(x), linear(x)
+            if not torch.equal(first, uncached(linear, x)) or not torch.equal(first, second):
+                failures.append(f"step {step}")
+            if step % 2:
+                first.float().mean().backward()
+            linear.weight.data.mul_(0.9)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert _C.casting.cached() == {}
+
+
 # Never stale.
 
 
@@ -163,17 +190,36 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
+def casting(device: str, keep_casts: bool) -> Iterator[str]:
+    """Casts on, kept or not; everything as before afterwards."""
+    handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0, keep_casts=keep_casts)
+    yield device
+    handle._deactivate()
+    amp.uninstall()
+
+
+@pytest.fixture
+def keeping(device: str) -> Iterator[str]:
+    yield from casting(device, True)
+
+
+@pytest.fixture(params=[False, True], ids=["not kept", "kept"])
+def either(device: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from casting(device, request.param)
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_stale_weight_after_a_change(apex: str, change: str) -> None:
-    linear, x = linear_on(apex), rows_on(apex)
+def test_no_stale_weight_after_a_change(either: str, change: str) -> None:
+    """Those that a version counter or new memory tells of, and a cleared cache."""
+    linear, x = linear_on(either), rows_on(either)
     linear(x)
     CHANGES[change](linear)
     assert torch.equal(linear(x), uncached(linear, x))
     assert bool((linear.weight == 1).all())
 
 
-def test_no_stale_weight_where_something_else_shares_its_memory(apex: str) -> None:
-    linear, x = linear_on(apex), rows_on(apex)
+def test_no_stale_weight_where_something_else_shares_its_memory(either: str) -> None:
+    linear, x = linear_on(either), rows_on(either)
     alias = linear.weight.data  # kept: FSDP2 does so, and what writes it is not counted
     linear(x)
     alias.zero_()
@@ -181,7 +227,7 @@ def test_no_stale_weight_where_something_else_shares_its_memory(apex: str) -> No
 
 
 def test_no_stale_weight_in_a_training_loop_through_data(apex: str) -> None:
-    """Without an optimizer, as old scripts do: the gradient that is gone says so."""
+    """Without an optimizer, as old scripts do."""
     linear, x = linear_on(apex), rows_on(apex)
     for _ in range(3):
         out = linear(x)
@@ -204,9 +250,9 @@ FUSED = {
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_no_stale_weight_after_a_step(apex: str, kind: str) -> None:
-    """torch's fused optimizers do not count their writes; ours write the copies as well."""
-    linear, x = linear_on(apex), rows_on(apex)
+def test_no_stale_weight_after_a_step(either: str, kind: str) -> None:
+    """torch's fused optimizers do not count their writes; ours write kept copies as well."""
+    linear, x = linear_on(either), rows_on(either)
     optimizer = FUSED[kind](linear.parameters())
     for _ in range(3):
         optimizer.zero_grad()
@@ -217,6 +263,20 @@ def test_no_stale_weight_after_a_step(apex: str, kind: str) -> None:
         optimizer.step()
         assert not torch.equal(linear.weight, before)
     assert torch.equal(linear(x), uncached(linear, x))
+
+
+def test_no_stale_weight_after_a_step_that_raised_half_way(apex: str) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].data.mul_(0.5)
+            raise ArithmeticError
+
+    linear, x = linear_on(apex), rows_on(apex)
+    before = linear(x)
+    with pytest.raises(ArithmeticError):
+        Failing(linear.parameters()).step()
+    assert torch.equal(linear(x), uncached(linear, x))
+    assert not torch.equal(linear(x), before)
 
 
 # No cast that could be spared.
@@ -235,7 +295,7 @@ def test_a_training_step_runs_no_weight_cast(device: str, kind: str, scaled: boo
         for _ in range(3):
             optimizer.zero_grad()
             profiler = torch.profiler.profile(record_shapes=True)
-            with profiler as forward, amp.autocast(device, LOW):
+            with profiler as forward, amp.autocast(device, LOW, keep_casts=True):
                 loss = net(x).float().square().mean()
             scaler.scale(loss).backward()
             with torch.profiler.profile(record_shapes=True) as step:
@@ -250,7 +310,10 @@ def test_a_training_step_runs_no_weight_cast(device: str, kind: str, scaled: boo
     assert counts == [4, 0, 0]
 
 
-def test_accumulation_and_timesteps_cast_a_weight_once(apex: str) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_accumulation_and_timesteps_cast_a_weight_once(apex: str, kept: bool) -> None:
+    """Input and hidden weight: once a forward pass, or once a step where casts are kept."""
+    handle = amp.init(device_type=apex, dtype=LOW, loss_scale=1.0, keep_casts=kept)
     cell = nn.RNNCell(SIZE, SIZE).to(apex)
     optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
     with WeightCasts() as casts:
@@ -260,9 +323,92 @@ def test_accumulation_and_timesteps_cast_a_weight_once(apex: str) -> None:
                 for _ in range(5):
                     hidden = cell(rows_on(apex), hidden)
                 amp.backward(hidden.float().mean())
-            assert casts.count == 2 * step, "input and hidden weight, once a step"
+            assert casts.count == 2 * step * (1 if kept else 4)
             optimizer.step()
             optimizer.zero_grad()
+    handle._deactivate()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_region_casts_a_weight_once(
+    device: str, cached: Callable[[], None], gradients: bool
+) -> None:
+    """As torch's does, also where gradients are off: the steps of a decoder are many."""
+    linear, x = linear_on(device), rows_on(device)
+    counts = []
+    for _ in range(2):
+        with torch.set_grad_enabled(gradients), WeightCasts() as casts:
+            for _ in range(2):
+                with torch.autocast(device, LOW):
+                    for _ in range(5):
+                        linear(x)
+        counts.append(casts.count)
+        cached()
+    assert counts == [2, 2]
+
+
+def test_kept_casts_are_for_regions_that_keep_them(device: str) -> None:
+    """A library's own torch.autocast region does not share its user's promise."""
+    linear, x = linear_on(device), rows_on(device)
+    try:
+        with torch.no_grad():
+            with amp.autocast(device, LOW, keep_casts=True):
+                before = linear(x)
+            linear.weight.data.mul_(0.5)
+            for region in (torch.autocast(device, LOW), amp.autocast(device, LOW)):
+                with region:
+                    assert torch.equal(linear(x), uncached(linear, x))
+            with amp.autocast(device, LOW, keep_casts=True), torch.autocast(device, LOW):
+                assert torch.equal(linear(x), before), "what the user promised not to do"
+                amp.clear_cache()
+                assert torch.equal(linear(x), uncached(linear, x))
+    finally:
+        amp.uninstall()
+        amp.clear_cache()
+
+
+def test_a_region_that_keeps_casts_compiles(device: str) -> None:
+    linear, x = linear_on(device), rows_on(device)
+
+    def inside(x: Tensor) -> Tensor:
+        with amp.autocast(device, LOW, keep_casts=True):
+            return linear(x)
+
+    try:
+        wanted = inside(x)
+        assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(x), wanted)
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+        with amp.autocast(device, LOW, keep_casts=True):
+            assert torch.equal(compiled(x), wanted)
+    finally:
+        torch._dynamo.reset()
+        amp.uninstall()
+        amp.clear_cache()
+
+
+def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
+    """Also as a decorator, nested, and after an exception."""
+
+    @amp.autocast(device, LOW, keep_casts=True)
+    def set_inside() -> bool:
+        return _C.casting.set_keeps_casts(True)
+
+    def fail() -> None:
+        with amp.autocast(device, LOW, keep_casts=True):
+            with amp.autocast(device, LOW, keep_casts=True):
+                pass
+            assert set_inside()
+            assert _C.casting.set_keeps_casts(True), "on until the outermost of them ends"
+            raise ArithmeticError
+
+    try:
+        with pytest.raises(ArithmeticError):
+            fail()
+        assert not _C.casting.set_keeps_casts(False)
+        assert set_inside()
+        assert not _C.casting.set_keeps_casts(False)
+    finally:
+        amp.uninstall()
 
 
 @pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
@@ -270,7 +416,7 @@ def test_accumulation_and_timesteps_cast_a_weight_once(apex: str) -> None:
 def test_the_optimizer_writes_what_a_cast_would(device: str, dtype: torch.dtype) -> None:
     linear, x = linear_on(device), rows_on(device)
     optimizer = amp.optim.AdamW(linear.parameters(), lr=0.1)
-    handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0)
+    handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0, keep_casts=True)
     try:
         linear(x).float().mean().backward()
         optimizer.step()
@@ -282,8 +428,8 @@ def test_the_optimizer_writes_what_a_cast_would(device: str, dtype: torch.dtype)
         amp.uninstall()
 
 
-def test_a_graph_that_has_yet_to_go_backward_keeps_its_weights(apex: str) -> None:
-    first, second, x = linear_on(apex), linear_on(apex), rows_on(apex)
+def test_a_graph_that_has_yet_to_go_backward_keeps_its_weights(either: str) -> None:
+    first, second, x = linear_on(either), linear_on(either), rows_on(either)
     optimizer = amp.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0)
     loss = second(first(x)).float().square().mean()
     amp.backward(loss, retain_graph=True)
@@ -295,8 +441,8 @@ def test_a_graph_that_has_yet_to_go_backward_keeps_its_weights(apex: str) -> Non
     assert torch.equal(first(x), uncached(first, x))
 
 
-def test_a_skipped_step_leaves_the_copies_right(apex: str) -> None:
-    linear, x = linear_on(apex), rows_on(apex)
+def test_a_skipped_step_leaves_the_copies_right(keeping: str) -> None:
+    linear, x = linear_on(keeping), rows_on(keeping)
     optimizer = amp.optim.SGD(linear.parameters(), lr=1.0, check_overflow=True)
     (linear(x).float().sum() * float("inf")).backward()
     optimizer.step()
@@ -306,9 +452,9 @@ def test_a_skipped_step_leaves_the_copies_right(apex: str) -> None:
     assert casts.count == 1, "the reference's own"
 
 
-def test_the_step_of_another_optimizer_drops_what_it_did_not_write(apex: str) -> None:
-    linear, other = linear_on(apex), linear_on(apex)
-    linear(rows_on(apex))
+def test_the_step_of_another_optimizer_drops_what_it_did_not_write(either: str) -> None:
+    linear, other = linear_on(either), linear_on(either)
+    linear(rows_on(either))
     assert len(_C.casting.cached()) == 1
     torch.optim.SGD(other.parameters()).step()
     assert len(_C.casting.cached()) == 0
@@ -325,13 +471,13 @@ def resident() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="Linux tells memory in /proc")
-def test_memory_is_flat_over_10_000_steps_with_models_made_and_dropped(apex: str) -> None:
-    x = torch.randn(32, SIZE, device=apex)
+def test_memory_is_flat_over_10_000_steps_with_models_made_and_dropped(either: str) -> None:
+    x = torch.randn(32, SIZE, device=either)
 
     def train(steps: int) -> None:
         for step in range(steps):
             if step % 10 == 0:
-                linear = linear_on(apex)
+                linear = linear_on(either)
                 optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
             linear(x).float().mean().backward()
             optimizer.step()
@@ -344,7 +490,7 @@ def test_memory_is_flat_over_10_000_steps_with_models_made_and_dropped(apex: str
     assert len(_C.casting.cached()) <= 1
 
 
-def test_the_cache_does_not_keep_models_alive(apex: str) -> None:
+def test_the_cache_does_not_keep_models_alive(either: str) -> None:
     for _ in range(200):
-        linear_on(apex)(rows_on(apex))
+        linear_on(either)(rows_on(either))
     assert len(_C.casting.cached()) < 100

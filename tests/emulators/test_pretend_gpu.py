@@ -28,6 +28,7 @@ FILES = {
     "optim/backward/test_attach": 40,
     "casting/test_cast_cache": 15,
     "casting/test_casting": 18,
+    "casting/test_weight_writes": 18,
     "model/test_convert": 16,
     "optim/step/test_cuda_step": 25,
     "apex/test_fp16_optimizer": 110,

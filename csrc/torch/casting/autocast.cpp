@@ -53,6 +53,7 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
     const bool written = argument.alias_info() && argument.alias_info()->isWrite();
     entry->written.push_back(written);
     entry->writes = entry->writes || written;
+    entry->in_place = entry->in_place || (written && !argument.is_out());
   }
   entry->operands = operands_of(op->schema());
   // Silences torch's warning that a kernel is overridden, which is intended here.

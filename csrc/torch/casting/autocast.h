@@ -10,6 +10,8 @@
 
 namespace amp_mp::casting {
 
+// With every policy, what an operator writes into decides: the other arguments are cast to its
+// dtype (in place, and out=).
 enum class OpPolicy : int {
   stock,                   // what torch's own autocast does
   unchanged,               // no casts, as an operator on no list

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "torch/casting/cast_cache.h"
+#include "torch/casting/torch_cache.h"
 #include "torch/casting/trace.h"
 
 namespace amp_mp::casting {
@@ -96,10 +97,24 @@ void refuse(const Entry& e, const c10::FunctionSchema& schema, Stack* stack) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !is_low(t.scalar_type()), "amp_mp: ", e.name, " is unsafe in low precision (argument ",
         schema.arguments()[argument].name(), " is ", t.scalar_type(),
-        "). For binary_cross_entropy use binary_cross_entropy_with_logits, which is safe "
-        "and also faster; or allow_banned=True computes it in float32");
+        "). In place of binary_cross_entropy and BCELoss use binary_cross_entropy_with_logits or "
+        "torch.nn.BCEWithLogitsLoss, which take the numbers before the sigmoid and are safe, and "
+        "also faster; or allow_banned=True computes it in float32");
     return at::Tensor();
   });
+}
+
+// Calls torch's own autocast kernel. Outside of any region torch would not clear its cache until an
+// optimizer steps: then it caches nothing.
+void call_stock(const Entry& e, const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  struct CacheSwitch {
+    explicit CacheSwitch(bool on) : before(at::autocast::is_autocast_cache_enabled()) {
+      at::autocast::set_autocast_cache_enabled(before && on);
+    }
+    ~CacheSwitch() { at::autocast::set_autocast_cache_enabled(before); }
+    bool before;
+  } cache(open_regions() > 0);
+  e.stock->callBoxed(op, keys, stack);
 }
 
 // The dtype to cast arguments to, or nullopt. `low` is autocast's dtype.
@@ -123,22 +138,26 @@ void BoxedKernel::operator()(const c10::OperatorHandle& op, DispatchKeySet keys,
   const auto call_below = [&] {
     op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, e->key), stack);
   };
-  if (policy == OpPolicy::stock && e->stock) return e->stock->callBoxed(op, keys, stack);
+  if (policy == OpPolicy::stock && e->stock) return call_stock(*e, op, keys, stack);
   if (policy == OpPolicy::stock || policy == OpPolicy::unchanged) return call_below();
   const at::ScalarType low = at::autocast::get_autocast_dtype(e->device);
   // Autocast is off from here on: neither the casts nor the operators inside this one are cast.
   // With the policies above it stays on, so that operators inside are cast by their own policies.
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const c10::FunctionSchema& schema = op.schema();
-  if (policy == OpPolicy::set_output_dtype) set_dtype(*e, stack);
   if (policy == OpPolicy::banned) refuse(*e, schema, stack);
-  std::optional<at::ScalarType> to = dtype_for(policy, *e, stack, low);
-  if (e->writes) {
-    const auto fixed = written_dtype(*e, stack);
-    TORCH_CHECK(!(fixed && is_low(*fixed) && policy == OpPolicy::float32), "amp_mp: cannot call ",
-                e->name, ", which writes in place and is to run in float32, on a ", *fixed,
-                " tensor: call the form that returns a new tensor");
-    if (fixed) to = fixed;
+  std::optional<at::ScalarType> to;
+  if (const auto fixed = e->writes ? written_dtype(*e, stack) : std::nullopt) {
+    if (policy == OpPolicy::float32 && is_low(*fixed)) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!e->in_place, "amp_mp: cannot call ", e->name,
+                                  ", which writes in place and is to run in float32, on a ", *fixed,
+                                  " tensor: call the form that returns a new tensor");
+      return call_below();  // with out=: in float32 as far as torch's kernel computes in it
+    }
+    to = fixed;
+  } else {
+    if (policy == OpPolicy::set_output_dtype) set_dtype(*e, stack);
+    to = dtype_for(policy, *e, stack, low);
   }
   if (to) cast_all(*e, schema, stack, *to);
   call_below();

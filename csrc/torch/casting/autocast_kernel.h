@@ -22,6 +22,7 @@ struct Entry {
   int dtype_argument = -1;                       // index of `dtype`, if the schema has one
   std::vector<bool> written;  // for each argument, whether the operator writes it (in-place, out=)
   bool writes = false;        // whether it writes any argument
+  bool in_place = false;      // whether it writes one that is not out=
   Operands operands;          // of a matrix product
 
   // Whether autocast may cast this tensor: floating point but not double, on the entry's device.

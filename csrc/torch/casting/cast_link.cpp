@@ -19,7 +19,7 @@ struct CastBackward : Node {
   CastKey key;
 
   variable_list apply(variable_list&& grads) override {
-    mark_differentiated(key);
+    if (key.life == Life::iteration) gradient_went_through(key);
     return {grads[0].defined() ? grads[0].to(at::kFloat) : at::Tensor()};
   }
   std::string name() const override { return "AmpCastBackward"; }
@@ -41,8 +41,8 @@ Pointer make_node(const CastKey& key) {
 
 // Not by a torch::autograd::Function, which would cost five times as much, for each weight in each
 // forward pass.
-at::Tensor link(const at::Tensor& leaf, const at::Tensor& copy) {
-  NodePointer node = make_node<NodePointer>({leaf.unsafeGetTensorImpl(), copy.scalar_type()});
+at::Tensor link(const CastKey& key, const at::Tensor& leaf, const at::Tensor& copy) {
+  NodePointer node = make_node<NodePointer>(key);
   node->set_next_edges(torch::autograd::collect_next_edges(leaf));
   at::Tensor linked = copy.detach();
   torch::autograd::set_history(linked, node);

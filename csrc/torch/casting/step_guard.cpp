@@ -28,6 +28,7 @@ std::unique_ptr<at::ObserverContext> step_begins(const at::RecordFunction& funct
 
 void step_ends(const at::RecordFunction&, at::ObserverContext* context) {
   if (!context) return;
+  at::autocast::clear_cache();
   const auto& before = static_cast<const CastsBefore&>(*context);
   for (size_t i = 0; i < kDevices.size(); ++i)
     if (before.on[i]) at::autocast::set_autocast_enabled(kDevices[i], true);

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include "torch/casting/cast_cache.h"
+#include "torch/casting/kept_casts.h"
 #include "torch/device.h"
 
 namespace amp_mp {

@@ -11,7 +11,12 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.apex.fp16_state import LossScale
 from amp_mp.apex.scale_loss import OptimWrapper, scaled_loss
-from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
+from amp_mp.casting.autocast import (
+    disable_casts,
+    install_step_hooks,
+    resolve,
+    set_keep_casts,
+)
 from amp_mp.casting.explain import set_verbose
 from amp_mp.casting.op_table import install
 from amp_mp.scaling.dynamic import Backoff, make_policy
@@ -28,6 +33,7 @@ def init(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     loss_scale: float | str | ScalePolicy | None = None,
+    keep_casts: bool = False,
 ) -> "AmpHandle | NoOpHandle":
     """Switches casting on for this thread, for good, and returns the handle with scale_loss.
 
@@ -38,7 +44,9 @@ def init(
 
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
-        enable_caching: cast each weight once an iteration, until an optimizer steps.
+        enable_caching: cast each weight once an iteration: until backward has reached it,
+            scale_loss or amp.backward ends, or an optimizer steps. Where gradients are off nothing
+            is cached.
         verbose: say what was switched on, and print every cast that is computed to stderr.
         allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
         policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",
@@ -48,6 +56,9 @@ def init(
         loss_scale: a number, "dynamic", "Backoff" or a policy; default: "dynamic" for float16
             (start 2^16, at most 2^24, halved on overflow but not below 1, doubled after 2000 steps
             without one), 1 for bfloat16, which needs none: then nothing is scaled or checked.
+        keep_casts: True keeps the casts of weights from step to step, and amp_mp's optimizers write
+            them: a training step then casts no weight. Only if nothing writes weights through
+            `.data`, `out=p.data`, NumPy or DLPack, or amp.clear_cache() is called after it.
 
     Raises:
         ValueError: an unknown device type, dtype or loss scale.
@@ -62,7 +73,7 @@ def init(
     set_verbose(verbose)
     if verbose:
         print(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
-    return AmpHandle(device, low, enable_caching, policy)
+    return AmpHandle(device, low, enable_caching, policy, keep_casts)
 
 
 class NoOpHandle:
@@ -96,22 +107,34 @@ class NoOpHandle:
     def _deactivate(self) -> None: ...
 
 
+class _DefaultScaler(LossScale):
+    """A loss scale under both of Apex's names, `loss_scale` and `_loss_scale`."""
+
+    _loss_scale = LossScale.loss_scale
+
+
 class AmpHandle:
     """Casting that `init` switched on, and its loss scale. Use init to make one."""
 
     def __init__(
-        self, device_type: str, dtype: torch.dtype, caching: bool, policy: ScalePolicy
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        caching: bool,
+        policy: ScalePolicy,
+        keep_casts: bool = False,
     ) -> None:
         self.device_type = device_type
         self.dtype = dtype
         self.has_cache = caching
         self.loss_scaler = policy
-        self._default_scaler: LossScale | None = LossScale(policy)  # Apex's name
+        self._default_scaler: _DefaultScaler | None = _DefaultScaler(policy)  # Apex's name
         self._before = (
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_cache_enabled(),
         )
+        self._kept_before = set_keep_casts(keep_casts)
         install_step_hooks()
         self._active = True
         self._switch(True, dtype, caching)
@@ -172,7 +195,7 @@ class AmpHandle:
         return _C.casting.cached()
 
     def _clear_cache(self) -> None:
-        """Drops the copies of weights: after weights were changed through `.data`."""
+        """Drops the copies of weights, also those that are kept."""
         torch.clear_autocast_cache()
         _C.casting.clear_cache()
 
@@ -185,5 +208,6 @@ class AmpHandle:
         if self._active:
             self._active = False
             self._switch(*self._before)
+            set_keep_casts(self._kept_before)
             install("stock", self.device_type)
             set_verbose(False)

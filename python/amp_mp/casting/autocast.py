@@ -16,6 +16,7 @@ from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.dtypes import LOW_PRECISION
 
 clear_cache = _C.casting.clear_cache
+set_keep_casts = _C.casting.set_keeps_casts  # of this thread; returns what was set before
 
 _hooks_installed = False
 _steps = 0  # of all optimizers since the hooks were installed
@@ -27,24 +28,44 @@ def autocast(
     dtype: torch.dtype | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
+    *,
+    keep_casts: bool = False,
 ) -> torch.autocast:
     """A torch.autocast, which checkpoint, compile and DDP understand.
 
     The first one in a process puts the "torch" table in force, if no table is: torch's own lists,
-    and a cache of weight casts that outlives the region. Call it before worker threads run.
-    Raises ValueError for another device type or dtype.
+    and a cache of weight casts that notices writes inside the region. Call it before worker threads
+    run. Raises ValueError for another device type or dtype.
 
     Args:
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
         enabled: False for a region without casts.
         cache_enabled: whether a weight is cast once a region; default: as outside.
+        keep_casts: True keeps the casts of weights for the next region, and amp_mp's optimizers
+            write them: a training step then casts no weight. Only if nothing writes weights through
+            `.data`, `out=p.data`, NumPy or DLPack, or amp.clear_cache() is called after it.
+            False: as outside; in the outermost region the casts end with the region, as torch's do.
     """
     device, low = resolve(device_type, dtype)
-    if enabled and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if enabled and not compiling:
         install_step_hooks()
         install_default("torch", device)
-    return torch.autocast(device, dtype=low, enabled=enabled, cache_enabled=cache_enabled)
+    region = _KeepingCasts if keep_casts and not compiling else torch.autocast
+    return region(device, dtype=low, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class _KeepingCasts(torch.autocast):
+    """A region that keeps the casts it makes."""
+
+    def __enter__(self) -> Any:
+        self._kept_before = set_keep_casts(True)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> Any:
+        set_keep_casts(self._kept_before)
+        return super().__exit__(*error)
 
 
 def disable_casts(device_type: str | None = None) -> torch.autocast:

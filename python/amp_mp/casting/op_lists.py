@@ -16,12 +16,12 @@ APEX = (
     # Matrix products: fast in low precision, with float32 sums inside; on a CPU only from a size
     # on, and never for a matrix and a vector.
     ("low_precision_if_large", _ops("""
-        linear matmul mm bmm addmm _addmm_activation addbmm baddbmm mv addmv lstm_cell gru_cell
-        rnn_tanh_cell rnn_relu_cell""")),
-    # Convolutions, attention and other products, likewise.
+        linear matmul mm bmm addmm _addmm_activation addbmm baddbmm mv addmv""")),
+    # Convolutions, attention, recurrent cells and other products, likewise, of any size.
     ("low_precision", _ops("""
         conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
         _convolution prelu addr linalg_vecdot einsum chain_matmul linalg_multi_dot inner outer
+        lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         scaled_dot_product_attention _native_multi_head_attention _thnn_fused_lstm_cell
         _thnn_fused_gru_cell""")),
     # Functions that leave float16's range or lose its digits.
@@ -56,6 +56,9 @@ APEX = (
     # The logarithm of a rounded probability: use binary_cross_entropy_with_logits.
     ("banned", _ops("binary_cross_entropy")),
 )  # fmt: skip
+
+# Recurrent layers. On a GPU cuDNN takes their weights as one block, which torch casts by itself.
+APEX_CPU = (("low_precision", _ops("lstm gru rnn_tanh rnn_relu")),)
 
 # What torch's own lists cast to low precision, by device, and to the widest dtype. Under "torch"
 # only these get our kernels, for the cast cache; everything else is torch's.

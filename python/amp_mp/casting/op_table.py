@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from amp_mp import _C
-from amp_mp.casting.op_lists import APEX, TORCH_LOW, TORCH_WIDEST
+from amp_mp.casting.op_lists import APEX, APEX_CPU, TORCH_LOW, TORCH_WIDEST
 from amp_mp.text_table import aligned
 
 DEVICES = ("cpu", "cuda")
@@ -62,9 +62,11 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
     with _lock:
         wanted = dict.fromkeys(_C.casting.policies(device), "stock")
         if table == "apex":
-            wanted |= _apex_rows(allow_banned)
+            wanted |= _apex_rows(device, allow_banned)
         elif table == "torch":
             wanted |= _torch_rows(device)
+        else:  # torch's kernels, which our own call without torch's cache outside of regions
+            wanted |= dict.fromkeys(_torch_rows(device), "stock")
         for (where, op), policy in _overrides.items():
             if where == device:
                 wanted |= dict.fromkeys(expand(op), policy)
@@ -80,9 +82,9 @@ def install_default(table: str, device: str) -> None:
         install(table, device)
 
 
-def _apex_rows(allow_banned: bool) -> dict[str, str]:
+def _apex_rows(device: str, allow_banned: bool) -> dict[str, str]:
     rows = {}
-    for policy, names in APEX:
+    for policy, names in (*APEX, *(APEX_CPU if device == "cpu" else ())):
         # An in-place sum has no dtype to set: like other in-place operators that belong in
         # float32, it is refused on low precision.
         in_place = "float32" if policy == "set_output_dtype" else policy

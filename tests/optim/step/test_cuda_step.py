@@ -328,7 +328,7 @@ def test_casts_of_a_captured_parameter_are_never_stale() -> None:
     data = torch.eye(8, device=DEVICE)
 
     def product() -> Tensor:
-        with amp.autocast(DEVICE, dtype=torch.bfloat16):
+        with amp.autocast(DEVICE, dtype=torch.bfloat16, keep_casts=True):
             return model(data).float()
 
     product().sum().backward()

@@ -1,0 +1,69 @@
+#pragma once
+// The table behind cast_cache.h and kept_casts.h.
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "torch/casting/cast_link.h"
+
+namespace amp_mp::casting {
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+struct CachedCast {
+  WeakTensor owner;
+  int64_t version;
+  const void* memory;
+  at::Tensor copy;  // detached
+  // The same memory with autograd history. Weak, because its graph holds the leaf: a strong
+  // reference would keep the leaf alive for ever. A forward pass keeps it alive while it needs it;
+  // linking the copy again casts nothing.
+  std::optional<WeakTensor> linked;
+  bool written = false;  // by the current optimizer step
+};
+
+struct Hash {
+  size_t operator()(const CastKey& key) const {
+    return std::hash<const void*>()(key.tensor) * 31 + size_t(key.dtype) * 3 + size_t(key.life);
+  }
+};
+
+// While the mutex is held nothing is computed and no tensor freed: either may need Python's lock,
+// whose holder may be waiting for the mutex.
+struct CastTable {
+  std::mutex mutex;
+  std::unordered_map<CastKey, CachedCast, Hash> entries;
+  // Casts that are not kept may be in the table only while `watched`: while torch's next clearing
+  // will remove them. `clearings` counts those that have been.
+  bool watched = false;
+  uint64_t clearings = 0;
+
+  // Removes the entries for which `gone` is true and returns them, so that the caller can free
+  // them after it has released the mutex.
+  template <class F>
+  std::vector<CachedCast> take_if(const F& gone) {
+    std::vector<CachedCast> taken;
+    for (auto place = entries.begin(); place != entries.end();)
+      if (gone(place->first, place->second)) {
+        taken.push_back(std::move(place->second));
+        place = entries.erase(place);
+      } else {
+        ++place;
+      }
+    return taken;
+  }
+};
+
+CastTable& cast_table();
+
+inline size_t owners_of_memory(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
+}
+
+// Whether the cast has the tensor's present values, as far as version counter and memory tell.
+inline bool is_current(const CachedCast& e, const at::Tensor& t) {
+  return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr();
+}
+
+}  // namespace amp_mp::casting
