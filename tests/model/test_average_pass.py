@@ -54,9 +54,7 @@ def tensors(
         return on(device, parts[0], dtype, shift), None
     data = torch.empty(parts[0].size + shift, dtype=dtype, device=device)[shift:]
     data.copy_(torch.from_numpy(parts[0].view(np.int16)).view(dtype))
-    signed = torch.from_numpy(parts[1])
-    unsigned = {torch.int16: torch.uint16, torch.int8: torch.uint8}[signed.dtype]
-    rest = signed.view(unsigned) if dtype == torch.float16 else signed
+    rest = torch.from_numpy(parts[1])
     return data, torch.empty_like(rest, device=device).copy_(rest)
 
 

@@ -68,9 +68,7 @@ def averages(digest: Any) -> None:
     for dtype in DTYPES.values():
         average, x = on("cpu", random(70001, 4, 0.5), dtype, 1), on("cpu", random(70001, 5), dtype)
         low = dtype != torch.float32
-        unsigned = dtype == torch.float16  # that a remainder tells what it belongs to
-        rest = torch.uint16 if unsigned else torch.int16
-        remainder = torch.zeros_like(average, dtype=rest) if low else None
+        remainder = torch.zeros_like(average, dtype=torch.int16) if low else None
         for decay in (0.999, 0.3):
             _C.average_([average], [remainder], [x], [None], decay)
         digest.update(raw(average))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state.formats import beside
 from amp_mp.optim.state.original_values import original_of
 
 
@@ -24,8 +25,7 @@ def rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
 
     def of(param: Tensor) -> Tensor | None:
         for state in states:
-            own = state.get(param, {})
-            rest: Tensor | None = own.get("master", own.get("remainder"))
+            rest = beside(param, state.get(param, {}))
             if rest is not None:
                 return rest
         return apart[param] if param in apart else original_of(param)
