@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import DTYPES, array, assert_same, on, random
 from rules import RULES, STORAGES, Expected, found_master, found_state
 from torch import Tensor, nn
@@ -179,3 +181,70 @@ def test_a_reloaded_model_is_where_training_goes_on(device: str) -> None:
         model.load_state_dict(best)
         train(1)
         assert loss().item() < 1.5 * at_best + 0.05
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "RAdam"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_fp16_optimizer_goes_on_from_what_was_written(device: str, name: str, dtype: str) -> None:
+    """Around torch's optimizers: bit for bit torch on float32 weights that were written alike."""
+    low = DTYPES[dtype]
+    model = nn.Linear(96, 33, bias=False).to(device, low)
+    twin = nn.Linear(96, 33, bias=False).to(device)
+    twin.load_state_dict(model.state_dict())
+    make = getattr(torch.optim, name)
+    optimizer = amp.FP16_Optimizer(make(model.parameters(), lr=0.01), verbose=False)
+    plain = make(twin.parameters(), lr=0.01)
+    for step, write in enumerate([lambda p: None, *WRITES.values()][:-1]):
+        with torch.no_grad():
+            rounded = reference_rounded(twin.weight, low)
+            write(model.weight)
+            kept = rounded.view(torch.int16) == model.weight.view(torch.int16)
+            twin.weight.copy_(torch.where(kept, twin.weight, model.weight.float()))
+        model.weight.grad = on(device, random(33 * 96, 100 + step, 1e-2), low).view(SHAPE)
+        twin.weight.grad = model.weight.grad.float()
+        optimizer.update_master_grads()
+        optimizer.step()
+        plain.step()
+        (master,) = optimizer.fp32_from_fp16_groups[0]
+        assert torch.equal(master, twin.weight), step
+        assert torch.equal(model.weight, reference_rounded(twin.weight, low)), step
+
+
+def reference_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max if dtype == torch.float16 else torch.inf
+    return weight.detach().clamp(-most, most).to(dtype)
+
+
+def test_masters_of_an_fp16_optimizer_may_be_written_too(device: str) -> None:
+    """As scripts for Apex do: the masters then reach the weights after the next step."""
+    model = nn.Linear(8, 4, bias=False).to(device).half()
+    optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), verbose=False)
+    (master,) = optimizer.fp32_from_fp16_groups[0]
+    with torch.no_grad():
+        master.fill_(0.25)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert (model.weight == -0.25).all()
+
+
+def test_a_distributed_checkpoint_of_the_model_alone_is_where_training_goes_on(
+    device: str, tmp_path: Path
+) -> None:
+    for storage in STORED.values():
+        model = nn.Linear(96, 33).to(device, torch.bfloat16)
+        optimizer = amp.optim.AdamW(model.parameters(), lr=0.1, **storage)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+        saved = {n: v.clone() for n, v in model.state_dict().items()}
+        for step in range(3):
+            for p in model.parameters():
+                p.grad = on(device, random(p.numel(), step), p.dtype).view(p.shape)
+            optimizer.step()
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        model.load_state_dict(state)
+        optimizer.param_groups[0].update(lr=0.0)
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, saved[name]), storage

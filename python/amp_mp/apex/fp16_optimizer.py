@@ -10,7 +10,8 @@ from torch import Tensor
 
 from amp_mp.apex.fp16_state import WrappedOptimizer, apex_policy
 from amp_mp.apex.fused_masters import FusedMasters
-from amp_mp.apex.masters import Masters, SwappedMasters
+from amp_mp.apex.masters import Masters
+from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.gradient_marks import GradientMarks
 from amp_mp.optim.step.outside_graphs import outside_graphs

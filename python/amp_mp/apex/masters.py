@@ -1,23 +1,15 @@
-"""Float32 masters: what an FP16_Optimizer asks of them, and those around any torch optimizer."""
+"""Float32 masters: what an FP16_Optimizer asks of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from amp_mp import _C
-from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient, set_aside
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import master_of
-from amp_mp.optim.state.original_values import take_original
-from amp_mp.optim.step.decide import decide, decide_inputs
-from amp_mp.scaling.observe import measure, observe
 
 
 class Masters(ABC):
@@ -145,106 +137,3 @@ class Masters(ABC):
         for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
             for master, value in zip(masters, values, strict=True):
                 master.copy_(value)
-
-
-class SwappedMasters(Masters):
-    """Replaces an optimizer's low-precision parameters by float32 masters and keeps both."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._low: dict[Tensor, Tensor] = {}  # each master's parameter
-        self._pending = False  # whether gradients of float32 parameters still carry the scale
-        self.refresh()
-
-    def refresh(self) -> None:
-        """As in Masters; the optimizer's state of a parameter moves to its master."""
-        super().refresh()
-        for params in self.groups():
-            for i, param in enumerate(params):
-                if param.requires_grad and param.dtype in LOW_PRECISION:
-                    params[i] = self._adopt(param)
-
-    def _adopt(self, param: Tensor) -> Tensor:
-        """A new master for the parameter, with its state."""
-        state = self._optimizer.state.pop(param, None)
-        fused = isinstance(self._optimizer, FusedOptimizer)
-        own = master_of(param, state) if state and fused else None  # amp_mp's has one already
-        master = nn.Parameter(take_original(param) if own is None else own)
-        if state is not None:
-            kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
-            self._optimizer.state[master] = {
-                k: v.float() if isinstance(v, Tensor) and v.dtype in LOW_PRECISION else v
-                for k, v in kept.items()
-            }
-        self._low[master] = param
-        return master
-
-    def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """As in Masters."""
-        low = self._low
-        return [[(low[p], p) for p in params if p in low] for params in self.groups()]
-
-    def model_param(self, param: Tensor) -> Tensor:
-        """The parameter of a master; another parameter itself."""
-        return self._low.get(param, param)
-
-    def _float32_params(self) -> list[Tensor]:
-        return [param for params in self.fp32_from_fp32_groups for param in params]
-
-    @contextmanager
-    def backward(self, scale: float, collects: bool) -> Iterator[None]:
-        """As in Masters, with float32 parameters' gradients divided by the scale exactly once.
-
-        Those that earlier calls unscaled are set aside; where collecting is put off, they are
-        scaled again, to be unscaled with the new ones.
-        """
-        self.refresh()
-        own = [] if self._pending else self._float32_params()
-        if not collects:
-            grads = gradients_of(own)
-            copy_all_(zip(grads, grads, strict=True), multiplier=scale)
-            self._pending, own = True, []
-        before = self._pending
-        with set_aside(own):
-            self._pending = True
-            try:
-                yield
-            except BaseException:
-                self._pending = before
-                raise
-
-    @torch.no_grad()
-    def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
-        """Copies the gradients to the masters, divided by the scale; on overflow copies nothing."""
-        pairs, own = self.pairs(), gradients_of(self._float32_params())
-        sources = gradients_of(p for p, _ in pairs) + own
-        overflow, max_abs = observe(measure(sources), scale) if checks else (False, 0.0)
-        if not overflow:
-            for param, master in pairs:
-                make_gradient(param, master)
-            targets = gradients_of(m for _, m in pairs) + own
-            copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
-            self._pending = False
-        return overflow, max_abs
-
-    @torch.no_grad()
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """As in Masters; the 2-norm on one device takes two native passes."""
-        masters = self.params()
-        grads = gradients_of(masters)
-        if norm_type != 2 or len({g.device for g in grads}) != 1:
-            return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
-        device = grads[0].device
-        verdict = decide(device, [_C.measure(grads)], decide_inputs(device, max_norm=max_norm))
-        _C.copy_(grads, grads, verdict=verdict)
-        return float(verdict[2])
-
-    def zero_grad(self, drop: bool) -> None:
-        """As in Masters; nothing carries the scale any more."""
-        super().zero_grad(drop)
-        self._pending = False
-
-    @torch.no_grad()
-    def to_model(self) -> None:
-        """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
-        copy_all_(self.pairs(), saturate=True)

@@ -9,7 +9,8 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.gradients import set_aside
-from amp_mp.apex.masters import Masters, SwappedMasters
+from amp_mp.apex.masters import Masters
+from amp_mp.apex.swapped_masters import SwappedMasters
 from amp_mp.compat.regularizers import add_regularization
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.dynamic import Backoff, LogMax
