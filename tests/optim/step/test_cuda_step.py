@@ -264,6 +264,32 @@ def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny"])
+def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
+    """As an eager step does: zeros, a clamp, other numbers, through `.data` too."""
+    graphed, eager = Training(memory=memory), Training(memory=memory)
+    for step in range(2):
+        for training in (graphed, eager):
+            training.fill(step, False)
+            training.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(2, 20):
+        for training in (graphed, eager):
+            param = training.params[step % len(training.params)].data.view(-1)
+            if step % 3 == 0:
+                param[::2].zero_()
+            elif step % 3 == 1:
+                param.clamp_(-0.05, 0.05)
+            else:
+                param[1::3].copy_(torch.linspace(-1, 1, param[1::3].numel(), device=DEVICE))
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        assert graphed.state() == eager.state(), step
+
+
 def test_a_captured_step_without_scaling_follows_its_rate() -> None:
     rates = [torch.full((), 0.5, device=DEVICE) for _ in range(2)]
     pairs = []
