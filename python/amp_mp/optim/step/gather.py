@@ -9,7 +9,7 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.follow import follow
-from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
+from amp_mp.optim.state.formats import REMAINDERS, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
 from amp_mp.optim.step.refuse import refuse_param, refuse_state
@@ -38,10 +38,12 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
             index += 1
 
 
-def state_keys(rule: Rule) -> tuple[str, ...]:
-    """The state entries whose tensors the slots hold."""
+def state_keys(rule: Rule, dtypes: set[torch.dtype]) -> tuple[str, ...]:
+    """The state entries whose tensors the slots hold, for parameters of these dtypes."""
+    low = [dtype for dtype in REMAINDERS if dtype in dtypes]
+    masters = ["master" for _ in low[:1]] + [REMAINDERS[dtype] for dtype in low]
     scales = [f"{name}_scale" for name in rule.names[:1]]
-    return (*MASTER_ENTRIES, "step", *scales, *rule.names)
+    return (*masters, "step", *scales, *rule.names)
 
 
 class Bucket:
@@ -69,7 +71,8 @@ class Bucket:
             follow(rule, groups[info.group], param, states[param])
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
         self._dicts = dicts = [states[param] for param in self.params]
-        self._keys = state_keys(rule)
+        self._names = rule.names
+        self._keys = state_keys(rule, {param.dtype for param in self.params})
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
         names = rule.names
         self.slots = _C.Slots(
@@ -92,7 +95,7 @@ class Bucket:
     def is_current(self, rule: Rule) -> bool:
         """Whether the state holds the tensors that the slots were made of, and these fit still."""
         return (
-            self._keys == state_keys(rule)
+            self._names == rule.names
             and _C.holds(self._dicts, self._keys, self._values)
             and self.slots.fit()
         )
