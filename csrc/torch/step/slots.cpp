@@ -7,6 +7,18 @@
 
 namespace amp_mp {
 
+namespace {
+
+// Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
+// misses: prefetching makes a step of many small tensors a third faster.
+void prefetch_impl(const at::Tensor& t) {
+  constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
+  const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
+  for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+}
+
+}  // namespace
+
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
       device_(own_.params.empty() ? at::Device(at::kCPU) : own_.params[0].device()) {
@@ -84,36 +96,27 @@ Tensors Slots::grads() const {
 }
 
 bool Slots::fit() const {
+  constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < size(); ++i) {
-    prefetch_impls(i + 4);
+    if (i + kAhead < size()) prefetch_impl(own_.params[i + kAhead]);
     if (shape_of(own_.params[i]) != shapes_[i]) return false;
   }
   return true;
 }
 
-// Between two steps a model's tensors leave the CPU's cache, and reading one is a chain of cache
-// misses: prefetching makes a step of many small tensors a third faster.
-void Slots::prefetch_impls(int64_t i) const {
-  constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
-  if (i < size())
-    for_each_tensor(i, [](const at::Tensor& t) {
-      const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
-      for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
-    });
-}
-
-void Slots::prefetch_storages(int64_t i) const {
-  if (i < size())
-    for_each_tensor(i, [](const at::Tensor& t) {
+void Slots::prefetch(int64_t near, int64_t far) const {
+  if (near < size())
+    for_each_tensor(near, [](const at::Tensor& t) {
       __builtin_prefetch(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     });
+  if (far < size()) for_each_tensor(far, prefetch_impl);
 }
 
 const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
   size_t at = 0;
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
-    prefetch_storages(i + 2);
+    prefetch(i + 2, i + 4);
     for_each_tensor(i, [&](const at::Tensor& t) {
       moved = moved || t.const_data_ptr() != memory_[at];
       ++at;

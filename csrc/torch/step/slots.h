@@ -63,8 +63,7 @@ class Slots {
   Array master_of(size_t i) const;
   void remember();
   bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
-  void prefetch_impls(int64_t i) const;
-  void prefetch_storages(int64_t i) const;
+  void prefetch(int64_t near, int64_t far) const;
   static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
