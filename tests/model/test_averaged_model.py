@@ -119,8 +119,6 @@ def test_it_is_the_float64_average_of_the_masters(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:
     """From before the first step on, with a frozen parameter and one that comes later."""
-    if dtype == torch.float32 and storage == "exact":
-        pytest.skip("there is nothing to split in a float32 model")
     options = STORAGES[storage] if dtype != torch.float32 else {}
     model, _ = make(device, dtype)
     rounded_weights(model)
@@ -304,8 +302,6 @@ def test_training_goes_on_bit_for_bit_after_a_swap(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:
     """Also before the first step, where the masters are still to be made of prepare's originals."""
-    if dtype == torch.float32 and storage == "exact":
-        pytest.skip("there is nothing to split in a float32 model")
     options = STORAGES[storage] if dtype != torch.float32 else {}
     results = []
     for swaps in (False, True):
