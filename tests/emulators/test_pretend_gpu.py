@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The files that are run, with the least number of tests that have to pass in each.
 FILES = {
+    "contract/test_any_order_of_calls": 1,
     "contract/test_parameters_that_moved": 120,
     "contract/test_weights_that_were_written": 370,
     "optim/backward/test_attach": 40,
