@@ -102,5 +102,5 @@ def prepared(rank: int, kind: str) -> list[Tensor]:
     if kind == "FP16_Optimizer":
         masters = optimizer.param_groups[0]["params"]
     else:
-        masters = [state["master"] for state in optimizer.state.values()]
+        masters = [*amp.float32_state_dict(net, optimizer).values()]
     return [t.detach() for t in (*masters, *net.parameters())]
