@@ -33,7 +33,7 @@ FILES = {
     "model/test_averaged_model": 75,
     "model/test_average_pass": 24,
     "model/test_convert": 16,
-    "model/test_kept_modules": 40,
+    "model/test_kept_modules": 38,
     "model/test_original_values": 40,
     "model/test_prepare": 120,
     "optim/step/test_cuda_step": 25,
