@@ -35,7 +35,7 @@ FILES = {
     "model/test_convert": 16,
     "model/test_kept_modules": 38,
     "model/test_original_values": 40,
-    "model/test_prepare": 120,
+    "model/test_prepare": 90,
     "optim/step/test_cuda_step": 25,
     "apex/test_fp16_optimizer": 110,
     "grad_scaler/test_grad_scaler": 120,
