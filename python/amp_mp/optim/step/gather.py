@@ -1,7 +1,7 @@
 """Gathers an optimizer's tensors for the native step, and notices when they have changed."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.follow import follow
-from amp_mp.optim.state.formats import REMAINDERS, beside, format_of, native_name
+from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
 from amp_mp.optim.step.refuse import refuse_param, refuse_state
@@ -38,12 +38,14 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
             index += 1
 
 
-def state_keys(rule: Rule, dtypes: set[torch.dtype]) -> tuple[str, ...]:
-    """The state entries whose tensors the slots hold, for parameters of these dtypes."""
-    low = [dtype for dtype in REMAINDERS if dtype in dtypes]
-    masters = ["master" for _ in low[:1]] + [REMAINDERS[dtype] for dtype in low]
+def state_keys(rule: Rule, dicts: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The entries of these states whose tensors the slots hold.
+
+    Entries that no state has are left out: each costs a look-up for every parameter in every step.
+    """
     scales = [f"{name}_scale" for name in rule.names[:1]]
-    return (*masters, "step", *scales, *rule.names)
+    known = (*MASTER_ENTRIES, "step", *scales, *rule.names)
+    return tuple(name for name in known if any(d.get(name) is not None for d in dicts))
 
 
 class Bucket:
@@ -72,7 +74,7 @@ class Bucket:
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
         self._dicts = dicts = [states[param] for param in self.params]
         self._names = rule.names
-        self._keys = state_keys(rule, {param.dtype for param in self.params})
+        self._keys = state_keys(rule, dicts)
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
         names = rule.names
         self.slots = _C.Slots(
