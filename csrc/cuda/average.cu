@@ -1,12 +1,12 @@
 // The averaging pass: each average moves towards its next value. Both may be stored as masters are.
 #include "cuda/convert.h"
 #include "cuda/passes.h"
-#include "cuda/tensor_table.h"
+#include "cuda/transfer_table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using AverageTable = TensorTable<4>;
+using AverageTable = TransferTable<>;
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 4;  // per multiprocessor
@@ -15,9 +15,7 @@ constexpr FormatSet kFormatsHere = kMasterFormats & ~kRandomFormats;
 __global__ void __launch_bounds__(kThreads, kBlocks)
     average_kernel(const AverageTable __grid_constant__ table, const Averaging averaging) {
   const Chunk chunk = find_chunk(table);
-  const uint32_t tag = table.tag[chunk.slot];
-  const Array to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
-  const Array from = {table.data[1][chunk.slot], Format(tag >> 8), table.data[3][chunk.slot]};
+  const Array to = to_of(table, chunk.slot), from = from_of(table, chunk.slot);
   bool wide = true;  // a missing array is wide
   for (int a = 0; a < 4; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   for (int i = int(threadIdx.x) * kPack; i < chunk.size; i += kThreads * kPack) {
@@ -43,15 +41,7 @@ const char* average(const Transfer* transfers, int64_t count, double decay, void
   const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
   for (int64_t i = 0; i < count;) {
     table.reset(i, 0, chunk);
-    for (; i < count && !table.full(); ++i) {
-      const Transfer& t = transfers[i];
-      table.data[0][table.count] = t.to.data;
-      table.data[1][table.count] = t.from.data;
-      table.data[2][table.count] = t.to.rest;
-      table.data[3][table.count] = t.from.rest;
-      table.tag[table.count] = uint32_t(t.to.format) | uint32_t(t.from.format) << 8;
-      table.add(t.size);
-    }
+    for (; i < count && !table.full(); ++i) add_transfer(table, transfers[i]);
     if (table.blocks() == 0) continue;
     if (const char* error = message(
             launch(average_kernel, table.blocks(), kThreads, queue, table, Averaging::at(decay))))

@@ -2,12 +2,12 @@
 // copies gradients to masters and masters to weights.
 #include "cuda/convert.h"
 #include "cuda/passes.h"
-#include "cuda/tensor_table.h"
+#include "cuda/transfer_table.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-using CopyTable = TensorTable<4, RandomStream>;
+using CopyTable = TransferTable<RandomStream>;
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 4;  // per multiprocessor
@@ -18,11 +18,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (verdict && verdict->found_inf != 0) return;
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table);
-  const uint32_t tag = table.tag[chunk.slot];
-  const Array to = {table.data[0][chunk.slot], Format(tag & 0xFF), table.data[2][chunk.slot]};
-  const Array from = {table.data[1][chunk.slot], Format(tag >> 8 & 0xFF),
-                      table.data[3][chunk.slot]};
-  const bool clamp = (tag >> 16 & 1) != 0, draws = is_stochastic(to.format);
+  const Array to = to_of(table, chunk.slot), from = from_of(table, chunk.slot);
+  const bool clamp = (table.tag[chunk.slot] >> 16 & 1) != 0, draws = is_stochastic(to.format);
   bool wide = true;
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   wide = wide && (!is_split(from.format) || is_wide(from.rest));
@@ -50,15 +47,8 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
     table.reset(i, 0, chunk);
     for (; i < count && !table.full(); ++i) {
       const Transfer& t = transfers[i];
-      table.data[0][table.count] = t.to.data;
-      table.data[1][table.count] = t.from.data;
-      table.data[2][table.count] = t.to.rest;
-      table.data[3][table.count] = t.from.rest;
       table.extra[table.count] = t.random;
-      const bool clamp = t.saturate && t.to.format == Format::float16;
-      table.tag[table.count] =
-          uint32_t(t.to.format) | uint32_t(t.from.format) << 8 | uint32_t(clamp) << 16;
-      table.add(t.size);
+      add_transfer(table, t, t.saturate && t.to.format == Format::float16);
     }
     if (table.blocks() == 0) continue;
     if (const char* error = message(
