@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.optim.state.formats import get, new_rest, put, split_name
+from amp_mp.optim.state.formats import get, new_rest, placed, put, split_name
 
 FORMAT = "split32"
 EXCEPTION_BYTES = 12  # an int64 index and a float32 value
@@ -55,7 +55,7 @@ class OriginalValues:
         first = self.tensors[0]
         if len(self.tensors) == 1:
             return torch.empty_like(weight, dtype=torch.float32).copy_(first)
-        rest = torch.empty_like(weight, dtype=first.dtype).copy_(first)
+        rest = placed(first, weight)
         found = get(weight, rest, split_name(FORMAT, weight.dtype))
         indices, values = (t.to(weight.device) for t in self.tensors[1:])
         if indices.numel():
