@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,20 @@ def apex(device: str) -> Iterator[str]:
     yield device
     handle._deactivate()
     amp.uninstall()
+
+
+@pytest.fixture
+def start(device: str) -> Iterator[Callable[..., Any]]:
+    """amp.init on the device; what it switched on is switched off after the test."""
+    handles = []
+
+    def init(**arguments: Any) -> Any:
+        handles.append(amp.init(device_type=device, **arguments))
+        return handles[-1]
+
+    yield init
+    for handle in reversed(handles):
+        handle._deactivate()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,20 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture
-def start(device: str) -> Iterator[Start]:
-    """amp.init on the device; what it switched on is switched off after the test."""
-    handles = []
-
-    def init(**arguments: Any) -> Any:
-        handles.append(amp.init(device_type=device, **arguments))
-        return handles[-1]
-
-    yield init
-    for handle in reversed(handles):
-        handle._deactivate()
 
 
 def weight_on(device: str, value: float = 1.0) -> nn.Parameter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,19 +24,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amp SGD": lambda params: amp.optim.SGD(params, lr=0.125),
     "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.125),
 }
-
-
-@pytest.fixture
-def start(device: str) -> Iterator[Callable[..., Any]]:
-    handles = []
-
-    def init(**arguments: Any) -> Any:
-        handles.append(amp.init(device_type=device, **arguments))
-        return handles[-1]
-
-    yield init
-    for handle in reversed(handles):
-        handle._deactivate()
 
 
 def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
