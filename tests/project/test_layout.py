@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 9800
+PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 11800
 SHARED = {"amp_mp.dtypes", "amp_mp._C", "amp_mp.text_table"}  # what every room may import
 RETIRED = (
     *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),
@@ -70,7 +70,7 @@ def test_imports_make_no_circle() -> None:
         pytest.fail("these modules import one another: " + " <- ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("below", ["amp_mp.scaling", "amp_mp.casting"])
+@pytest.mark.parametrize("below", ["amp_mp.scaling", "amp_mp.casting", "amp_mp.sharding"])
 def test_the_lowest_rooms_import_no_other_room(below: str) -> None:
     wrong = {
         name: others

@@ -1,0 +1,115 @@
+"""A DTensor's shard on this process: its memory, its origin in the whole tensor, its groups."""
+
+import sys
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Origin(NamedTuple):
+    """Where a shard's elements are in the whole tensor, both counted in row-major order.
+
+    Element e of the shard is element first + e // row_length * row_stride + e % row_length of the
+    whole; with row_length 0 it is element first + e.
+    """
+
+    first: int = 0
+    row_length: int = 0
+    row_stride: int = 0
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether the tensor is a DTensor; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """A DTensor's memory on this process, and any other tensor itself.
+
+    It is the same object at every call until the DTensor gets other memory (load_state_dict with
+    assign=True, model.to). It requires no gradient and has none.
+    """
+    local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local
+
+
+def shards_of(tensor: Any) -> tuple[int, ...]:
+    """Into how many pieces each of the tensor's dimensions is cut; all 1 for a plain tensor."""
+    counts = [1] * tensor.dim()
+    if is_dtensor(tensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            if not placement.is_replicate():  # is_shard() is False for _StridedShard
+                counts[placement.dim] *= size
+    return tuple(counts)
+
+
+def origin_of(tensor: Any) -> Origin:
+    """Where this process's shard begins. Needs a tensor that why_unusable has nothing against."""
+    if not is_dtensor(tensor):
+        return Origin()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    cut = [dim for dim, count in enumerate(shards_of(tensor)) if count > 1]
+    if not cut or 0 in shape:
+        return Origin()
+    strides = [prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
+    first = sum(o * s for o, s in zip(offset, strides, strict=True))
+    last = cut[-1]
+    if last == 0:
+        return Origin(first)
+    return Origin(first, prod(shape[last:]), tensor.shape[last] * strides[last])
+
+
+def why_unusable(tensor: Any) -> str:
+    """Why a parameter's shard cannot be stepped by itself, in words; empty if it can."""
+    if not is_dtensor(tensor):
+        return ""
+    partial = [p for p in tensor.placements if not p.is_replicate() and not hasattr(p, "dim")]
+    if partial:
+        return f"has the placement {partial[0]}; parameters must be sharded or replicated"
+    cut = [dim for dim, count in enumerate(shards_of(tensor)) if count > 1]
+    if cut and not tensor._local_tensor.is_contiguous():
+        return (
+            f"is sharded, and its shard has the strides {tensor._local_tensor.stride()}; make it "
+            "contiguous before it is sharded"
+        )
+    if len([dim for dim in cut if dim > 0]) > 1:
+        return f"is sharded along the dimensions {cut}; at most one besides the first can be"
+    return ""
+
+
+def like(local: Tensor, param: Any, shape: tuple[int, ...] | None = None) -> Tensor:
+    """This process's shard as a tensor placed as the parameter is: a DTensor beside a DTensor.
+
+    shape: of the whole tensor, by default the parameter's. The local tensor stays where it is;
+    DTensor.from_local would move it to the mesh's device, and guess the shape of uneven shards.
+    """
+    if not is_dtensor(param):
+        return local
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = tuple(param.shape) if shape is None else shape
+    same = shape == tuple(param.shape)
+    strides = param.stride() if same else tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    meta = TensorMeta(type(param.shape)(shape), strides, local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def split_groups(tensor: Any) -> list[Any]:
+    """The process groups over which the tensor is split, in the order of its mesh's dimensions."""
+    if not is_dtensor(tensor):
+        return []
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    ]
