@@ -146,7 +146,7 @@ def test_memory_is_for_the_states_where_all_parameters_are_float32(
     assert losses[-1] < 0.8 * losses[0]
     assert raw_bytes(base.state_dict()) == before
     names = {name for state in optimizer.state.values() for name in state}
-    assert not names & {"master", "remainder"}
+    assert not [name for name in names if name.startswith(("master", "remainder"))]
     bytes_ = {"exact": 8, "lean": 4, "tiny": 3.0625}[memory]
     report = optimizer.memory_report().bytes
     states = sum(n for kind, n in report.items() if kind.startswith("exp_avg"))

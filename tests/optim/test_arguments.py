@@ -144,6 +144,11 @@ def test_a_first_step_in_inference_mode_is_refused_and_a_later_one_works(
     optimizer.step()
 
 
+def entry_is_of(entry: str, name: str) -> bool:
+    """Whether an entry holds the state of a name, in any format."""
+    return entry in (name, f"{name}_m8", f"{name}_m8_scale", f"{name}_ue8m8", f"{name}_root")
+
+
 @pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_a_state_that_was_lost_is_named_and_nothing_changed(
@@ -151,7 +156,8 @@ def test_a_state_that_was_lost_is_named_and_nothing_changed(
 ) -> None:
     optimizer = stepped(device, memory=memory)
     (param,) = optimizer.param_groups[0]["params"]
-    del optimizer.state[param][name]
+    for entry in [e for e in optimizer.state[param] if entry_is_of(e, name)]:
+        del optimizer.state[param][entry]
     before = raw_bytes([param, optimizer.state_dict()])
     with pytest.raises(ValueError, match=f"parameter 0 of group 0 has no '{name}'"):
         optimizer.step()
@@ -190,21 +196,60 @@ def full(dtype: torch.dtype, *shape: int) -> Tensor:
 
 Spoil = Callable[[dict[str, Any]], None]
 WRONG_FILES: dict[str, tuple[str, Spoil, str]] = {
-    "remainder float": ("exact", replaced(remainder=full(torch.float32)), "'remainder' of par"),
-    "remainder int64": ("lean", replaced(remainder=full(torch.int64)), "'remainder' of par"),
-    "remainder shape": ("exact", replaced(remainder=full(torch.int16, 3)), "'remainder' of par"),
-    "m8 without scale": ("tiny", dropped("exp_avg_scale"), "'exp_avg' .* no 'exp_avg_scale'"),
+    "remainder float": (
+        "exact",
+        replaced(remainder16=full(torch.float32)),
+        "'remainder16' of parameter 0 has dtype torch.float32, must be torch.int16",
+    ),
+    "remainder int64": ("lean", replaced(remainder8=full(torch.int64)), "'remainder8' of par"),
+    "remainder int8": ("exact", replaced(remainder16=full(torch.int8)), "'remainder16' .*int8"),
+    "remainder shape": (
+        "exact",
+        replaced(remainder16=full(torch.int16, 3)),
+        "'remainder16' of par",
+    ),
+    "old remainder": ("exact", replaced(remainder=full(torch.float32)), "'remainder' of par"),
+    "m8 without scale": (
+        "tiny",
+        dropped("exp_avg_m8_scale"),
+        "'exp_avg_m8' .* no 'exp_avg_m8_scale'",
+    ),
     "m8 with few scales": (
         "tiny",
-        replaced(exp_avg_scale=full(torch.float32, 2)),
-        "'exp_avg_scale' of parameter 0 has 2 elements",
+        replaced(exp_avg_m8_scale=full(torch.float32, 2)),
+        "'exp_avg_m8_scale' of parameter 0 has 2 elements",
+    ),
+    "codes that became numbers": (
+        "tiny",
+        replaced(exp_avg_m8=full(torch.bfloat16)),
+        "'exp_avg_m8' of parameter 0 has dtype torch.bfloat16, but 'm8' is stored as torch.int8",
+    ),
+    "squares that became numbers": (
+        "lean",
+        replaced(exp_avg_sq_ue8m8=full(torch.float32)),
+        "'exp_avg_sq_ue8m8' of parameter 0 has dtype torch.float32",
+    ),
+    "codes without a name for them": (
+        "tiny",
+        replaced(exp_avg_sq=full(torch.int8), exp_avg_sq_ue8m8=None),
+        "'exp_avg_sq' of parameter 0 has dtype torch.int8, but its param_group says .*'ue8m8'",
+    ),
+    "a moment without sign": (
+        "lean",
+        replaced(exp_avg_ue8m8=full(torch.bfloat16), exp_avg=None),
+        "'exp_avg_ue8m8' of parameter 0 is stored as 'ue8m8', but can be float32, ",
+    ),
+    "twice": (
+        "lean",
+        replaced(exp_avg_sq=full(torch.float32)),
+        "'exp_avg_sq' of parameter 0 is there as 'exp_avg_sq_ue8m8', too",
     ),
     "integers": ("exact", replaced(exp_avg=full(torch.int32)), "'exp_avg' .*torch.int32"),
     "truths": ("exact", replaced(exp_avg_sq=full(torch.bool)), "'exp_avg_sq' .*torch.bool"),
     "complex": ("exact", replaced(exp_avg=full(torch.complex64)), "'exp_avg' .*complex64"),
     "a list": ("exact", replaced(exp_avg=[1.0]), "'exp_avg' of parameter 0 is no tensor"),
     "no squares": ("exact", dropped("exp_avg_sq"), "'exp_avg_sq' of parameter 0 is missing"),
-    "None for squares": ("lean", replaced(exp_avg_sq=None), "'exp_avg_sq' .* is missing"),
+    "None for squares": ("lean", replaced(exp_avg_sq_ue8m8=None), "'exp_avg_sq' .* is missing"),
     "powers": ("exact", replaced(beta_powers=full(torch.float64, 3)), "'beta_powers' .*two"),
     "one power": ("exact", replaced(beta_powers=torch.ones(())), "'beta_powers' .*two"),
     "steps": ("exact", replaced(step=full(torch.float64, 2)), "'step' of par.*one number"),
@@ -254,7 +299,8 @@ def test_edits_of_post_hooks_stay(device: str, memory: str | None) -> None:
 
     def hook(optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+            entry = next(e for e in state if entry_is_of(e, "exp_avg_sq"))
+            state[entry] = torch.zeros_like(state[entry])
         optimizer.param_groups[0]["lr"] = 0.125
 
     optimizer = stepped(device, memory=memory)
@@ -262,7 +308,8 @@ def test_edits_of_post_hooks_stay(device: str, memory: str | None) -> None:
     optimizer.register_load_state_dict_post_hook(hook)
     optimizer.load_state_dict(saved)
     (state,) = optimizer.state.values()
-    assert not state["exp_avg_sq"].any()
+    entry = next(e for e in state if entry_is_of(e, "exp_avg_sq"))
+    assert not state[entry].any()
     assert optimizer.param_groups[0]["lr"] == 0.125
     optimizer.step()
 

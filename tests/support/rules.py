@@ -204,9 +204,10 @@ def found_state(state: dict[str, Any], name: str, format: str) -> np.ndarray:
     """A state's numbers, decoded by the reference."""
     if format == "float32":
         return array(state[name]).reshape(-1)
-    bits = raw(state[name])
+    entry = name + {"m8": "_m8", "ue8m8": "_ue8m8", "float16_root": "_root"}.get(format, "")
+    bits = raw(state[entry])
     if format == "m8":
-        return formats.decode([bits, raw(state[f"{name}_scale"]).view(np.uint16)], format)
+        return formats.decode([bits, raw(state[f"{entry}_scale"]).view(np.uint16)], format)
     return formats.decode([bits.view(np.uint16)], format)
 
 
@@ -217,8 +218,6 @@ def found_master(state: dict[str, Any], param: Tensor, format: str) -> np.ndarra
     if format == "float32":
         return array(state["master"]).reshape(-1)
     dtype = str(param.dtype).removeprefix("torch.")
-    return formats.decode(
-        [raw(param).view(np.uint16), raw(state[f"remainder{'_float16' * (dtype == 'float16')}"])],
-        format,
-        dtype,
-    )
+    entry = {"split32": "remainder16", "split24": "remainder8"}[format]
+    rest = state[entry + "_float16" * (dtype == "float16")]
+    return formats.decode([raw(param).view(np.uint16), raw(rest)], format, dtype)

@@ -109,7 +109,11 @@ class FusedMasters(Masters):
             states = [optimizer["state"].get(index, {}) for index in saved["params"]]
             rows = zip(params, states, strict=True)
             low = [(p, state) for p, state in rows if p.dtype in LOW_PRECISION]
-            masters = [state.get("master", master_of(p, state)) for p, state in low]
+            live = self._optimizer.state  # the snapshot shows remainders as bfloat16 bits
+            masters = [
+                state["master"] if "master" in state else master_of(p, live.get(p, {}))
+                for p, state in low
+            ]
             found.append([m for m in masters if m is not None])
         return found
 

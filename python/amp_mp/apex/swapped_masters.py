@@ -46,10 +46,12 @@ class SwappedMasters(Masters):
         master = nn.Parameter(take_original(param) if own is None else own)
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
-            self._optimizer.state[master] = {
-                k: v.float() if isinstance(v, Tensor) and v.dtype in LOW_PRECISION else v
-                for k, v in kept.items()
-            }
+            if not fused:  # amp_mp's says in which format each is stored
+                kept = {
+                    k: v.float() if isinstance(v, Tensor) and v.dtype in LOW_PRECISION else v
+                    for k, v in kept.items()
+                }
+            self._optimizer.state[master] = kept
         self._low[master] = param
         self._rounded[master] = master._version
         return master

@@ -18,9 +18,9 @@ from amp_mp.optim.backward.release import Release
 from amp_mp.optim.new_group import check_last_group
 from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_options
 from amp_mp.optim.rule import Rule, kinds_of
-from amp_mp.optim.state.checkpoint import restore_state, torch_state_dict
+from amp_mp.optim.state.checkpoint import rename_states
 from amp_mp.optim.state.formats import resolve, resolve_group
-from amp_mp.optim.state.memory_report import MemoryReport, report_memory
+from amp_mp.optim.state.saves_state import SavesState
 from amp_mp.optim.step.handed import Handed, Measured, handed_to
 from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.optim.step.protocols import Scaler
@@ -31,7 +31,7 @@ from amp_mp.optim.step.step_report import ReportsSteps, StepLog
 PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
 
 
-class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
+class FusedOptimizer(ReportsSteps, SavesState, ABC):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout, gradients any of the
@@ -39,7 +39,7 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
     `grad_norm` and `last_report()`.
     """
 
-    rules: ClassVar[tuple[Rule, ...]]  # all that the class may use; the first one by default
+    rules: ClassVar[tuple[Rule, ...]]  # all that the class may use; rule() is the first by default
     handed: Handed | None = None  # by a loss scaler, to the step under way
     attachment: Attachment | None = None
 
@@ -70,10 +70,6 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         super().__init_subclass__()
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED_ARGUMENTS}"
-
-    def rule(self) -> Rule:
-        """The rule for the param_groups as they are now."""
-        return self.rules[0]
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state, and the last step's report.
@@ -163,10 +159,6 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self.attachment, Release)
 
-    def memory_report(self) -> MemoryReport:
-        """Bytes of weights, gradients, masters and states now, counted from their storages."""
-        return report_memory(self)
-
     def attach(
         self,
         model: nn.Module,
@@ -206,32 +198,12 @@ class FusedOptimizer(ReportsSteps, torch.optim.Optimizer, ABC):
         check_last_group(self.param_groups)
         self.forget()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep the precision they were saved with.
-
-        torch casts every state to its parameter's dtype, which would round masters and moments of
-        low-precision parameters. States in another format than this optimizer's are converted. Load
-        the model first: a split master is stored partly in the weights. Reads checkpoints of
-        torch.optim too: a missing master is made from the parameter. Post-hooks see the state as it
-        will be, and their edits stay. Raises ValueError, before anything is changed, naming an
-        entry that is missing, or of a shape, dtype or value that does not fit.
-        """
-        restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
-        self.forget()
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """The state dict for the optimizer of torch.optim with the same name and float32 weights.
-
-        States are decoded to float32. The float32 weights themselves are the masters:
-        amp_mp.float32_state_dict.
-        """
-        return torch_state_dict(self, self.rule(), {*self._chosen, "rounding", "seed"})
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles, or as torch does it, reloads; derived data is made anew."""
         super().__setstate__(state)
         if "_runner" not in vars(self):  # being unpickled
             self._runner = StepRunner()
+            rename_states(self)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             for name in self._own_defaults:
                 group.setdefault(name, self.defaults[name])

@@ -42,7 +42,8 @@ SHARED_ARGUMENTS = """
         foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
             and a CUDA graph can capture it. lr may be a tensor of one element.
 
-    Every state also has step, and master or remainder for low-precision parameters.
+    Every state also has step, and for low-precision parameters master, remainder16 or remainder8.
+    Codes have names of their own: exp_avg_m8, exp_avg_sq_ue8m8 (docs/formats.md).
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 

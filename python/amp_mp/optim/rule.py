@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from amp_mp.optim.state.entries import is_held
+
 Group = dict[str, Any]  # one of torch's param_groups
 
 
@@ -53,7 +55,7 @@ def missing_states(rules: Iterable[Rule], state: Mapping[str, Any]) -> list[str]
     state: a parameter's state. One that has taken no step lacks nothing: its states are made.
     """
     named = [{each.name for each in rule.states if not each.late} for rule in rules]
-    missing = sorted(name for name in set.intersection(*named) if state.get(name) is None)
+    missing = sorted(name for name in set.intersection(*named) if not is_held(state, name))
     return missing if missing and float(state.get("step") or 0) > 0 else []
 
 

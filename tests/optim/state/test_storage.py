@@ -444,7 +444,8 @@ def test_the_second_moment_follows_a_gradient_that_drops(device: str, format: st
         param.grad = pool[step % 500] * (1.0 if step < 3000 else 0.1)
         wanted.mul_(beta2).add_(param.grad.double().square(), alpha=1 - beta2)
         optimizer.step()
-    state = optimizer.state[param]["exp_avg_sq"]
+    entries = {"ue8m8": "exp_avg_sq_ue8m8", "float16_root": "exp_avg_sq_root"}
+    state = optimizer.state[param][entries.get(format, "exp_avg_sq")]
     found = amp.formats.decode((state,), format).double()
     assert float((found / wanted).mean()) == pytest.approx(1, abs=0.02)
 
@@ -469,7 +470,8 @@ def test_the_first_moment_of_a_constant_gradient_is_right(device: str, format: s
         optimizer.step()
         state = optimizer.state[param]
         if step >= steps // 2:
-            parts = [state[name] for name in ("exp_avg", "exp_avg_scale") if name in state]
+            entries = ("exp_avg", "exp_avg_m8", "exp_avg_m8_scale")
+            parts = [state[name] for name in entries if name in state]
             total += array(amp.formats.decode(parts, format)) / (1 - 0.9 ** (step + 1))
     ratio = total / (steps // 2) / columns
     for size in sizes:
@@ -613,8 +615,10 @@ def test_moments_without_rows_of_32_are_bfloat16(device: str) -> None:
     optimizer.step()
     for name, param in params.items():
         state = optimizer.state[param]
-        assert state["exp_avg"].dtype == ones[name][1], name
-        assert ("exp_avg_scale" in state) == (ones[name][1] == torch.int8), name
+        grouped = ones[name][1] == torch.int8
+        assert state["exp_avg_m8" if grouped else "exp_avg"].dtype == ones[name][1], name
+        assert ("exp_avg_m8" in state) == ("exp_avg_m8_scale" in state) == grouped, name
+        assert ("exp_avg" in state) == (not grouped), name
 
 
 def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:
@@ -856,21 +860,18 @@ def test_groups_have_their_own_formats(device: str) -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     found = [
-        tuple(
-            str(t.dtype).removeprefix("torch.")
-            for t in (
-                optimizer.state[p].get("master", optimizer.state[p].get("remainder")),
-                optimizer.state[p]["exp_avg"],
-                optimizer.state[p]["exp_avg_sq"],
-            )
-        )
+        {
+            name: str(tensor.dtype).removeprefix("torch.")
+            for name, tensor in optimizer.state[p].items()
+            if tensor.shape == p.shape
+        }
         for p in params
     ]
     assert found == [
-        ("int8", "int8", "int16"),
-        ("float32", "float32", "int16"),
-        ("int8", "bfloat16", "int16"),
-        ("int8", "int8", "float16"),
+        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_ue8m8": "int16"},
+        {"master": "float32", "exp_avg": "float32", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg": "bfloat16", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_root": "float16"},
     ]
     assert "memory" not in optimizer.param_groups[2]
 

@@ -280,11 +280,11 @@ def test_states_of_another_width_are_converted_when_loaded(device: str) -> None:
     target.load_state_dict(source.state_dict())
     (wide,), (narrow,) = source.state.values(), target.state.values()
     assert torch.equal(narrow["exp_avg"], wide["exp_avg"].half())
-    assert torch.equal(narrow["exp_avg_sq"], wide["exp_avg_sq"].sqrt().half())
+    assert torch.equal(narrow["exp_avg_sq_root"], wide["exp_avg_sq"].sqrt().half())
     again = trained(exp_avg="float16", exp_avg_sq="float16_root")
     again.load_state_dict(target.state_dict())
     (same,) = again.state.values()
-    assert torch.equal(same["exp_avg_sq"], narrow["exp_avg_sq"])
+    assert torch.equal(same["exp_avg_sq_root"], narrow["exp_avg_sq_root"])
 
 
 @pytest.mark.parametrize(

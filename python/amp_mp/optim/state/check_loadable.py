@@ -8,13 +8,23 @@ from torch import Tensor
 
 from amp_mp.optim.options import check_group
 from amp_mp.optim.rule import Group, Rule, kinds_of, missing_states
+from amp_mp.optim.state.entries import (
+    OLD_REMAINDERS,
+    as_integers,
+    has_bits,
+    held_twice,
+    scales_of,
+    state_of,
+)
 from amp_mp.optim.state.formats import (
+    CODES,
     DTYPES,
     GROUP,
+    KINDS,
     MASTER_ENTRIES,
     NATIVE_FORMATS,
-    REMAINDERS,
-    REST_FORMATS,
+    rest_dtype,
+    scale_name,
 )
 from amp_mp.optim.state.init import CLOCK
 
@@ -44,6 +54,9 @@ def check_loadable(state_dict: dict[str, Any], params: list[Tensor], rules: Iter
             (name, "is missing, though it has taken steps") for name in missing_states(rules, state)
         ]
         named += [(n, _wrong(n, value, state, group, param, kinds)) for n, value in state.items()]
+        for name in kinds:
+            twice = held_twice(state, name)
+            named += [(twice[0], f"is there as {twice[1]!r}, too")] if twice else []
         for name, wrong in named:
             if wrong:
                 what = f"state_dict: {name!r} of parameter {position}"
@@ -51,7 +64,7 @@ def check_loadable(state_dict: dict[str, Any], params: list[Tensor], rules: Iter
 
 
 def _wrong(
-    name: str,
+    entry: str,
     value: Any,
     state: dict[str, Any],
     group: Group,
@@ -59,34 +72,67 @@ def _wrong(
     kinds: dict[str, str],
 ) -> str:
     """What is wrong with one entry of a parameter's saved state, in words; empty if nothing."""
+    name = state_of(entry, kinds)
+    known = (*MASTER_ENTRIES, *OLD_REMAINDERS, "beta_powers")
     if not isinstance(value, Tensor):
-        known = name in kinds or name in (*MASTER_ENTRIES, "beta_powers")
-        return f"is no tensor: {value!r}" if known and value is not None else ""
+        wrong = value is not None and (name is not None or entry in known)
+        return f"is no tensor: {value!r}" if wrong else ""
     shape, dtype = tuple(value.shape), value.dtype
-    if name in CLOCK:
-        fits = value.numel() == 1 if name != "beta_powers" else shape == (2,)
-        wanted = "two numbers" if name == "beta_powers" else "one number"
+    if entry in CLOCK:
+        fits = shape == (2,) if entry == "beta_powers" else value.numel() == 1
+        wanted = "two numbers" if entry == "beta_powers" else "one number"
         return "" if fits and not dtype.is_complex else f"has shape {shape}, must be {wanted}"
-    if name.endswith("_scale") and name.removesuffix("_scale") in kinds:
-        return _wrong_scale(value, str(group.get(name.removesuffix("_scale"))), param)
+    for each in kinds:
+        if entry in (scale_name(each), *scales_of(each)):
+            return _wrong_scale(entry, value, state, str(group.get(each)), param)
     if shape != tuple(param.shape):
         return f"has shape {shape}, but the parameter has shape {tuple(param.shape)}"
-    if name in REMAINDERS.values() and dtype not in REST_FORMATS:
-        return f"has dtype {dtype}, must be one of {', '.join(map(str, REST_FORMATS))}"
-    if name == "master" and dtype not in PLAIN:
-        return f"has dtype {dtype}, must be floating-point"
-    if name not in kinds or dtype in PLAIN:
+    if entry in MASTER_ENTRIES or entry in OLD_REMAINDERS:
+        return _wrong_master(entry, as_integers(value).dtype if has_bits(entry) else dtype)
+    return "" if name is None else _wrong_state(entry, name, value, state, group, kinds[name])
+
+
+def _wrong_master(entry: str, dtype: torch.dtype) -> str:
+    """What is wrong with the dtype of a master or of remainders, in words; empty if nothing."""
+    if entry == "master":
+        return "" if dtype in PLAIN else f"has dtype {dtype}, must be floating-point"
+    wanted = [torch.int16, torch.int8] if entry in OLD_REMAINDERS else [rest_dtype(entry)]
+    if dtype in wanted:
         return ""
-    format = str(group.get(name))
-    if kinds[name] == "exact" or DTYPES.get(format) != dtype:
-        return f"has dtype {dtype}, but its param_group says that it is stored as {format!r}"
-    if NATIVE_FORMATS[format]["rest_dtype"] is not None and state.get(f"{name}_scale") is None:
-        return f"is stored as {format!r}, but has no '{name}_scale'"
+    return f"has dtype {dtype}, must be {' or '.join(map(str, wanted))}"
+
+
+def _wrong_state(
+    entry: str, name: str, value: Tensor, state: dict[str, Any], group: Group, kind: str
+) -> str:
+    """What is wrong with a state's dtype and scales, in words; empty if nothing."""
+    coded = CODES.get(entry.removeprefix(name))
+    dtype = as_integers(value).dtype if has_bits(entry) else value.dtype
+    if coded is None:
+        format = str(group.get(name))  # says what codes are, in files without names for them
+        if dtype in PLAIN:
+            return ""
+        if kind == "exact" or DTYPES.get(format) != dtype:
+            return f"has dtype {dtype}, but its param_group says that it is stored as {format!r}"
+    else:
+        format = coded
+        if format not in KINDS[kind]:
+            return f"is stored as {format!r}, but can be {', '.join(KINDS[kind])} only"
+        if DTYPES[format] != dtype:
+            return f"has dtype {dtype}, but {format!r} is stored as {DTYPES[format]}"
+    grouped = NATIVE_FORMATS[format]["rest_dtype"] is not None
+    if grouped and state.get(scale_name(entry)) is None:
+        return f"is stored as {format!r}, but has no {scale_name(entry)!r}"
     return ""
 
 
-def _wrong_scale(value: Tensor, format: str, param: Tensor) -> str:
-    """What is wrong with the scales of a state of a format, in words; empty if nothing."""
+def _wrong_scale(entry: str, value: Tensor, state: dict[str, Any], tag: str, param: Tensor) -> str:
+    """What is wrong with the scales of a state, in words; empty if nothing.
+
+    tag: the format that the file's param_group names, for files without names for codes.
+    """
+    data = entry.removesuffix("_scale")
+    format = next((f for suffix, f in CODES.items() if data.endswith(suffix)), tag)
     rest = NATIVE_FORMATS[format]["rest_dtype"] if format in DTYPES else None
     count = param.numel() // GROUP
     if rest is None or (value.dtype == rest and value.numel() == count):

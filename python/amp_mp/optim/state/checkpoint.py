@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.check_loadable import check_loadable
+from amp_mp.optim.state.entries import Held, held, renamed, state_of, store, with_bits
 from amp_mp.optim.state.formats import (
     DTYPES,
     MASTER_ENTRIES,
@@ -21,9 +22,37 @@ from amp_mp.optim.state.formats import (
     new_state,
     put,
     same_layout,
+    scale_shape,
 )
 from amp_mp.optim.state.init import CLOCK
 from amp_mp.optim.state.masters import master_of, set_master
+
+
+def shown_state(optimizer: Optimizer, show: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """torch's state dict, from `show`, with 16-bit integers as bfloat16 numbers of equal bits.
+
+    The tensors share the state's memory, as torch's do. The user's post-hooks see them so.
+    """
+
+    def as_bits(_: Any, found: dict[str, Any]) -> None:
+        found["state"] = {param: with_bits(state) for param, state in found["state"].items()}
+
+    hook = optimizer.register_state_dict_post_hook(as_bits, prepend=True)
+    try:
+        return show()
+    finally:
+        hook.remove()
+
+
+def rename_states(optimizer: Optimizer) -> None:
+    """Gives the states of an optimizer that was pickled long ago the names of today."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if state:
+                found = renamed(state, group)
+                state.clear()
+                state.update(found)
 
 
 def restore_state(
@@ -39,6 +68,8 @@ def restore_state(
     after everything: they see the final state. formats: the group's entries that say how something
     is stored; they stay the optimizer's.
     """
+    rules = tuple(rules)
+    names = tuple(kinds_of(rules))
     final: dict[str, Any] = {}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = dict(optimizer.state)
@@ -56,7 +87,8 @@ def restore_state(
             for param, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 saved = final["state"].get(saved_id)
                 if saved is not None:
-                    state = _restored(saved, param, saved_group, group, index)
+                    saved = renamed(saved, saved_group)
+                    state = _restored(saved, param, names, group, index)
                     _restore_master(saved, before.get(param, {}), param, state, group["master"])
                     optimizer.state[param] = state
                 index += 1
@@ -73,37 +105,47 @@ def restore_state(
 
 
 def _restored(
-    saved: dict[str, Any], param: Tensor, saved_group: Group, group: Group, tensor_index: int
+    saved: dict[str, Any], param: Tensor, names: tuple[str, ...], group: Group, tensor_index: int
 ) -> dict[str, Any]:
-    """A parameter's state without its master, in the group's formats; no tensor is shared."""
+    """A parameter's state without its master, in the group's formats; no tensor is shared.
+
+    names: of the states.
+    """
     state: dict[str, Any] = {}
-    for name, value in saved.items():
-        if name in MASTER_ENTRIES or (
-            name.endswith("_scale") and name.removesuffix("_scale") in saved
-        ):
+    for entry, value in saved.items():
+        scales = entry.endswith("_scale") and entry.removesuffix("_scale") in saved
+        if entry in MASTER_ENTRIES or scales:
             continue
+        name = state_of(entry, names)
+        found = None if name is None else held(saved, name)
         if not isinstance(value, Tensor):
-            state[name] = value
-        elif name in CLOCK or value.shape != param.shape:
-            state[name] = value.detach().to(param.device, copy=True)
-        elif value.dtype == torch.float64 or name not in group:
-            state[name] = _like(value, param)
+            state[entry] = value
+        elif entry in CLOCK or value.shape != param.shape:
+            state[entry] = value.detach().to(param.device, copy=True)
+        elif name is None or found is None:
+            state[entry] = _like(value, param)
         else:
-            scale = saved.get(f"{name}_scale")
-            found = _saved_format(value, saved_group.get(name))
-            wanted = format_of(group[name], param)
-            if found == wanted and (scale is None or same_layout(value, param)):
-                data = _like(value, param)
-                scale = None if scale is None else scale.detach().to(param.device, copy=True)
-            else:  # groups are of neighbours in memory, so another layout has other groups
-                values = get(value.detach(), scale, native_name(found)).to(param.device)
-                data, scale = new_state(wanted, param)
-                random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
-                put(values, data, scale, native_name(wanted), **random)
-            state[name] = data
-            if scale is not None:
-                state[f"{name}_scale"] = scale
+            store(state, name, *_converted(found, param, group[name], group, tensor_index))
     return state
+
+
+def _converted(
+    found: Held, param: Tensor, declared: str, group: Group, tensor_index: int
+) -> tuple[str, Tensor, Tensor | None]:
+    """The format, data and scales of a saved state as the parameter's group stores it; copies."""
+    if found.format not in DTYPES:  # float64 of torch's
+        found = found._replace(format="float32", data=found.data.float())
+    wanted = format_of(declared, param)
+    if found.format == wanted and (found.scale is None or same_layout(found.data, param)):
+        data, scale = _like(found.data, param), found.scale
+        if scale is not None:
+            scale = scale.detach().to(param.device, copy=True).reshape(scale_shape(param))
+    else:  # groups are of neighbours in memory, so another layout has other groups
+        values = get(found.data.detach(), found.scale, native_name(found.format)).to(param.device)
+        data, scale = new_state(wanted, param)
+        random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
+        put(values, data, scale, native_name(wanted), **random)
+    return wanted, data, scale
 
 
 def _restore_master(
@@ -133,17 +175,6 @@ def _like(value: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=value.dtype).copy_(value.detach())
 
 
-def _saved_format(value: Tensor, tag: str | None) -> str:
-    """The format of a saved tensor: its group's, where the dtype agrees, else the dtype's own.
-
-    They disagree in checkpoints of torch.optim, and where m8 fell back to bfloat16.
-    """
-    if tag is not None and DTYPES.get(tag) == value.dtype:
-        return tag
-    plain = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    return plain.get(value.dtype, "float32")
-
-
 def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:
     """The state dict of the optimizer in torch.optim with the same name, for float32 weights.
 
@@ -152,15 +183,15 @@ def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[st
     packed = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     ids = [i for group in packed["param_groups"] for i in group["params"]]
-    groups = [g for g in optimizer.param_groups for _ in g["params"]]
     state: dict[Any, dict[str, Any]] = {}
-    for number, param, group in zip(ids, params, groups, strict=True):
-        saved = packed["state"].get(number)
-        if saved is None:
+    for number, param in zip(ids, params, strict=True):
+        saved = optimizer.state.get(param)
+        if not saved:
             continue
         row = state[number] = {"step": saved["step"].float().cpu()}
         for name in rule.names:
-            native = native_name(format_of(group[name], param))
-            row[name] = get(saved[name], saved.get(f"{name}_scale"), native)
+            found = held(saved, name)
+            if found is not None:
+                row[name] = get(found.data, found.scale, native_name(found.format))
     kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
     return {"state": state, "param_groups": kept}

@@ -1,4 +1,4 @@
-"""State that follows its parameter: to another dtype, layout or device."""
+"""State that follows its parameter: to another dtype, layout or device, or another format."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.entries import Held, held, store
 from amp_mp.optim.state.formats import (
     DTYPES,
     MASTER_ENTRIES,
@@ -24,33 +25,28 @@ def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> No
     """Brings a parameter's state to the parameter's present dtype, layout and device.
 
     A master is dropped where the dtype has changed, so that a new one is made of the parameter.
-    Everything else keeps its values.
+    Everything else keeps its values. States take the formats that the group names now.
     """
-    held = [name for name in (*MASTER_ENTRIES, *rule.names) if state.get(name) is not None]
-    fitting = ("master", REMAINDERS[param.dtype]) if param.dtype in LOW_PRECISION else ()
-    for name in set(MASTER_ENTRIES) - set(fitting):
-        state.pop(name, None)
-    for name in held:
-        value = state.get(name)
-        if value is None or (value.device == param.device and same_layout(value, param)):
-            continue
-        if name in rule.names[:1]:
-            _move_state(name, group, param, state)
-        else:
-            state[name] = placed(value, param)
+    fitting = ("master", *REMAINDERS[param.dtype]) if param.dtype in LOW_PRECISION else ()
+    for name in MASTER_ENTRIES:
+        if name not in fitting:
+            state.pop(name, None)
+        elif state.get(name) is not None:
+            state[name] = placed(state[name], param)
+    for name in rule.names:
+        found = held(state, name)
+        if found is not None and found.format in DTYPES:
+            _bring(name, found, group, param, state)
 
 
-def _move_state(name: str, group: Group, param: Tensor, state: dict[str, Any]) -> None:
-    """Moves a state that may be stored in groups of neighbours, which another layout changes."""
-    data, scale = state[name], state.pop(f"{name}_scale", None)
-    present = group[name] if DTYPES.get(group[name]) == data.dtype else "bfloat16"  # m8 fell back
+def _bring(name: str, found: Held, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    """Moves one state; one stored in groups of neighbours is stored anew in another layout."""
     wanted = format_of(group[name], param)
-    if present == wanted and (scale is None or same_layout(data, param)):
-        state[name] = placed(data, param)
-        scale = None if scale is None else scale.to(param.device)
+    if found.format == wanted and (found.scale is None or same_layout(found.data, param)):
+        data = placed(found.data, param)
+        scale = None if found.scale is None else found.scale.to(param.device)
     else:
-        values = get(data, scale, native_name(present)).to(param.device)
-        state[name], scale = new_state(wanted, param)
-        put(values, state[name], scale, native_name(wanted), seed=int(group["seed"]))
-    if scale is not None:
-        state[f"{name}_scale"] = scale
+        values = get(found.data, found.scale, native_name(found.format)).to(param.device)
+        data, scale = new_state(wanted, param)
+        put(values, data, scale, native_name(wanted), seed=int(group["seed"]))
+    store(state, name, wanted, data, scale)

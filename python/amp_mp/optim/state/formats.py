@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
 # stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
@@ -26,10 +27,6 @@ KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("flo
 # The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
-# The entries of a state that make a low-precision parameter a master. Remainders beside the two
-# dtypes have two names, in files too: beside weights of the other dtype they are other numbers.
-REMAINDERS = {torch.bfloat16: "remainder", torch.float16: "remainder_float16"}
-MASTER_ENTRIES = ("master", *REMAINDERS.values())
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
 # What `memory=` stands for, by kind, and what holds without it.
@@ -40,6 +37,53 @@ PRESETS = {
     "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
 }
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """A dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _suffix(format: str) -> str:
+    plain = short_name(DTYPES[format])
+    return "" if format == plain else f"_{format.removeprefix(f'{plain}_')}"
+
+
+# What an entry's name adds to the state's name: nothing where the tensor holds the numbers
+# themselves. Codes have names of their own, because some ways of loading convert dtypes in silence:
+# torch's distributed checkpoint would make a code a number.
+SUFFIXES = {format: _suffix(format) for format in DTYPES}
+CODES = {suffix: format for format, suffix in SUFFIXES.items() if suffix}
+
+
+def entry_name(name: str, format: str) -> str:
+    """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8`."""
+    return name + SUFFIXES[format]
+
+
+def scale_name(entry: str) -> str:
+    """The entry that holds the scales of a grouped format's entry."""
+    return f"{entry}_scale"
+
+
+def rest_name(format: str, dtype: torch.dtype) -> str:
+    """The entry that holds the remainders of a split master beside weights of a dtype.
+
+    Beside weights of the other dtype they are other numbers, hence another name.
+    """
+    beside = "" if dtype == torch.bfloat16 else f"_{short_name(dtype)}"
+    return f"remainder{8 * _SPLITS[format]['rest_width']}{beside}"
+
+
+def rest_dtype(entry: str) -> torch.dtype:
+    """The dtype of the remainders that an entry holds."""
+    return torch.int16 if entry.startswith("remainder16") else torch.int8
+
+
+# The remainders' entries by the weight's dtype, and all entries that make a low-precision parameter
+# a master.
+REMAINDERS = {dtype: tuple(rest_name(f, dtype) for f in _SPLITS) for dtype in LOW_PRECISION}
+MASTER_ENTRIES = ("master", *(name for names in REMAINDERS.values() for name in names))
 
 
 def resolve(
@@ -98,7 +142,7 @@ def native_name(format: str) -> str:
 
 def split_name(format: str, dtype: torch.dtype) -> str:
     """The kernels' name of a master's format beside weights of a dtype."""
-    return f"{str(dtype).removeprefix('torch.')}_{format}"
+    return f"{short_name(dtype)}_{format}"
 
 
 def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -107,8 +151,21 @@ def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
     data = torch.zeros_like(param, dtype=entry["dtype"])
     if entry["rest_dtype"] is None:
         return data, None
-    count = param.numel() // entry["group"]
-    return data, torch.zeros(count, dtype=entry["rest_dtype"], device=param.device)
+    return data, torch.zeros(scale_shape(param), dtype=entry["rest_dtype"], device=param.device)
+
+
+def scale_shape(param: Tensor) -> tuple[int, ...]:
+    """The shape of m8's scales: one that can be split over processes as the parameter is.
+
+    Where groups do not lie along the last dimension, nor within the rows of the first, it is flat.
+    """
+    shape, count = tuple(param.shape), param.numel() // GROUP
+    if count and param.is_contiguous():
+        if shape[-1] % GROUP == 0:
+            return (*shape[:-1], shape[-1] // GROUP)
+        if count % shape[0] == 0:
+            return (shape[0], count // shape[0])
+    return (count,)
 
 
 def new_rest(format: str, param: Tensor) -> Tensor:
@@ -118,8 +175,8 @@ def new_rest(format: str, param: Tensor) -> Tensor:
 
 def beside(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
     """What makes a parameter a master: a float32 master, remainders, or None for neither."""
-    master: Tensor | None = state.get("master")
-    return state.get(REMAINDERS.get(param.dtype, "")) if master is None else master
+    names = ("master", *REMAINDERS.get(param.dtype, ()))
+    return next((state[name] for name in names if state.get(name) is not None), None)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.entries import is_held, store
 from amp_mp.optim.state.formats import format_of, native_name, new_state, put
 from amp_mp.optim.state.masters import set_master
 
@@ -20,21 +21,20 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
     """Makes what is missing of a parameter's state and returns the parameter's clock (clock_of).
 
     Each of the rule's states is a tensor of the parameter's shape and layout in the format that the
-    group names; m8 adds a tensor of scales, NAME_scale. A low-precision parameter also gets a
-    `master`, float32, or a `remainder` (beside float16 `remainder_float16`), int16 or int8.
+    group names, and the entry's name says which (entry_name); m8 adds a tensor of scales. A
+    low-precision parameter also gets a `master`, float32, or remainders (rest_name).
     """
     clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
     for each in rule.states:
-        if state.get(each.name) is not None:
+        if is_held(state, each.name):
             continue
         format = format_of(group[each.name], param)
-        state[each.name], scale = new_state(format, param)
-        if scale is not None:
-            state[f"{each.name}_scale"] = scale
+        data, scale = new_state(format, param)
+        store(state, each.name, format, data, scale)
         start = float(group[each.initial]) if each.initial else 0.0
         if start:
             values = torch.full_like(param, start, dtype=torch.float32)
-            put(values, state[each.name], scale, native_name(format))
+            put(values, data, scale, native_name(format))
     if param.dtype in LOW_PRECISION:
         set_master(group["master"], param, state)
     return clock
@@ -63,7 +63,7 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
         if offsets == [0, 1, 3] and len({view.untyped_storage().data_ptr() for view in views}) == 1:
             return views[0].as_strided((4,), (1,))
     # torch's SGD counts no steps: a momentum buffer says that there was at least one.
-    count = float(step) if step is not None else float(state.get("momentum_buffer") is not None)
+    count = float(step) if step is not None else float(is_held(state, "momentum_buffer"))
     products = [b**count for b in betas] if powers is None else powers.tolist()
     norm = 0.0 if layer is None else float(layer)
     clock = torch.tensor([count, *products, norm], dtype=torch.float64, device=param.device)

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from amp_mp.optim.state.formats import (
     MASTER_ENTRIES,
-    REMAINDERS,
     REST_FORMATS,
     beside,
     get,
     new_rest,
     placed,
     put,
+    rest_name,
     split_name,
 )
 from amp_mp.optim.state.original_values import take_original
@@ -28,8 +28,7 @@ def set_master(
     becomes the rounded values; a split rounds a value half way between two weights away from zero.
     """
     if values is None:
-        name = "master" if format == "float32" else REMAINDERS[param.dtype]
-        if format == "none" or state.get(name) is not None:
+        if format == "none" or state.get(_entry(format, param)) is not None:
             return
         present = master_of(param, state)
         values = take_original(param) if present is None else present
@@ -38,7 +37,7 @@ def set_master(
     if format == "float32":
         state["master"] = torch.empty_like(param, dtype=torch.float32)
     elif format != "none":
-        state[REMAINDERS[param.dtype]] = new_rest(format, param)
+        state[_entry(format, param)] = new_rest(format, param)
     arrays = _arrays(param, state)
     if arrays is not None:
         with torch.no_grad():
@@ -52,6 +51,10 @@ def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     """
     arrays = _arrays(param, state)
     return None if arrays is None else get(*arrays)
+
+
+def _entry(format: str, param: Tensor) -> str:
+    return "master" if format == "float32" else rest_name(format, param.dtype)
 
 
 def _arrays(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, str] | None:

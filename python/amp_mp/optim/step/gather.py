@@ -8,6 +8,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.entries import entries_of, held, scales_of
 from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
@@ -43,8 +44,8 @@ def state_keys(rule: Rule, dicts: list[dict[str, Any]]) -> tuple[str, ...]:
 
     Entries that no state has are left out: each costs a look-up for every parameter in every step.
     """
-    scales = [f"{name}_scale" for name in rule.names[:1]]
-    known = (*MASTER_ENTRIES, "step", *scales, *rule.names)
+    entries = [e for name in rule.names for e in (*entries_of(name), *scales_of(name))]
+    known = (*MASTER_ENTRIES, "step", *entries)
     return tuple(name for name in known if any(d.get(name) is not None for d in dicts))
 
 
@@ -77,11 +78,12 @@ class Bucket:
         self._keys = state_keys(rule, dicts)
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
         names = rule.names
+        found = [[own for d in dicts if (own := held(d, name))] for name in names]
         self.slots = _C.Slots(
             params=self.params,
             masters=[beside(p, d) for p, d in zip(self.params, dicts, strict=True)],
-            states=[[d[name] for d in dicts] for name in names],
-            scales=[d.get(f"{names[0]}_scale") if names else None for d in dicts],
+            states=[[own.data for own in each] for each in found],
+            scales=[own.scale for own in found[0]] if names else [None] * len(dicts),
             formats=[
                 [native_name(format_of(groups[i.group][name], param)) for param, i in members]
                 for name in names

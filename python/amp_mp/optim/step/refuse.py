@@ -7,6 +7,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Rule, missing_states
+from amp_mp.optim.state.entries import entries_of, held_twice
 from amp_mp.optim.state.formats import MASTER_ENTRIES
 
 
@@ -29,8 +30,15 @@ def refuse_param(param: Tensor, label: str) -> None:
 
 
 def refuse_state(rule: Rule, param: Tensor, state: Mapping[str, Any], label: str) -> None:
-    """Raises ValueError for state of another shape, or state after steps that lacks a tensor."""
-    for name in (*MASTER_ENTRIES, *rule.names):
+    """Raises ValueError for state of another shape, held twice, or lacking a tensor after steps."""
+    for name in rule.names:
+        twice = held_twice(state, name)
+        if twice:
+            raise ValueError(
+                f"the state of {label} holds {name!r} twice, as {twice[0]!r} and as {twice[1]!r}; "
+                "remove one of them"
+            )
+    for name in (*MASTER_ENTRIES, *(e for n in rule.names for e in entries_of(n))):
         held = state.get(name)
         if isinstance(held, Tensor) and held.shape != param.shape:
             raise ValueError(

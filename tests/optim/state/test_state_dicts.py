@@ -1,0 +1,192 @@
+"""State dicts of every optimizer and preset: what is in them, and who reads them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+PRESETS = ("float32", "exact", "lean", "tiny")
+KINDS: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "LARS": {},
+    "Adagrad": {},
+    "RMSprop": {"momentum": 0.9},
+    "Adamax": {},
+    "Lion": {},
+    "LAMB": {},
+    "NovoGrad": {},
+}
+SHAPES = ((4, 32), (2, 3, 64), (3, 8, 8), (2, 3, 4, 8), (1, 64), (33,), (64,), (5, 31), (0, 32), ())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# How far a format's numbers may be from what was stored, relative to the number itself, or for m8
+# to the largest of its group: one step, because rounding is stochastic.
+STEP = {"float32": 0.0, "bfloat16": 2.0**-7, "ue8m8": 2.0**-8, "m8": 3 / 127}
+CODED = {"m8": torch.int8, "ue8m8": torch.int16}
+
+
+def optimizer_of(kind: str, params: list[nn.Parameter], memory: str) -> amp.optim.FusedOptimizer:
+    return getattr(amp.optim, kind)(params, lr=0.01, **KINDS[kind], memory=memory, seed=5)
+
+
+def stepped(
+    kind: str, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], memory: str, device: str
+) -> tuple[list[nn.Parameter], amp.optim.FusedOptimizer]:
+    generator = torch.Generator().manual_seed(3)
+    params = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    optimizer = optimizer_of(kind, params, memory)
+    for _ in range(2):
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator) * 0.1
+            param.grad = grad.to(device, param.dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def decoded(state: dict[str, Any], name: str) -> tuple[str, Tensor]:
+    """The format by the entry's name, and the numbers."""
+    if f"{name}_m8" in state:
+        parts = (state[f"{name}_m8"], state[f"{name}_m8_scale"])
+        return "m8", amp.formats.decode(parts, "m8")
+    if f"{name}_ue8m8" in state:
+        return "ue8m8", amp.formats.decode((state[f"{name}_ue8m8"],), "ue8m8")
+    return str(state[name].dtype).removeprefix("torch."), state[name].float()
+
+
+def bound(format: str, values: Tensor) -> Tensor:
+    size = values.abs()
+    if format == "m8":
+        groups = size.reshape(-1, 32).amax(1, keepdim=True)
+        size = groups.expand(-1, 32).reshape(values.shape)
+    return STEP[format] * size
+
+
+@pytest.mark.parametrize("round_", range(40))
+def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
+    choose = np.random.default_rng(round_)
+    kind = str(choose.choice([*KINDS]))
+    source, target = (str(m) for m in choose.choice(PRESETS, 2))
+    count = int(choose.integers(1, 5))
+    shapes = [SHAPES[i] for i in choose.integers(0, len(SHAPES), count)]
+    dtypes = [DTYPES[i] for i in choose.integers(0, len(DTYPES), count)]
+    params, optimizer = stepped(kind, shapes, dtypes, source, device)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        for entry, value in state.items():
+            assert value.dtype not in (torch.int16, torch.uint16), entry
+            if not value.dtype.is_floating_point:
+                assert entry.startswith("remainder8") or entry.endswith("_m8"), entry
+    saved = through_a_file(saved)
+
+    for memory in (source, target):
+        twins = [nn.Parameter(p.detach().clone()) for p in params]
+        other = optimizer_of(kind, twins, memory)
+        other.load_state_dict(saved)
+        if memory == source:
+            assert raw_bytes(other.state_dict()) == raw_bytes(saved)
+        for param, twin in zip(params, twins, strict=True):
+            old, new = optimizer.state[param], other.state[twin]
+            assert new["step"] == old["step"]
+            for name in optimizer.rule().names:
+                (before, wanted), (after, found) = decoded(old, name), decoded(new, name)
+                if before == after:
+                    assert torch.equal(found, wanted)
+                assert bool(((found - wanted).abs() <= bound(after, wanted)).all()), (name, after)
+                held = [e for e in new if e in (name, f"{name}_m8", f"{name}_ue8m8")]
+                assert len(held) == 1, held
+            assert len([e for e in new if e.startswith(("master", "remainder"))]) == (
+                param.dtype != torch.float32
+            )
+        for twin in twins:
+            twin.grad = torch.ones_like(twin)
+        other.step()
+
+
+def test_state_dicts_show_16_bit_integers_as_bfloat16_of_the_same_memory(device: str) -> None:
+    (param,), optimizer = stepped("AdamW", [(2, 32)], [torch.bfloat16], "lean", device)
+    (state,) = optimizer.state_dict()["state"].values()
+    own = optimizer.state[param]["exp_avg_sq_ue8m8"]
+    assert own.dtype == torch.int16
+    assert state["exp_avg_sq_ue8m8"].dtype == torch.bfloat16
+    assert state["exp_avg_sq_ue8m8"].data_ptr() == own.data_ptr()
+    (param,), optimizer = stepped("AdamW", [(2, 32)], [torch.float16], "exact", device)
+    (state,) = optimizer.state_dict()["state"].values()
+    assert state["remainder16_float16"].dtype == torch.bfloat16
+    seen: list[torch.dtype] = []
+    hook = lambda _, found: seen.append(found["state"][0]["remainder16_float16"].dtype)  # noqa: E731
+    optimizer.register_state_dict_post_hook(hook)
+    optimizer.state_dict()
+    assert seen == [torch.bfloat16], "a user's hook sees what is saved"
+
+
+def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
+    wanted = {
+        (4, 64): (4, 2),
+        (2, 3, 32): (2, 3, 1),
+        (2, 3, 4, 8): (2, 3),
+        (1, 2, 4, 8): (1, 2),
+        (2, 1, 1, 32): (2, 1, 1, 1),
+    }
+    params, optimizer = stepped("Lion", [*wanted], [torch.bfloat16] * 5, "tiny", device)
+    found = [optimizer.state[p]["exp_avg_m8_scale"] for p in params]
+    assert [tuple(s.shape) for s in found] == [*wanted.values()]
+    turned = nn.Parameter(torch.ones(8, 32, 4, 4, device=device))
+    turned.data = turned.data.to(memory_format=torch.channels_last)
+    optimizer = amp.optim.Lion([turned], memory="tiny")
+    turned.grad = torch.ones_like(turned)
+    optimizer.step()
+    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg_m8_scale"] = saved["state"][0]["exp_avg_m8_scale"].view(4, 2, 16)
+    optimizer.load_state_dict(saved)
+    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16"])
+def test_another_format_of_a_group_replaces_the_entry(device: str, format: str) -> None:
+    (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
+    wanted = decoded(optimizer.state[param], "exp_avg")[1]
+    optimizer.param_groups[0].update(lr=0.0, betas=(1 - 2**-20, 0.999), exp_avg=format)
+    optimizer.param_groups[0]["master"] = "split32"
+    optimizer.forget()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert {e for e in state if e.startswith(("exp_avg", "remainder"))} == {
+        "exp_avg",
+        "exp_avg_sq_ue8m8",
+        "remainder16",
+    }
+    found = decoded(state, "exp_avg")
+    assert found[0] == format
+    assert bool(((found[1] - wanted).abs() <= 2.0**-6 * wanted.abs()).all())
+
+
+def test_a_state_held_twice_is_refused_by_name(device: str) -> None:
+    (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
+    optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+    optimizer.forget()
+    message = "parameter 0 of group 0 holds 'exp_avg' twice, as 'exp_avg' and as 'exp_avg_m8'"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    del optimizer.state[param]["exp_avg"]
+    optimizer.step()
