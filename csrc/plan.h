@@ -31,8 +31,8 @@ struct Slot {
   Clock* clock;
   int32_t group;          // index of its Hyper
   uint32_t tensor_index;  // for random bits: which tensor this is
-  int64_t first;          // for random bits: index of element 0 in the unsharded tensor
-  int64_t row;            // its row in NormInputs::grads and ::weights
+  Origin origin;          // for random bits: where its elements are in the whole tensor
+  int64_t row;            // its row in NormInputs::grads, ::weights and ::gathered
 };
 
 // One pair in a copy pass: to = from * multiplier. In an averaging pass `to` is the average and
@@ -42,6 +42,7 @@ struct Transfer {
   Array to, from;
   bool saturate;        // clamp to +-65504 where `to` is float16
   RandomStream random;  // for a stochastic `to`
+  Origin origin = {};
 };
 
 // One tensor in a measure pass.
@@ -54,8 +55,15 @@ struct Reading {
 // each Slot::row. The other members are scratch for rules that need the norm of their update:
 // Statistics of every span, then count + 1 Statistics (the last is the total); on CUDA also what
 // cuda/passes.h's SpanSums needs.
+//
+// A slot may be a shard, and other processes may hold the rest. Then grads and weights are those of
+// whole tensors already, and `gather`, which a pass calls once `updates` are there, makes whole
+// rows of them; on CUDA it only queues work.
 struct NormInputs {
   const Statistics *grads = nullptr, *weights = nullptr;
+  const Statistics* (*gather)(void* context) = nullptr;
+  void* context = nullptr;
+  const Statistics* gathered = nullptr;  // what `gather` has returned: a row for each Slot::row
   Statistics *update_spans = nullptr, *updates = nullptr;
   int64_t* first_span = nullptr;
   unsigned* ticket = nullptr;

@@ -26,6 +26,14 @@ AMP_MP_BOTH RandomStream random_stream(uint64_t seed, double step, uint32_t tens
       {uint32_t(seed), uint32_t(seed >> 32)}, uint32_t(step), tensor, of_weights ? 1u << 31 : 0};
 }
 
+// Where the elements of a shard are in the whole tensor, for random bits: element e of the shard is
+// element first + e / row_length * row_stride + e % row_length of the whole. With row_length 0, as
+// for a whole tensor or a shard without gaps, it is element first + e.
+struct Origin {
+  int64_t first = 0, row_length = 0, row_stride = 0;
+  bool operator==(const Origin&) const = default;
+};
+
 // Draw number `index`, 16 bytes. Element e uses byte e % 16 of draw e / 16, counted from the lowest
 // byte of word 0.
 AMP_MP_BOTH void draw(const RandomStream& s, uint64_t index, uint32_t (&word)[4]) {

@@ -53,8 +53,8 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   alignas(64) float tile[kTile], master[kTile], state[kMaxStates][kTile];
   const double step = slot.clock->step;
   const bool draw_weights = is_stochastic(slot.master.format);
-  Bytes bytes(random_stream(seed, step, slot.tensor_index, false), slot.first);
-  Bytes weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.first);
+  Bytes bytes(random_stream(seed, step, slot.tensor_index, false), slot.origin);
+  Bytes weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.origin);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     const G g = open<G>(slot.grad, i, tile, n);

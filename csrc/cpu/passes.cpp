@@ -148,9 +148,10 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
                 const Slot& s = slots[i];
                 return loops.moments(s, begin, end, rules[i], factor(s), seed(s));
               });
+    const Statistics* gathered = inputs.gather ? inputs.gather(inputs.context) : nullptr;
     for (int64_t i = 0; i < count; ++i) {
       Norms norms = norms_of(inputs, slots[i].row, multiplier);
-      norms.update = sqrt(inputs.updates[i].sum_squares);
+      norms.update = sqrt((gathered ? gathered[slots[i].row] : inputs.updates[i]).sum_squares);
       rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
     }
   }

@@ -91,22 +91,69 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
   }
 }
 
-// The random bytes of a tensor's elements, drawn for a window at a time. `first` is the index of a
-// shard's element 0 in the whole tensor: sharding does not change an element's bytes.
+// The random bytes of a tensor's elements, drawn for a window at a time. An element's bytes are
+// those of its place in the whole tensor: sharding does not change them.
 class Bytes {
  public:
-  AMP_MP_BOTH Bytes(const RandomStream& stream, int64_t first) : stream_(stream), first_(first) {}
+  AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
+      : stream_(stream), origin_(origin) {}
 
   // Bytes of elements [at, at + kTile). `at` is a multiple of kTile; calls go upwards.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
-    if (at < begin_ || at + kTile > begin_ + kDrawnElements) {
-      begin_ = at;
-      fill(stream_, uint64_t(first_ + at), bytes_);
+    if (origin_.row_length > 0) {
+      collect(at, kTile, tile_);
+      return tile_;
     }
-    return bytes_ + (first_ + begin_) % kDraw + (at - begin_);
+    const int64_t place = origin_.first + at;
+    if (!holds(place, kTile)) open(place);
+    return bytes_ + begin_ % kDraw + (place - begin_);
   }
 
  private:
+  // Whether the window has the bytes of n elements of the whole tensor.
+  AMP_MP_BOTH bool holds(int64_t place, int64_t n) const {
+    return place >= begin_ && place + n <= begin_ + kDrawnElements;
+  }
+
+  AMP_MP_BOTH void open(int64_t place) {
+    begin_ = place;
+    fill(stream_, uint64_t(place), bytes_);
+  }
+
+  // Bytes of n elements of a shard that has gaps between its rows, from `at` on. A short piece of a
+  // row that the window does not have is drawn by itself: a window would be drawn for every row.
+  AMP_MP_OWN void collect(int64_t at, int64_t n, uint8_t* bytes) {
+    constexpr int64_t kShort = kTile / 2;
+    int64_t column = at % origin_.row_length,
+            row = origin_.first + at / origin_.row_length * origin_.row_stride;
+    while (n > 0) {
+      const int64_t left = origin_.row_length - column, piece = n < left ? n : left,
+                    place = row + column;
+      if (!holds(place, piece) && piece < kShort) {
+        draw_few(stream_, uint64_t(place), int(piece), bytes);
+      } else {
+        if (!holds(place, piece)) open(place);
+        memcpy(bytes, bytes_ + begin_ % kDraw + (place - begin_), size_t(piece));
+      }
+      bytes += piece;
+      n -= piece;
+      column = 0;
+      row += origin_.row_stride;
+    }
+  }
+
+  AMP_MP_OWN static void draw_few(const RandomStream& stream, uint64_t place, int n,
+                                  uint8_t* bytes) {
+    for (int k = 0; k < n;) {
+      uint32_t word[4];
+      draw(stream, place / kDraw, word);
+      const int begin = int(place % kDraw), most = n - k < kDraw - begin ? n - k : kDraw - begin;
+      memcpy(bytes + k, reinterpret_cast<const uint8_t*>(word) + begin, size_t(most));
+      k += most;
+      place += uint64_t(most);
+    }
+  }
+
   AMP_MP_OWN static void fill(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
     draw_many(stream, element / kDraw, bytes);
     if (element % kDraw == 0) return;
@@ -116,8 +163,10 @@ class Bytes {
   }
 
   RandomStream stream_;
-  int64_t first_, begin_ = int64_t(1) << 62;
+  Origin origin_;
+  int64_t begin_ = int64_t(1) << 62;  // of the window, in the whole tensor
   alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
+  uint8_t tile_[kTile];
 };
 
 }  // namespace

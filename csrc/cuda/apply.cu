@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
   if (verdict->found_inf != 0) return;
   const Chunk chunk = find_chunk(table);
   const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule.rule;
-  const float multiplier = slot.slot_rule.multiplier;
+  const Rule rule = slot.slot_rule().rule;
+  const float multiplier = slot.slot_rule().multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
   // Every thread runs the same number of iterations, because m8 exchanges numbers between threads.
@@ -83,10 +83,15 @@ const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const D
   if constexpr (needs_update_norm<Rule>) {
     if (const char* error = moments<Rule>(slots, count, verdict, slot_rules, norms, stream))
       return error;
-    const SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
-                              count};
+    SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates, count};
+    NormInputs known = norms;
+    if (norms.gather) {
+      if (const char* error = combine(updates, stream)) return error;
+      known.gathered = norms.gather(norms.context);
+      updates = {};
+    }
     if (const char* error = decide_step<Rule>(slots, count, hypers, nullptr, verdict, updates,
-                                              SpanSums{}, slot_rules, norms, true, stream))
+                                              SpanSums{}, slot_rules, known, true, stream))
       return error;
   }
   auto& table = table_of_thread<SlotTable<Rule>>();

@@ -14,7 +14,7 @@ constexpr int kBlocks = 4;  // per multiprocessor
 
 __global__ void __launch_bounds__(kThreads, kBlocks)
     copy_kernel(const CopyTable __grid_constant__ table, const Verdict* __restrict__ verdict,
-                double constant) {
+                double constant, int64_t first, const Rows rows) {
   if (verdict && verdict->found_inf != 0) return;
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table);
@@ -28,11 +28,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;
     const bool whole = wide && n == kPack;
     const int64_t at = chunk.begin + i;
+    // First, while few registers are in use.
+    const uint64_t random =
+        draws ? random_bytes(table.extra[chunk.slot], first, rows, at) : uint64_t(0);
     float x[kPack] = {};
     load<kAnyFormat>(x, from, at, n, whole);
     for (int k = 0; k < kPack; ++k) x[k] = clamp ? saturate(x[k] * multiplier) : x[k] * multiplier;
-    store<kAnyFormat>(to, x, at, n, whole,
-                      draws ? random_bytes(table.extra[chunk.slot], uint64_t(at)) : 0);
+    store<kAnyFormat>(to, x, at, n, whole, random);
   }
 }
 
@@ -45,14 +47,15 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
   const int chunk = chunk_elements(count_elements(transfers, count), kBlocks);
   for (int64_t i = 0; i < count;) {
     table.reset(i, 0, chunk);
-    for (; i < count && !table.full(); ++i) {
+    const Origin origin = transfers[i].origin;  // of all in a launch
+    for (; i < count && !table.full() && transfers[i].origin == origin; ++i) {
       const Transfer& t = transfers[i];
       table.extra[table.count] = t.random;
       add_transfer(table, t, t.saturate && t.to.format == Format::float16);
     }
     if (table.blocks() == 0) continue;
-    if (const char* error = message(
-            launch(copy_kernel, table.blocks(), kThreads, queue, table, verdict, multiplier)))
+    if (const char* error = message(launch(copy_kernel, table.blocks(), kThreads, queue, table,
+                                           verdict, multiplier, origin.first, Rows::of(origin))))
       return error;
   }
   return nullptr;

@@ -48,7 +48,11 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
   Norms n = {};
   if (inputs.grads) n.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
   if (inputs.weights) n.weight = sqrt(inputs.weights[row].sum_squares);
-  if (inputs.updates) n.update = sqrt(inputs.updates[index].sum_squares);
+  if (inputs.gathered) {
+    n.update = sqrt(inputs.gathered[row].sum_squares);
+  } else if (inputs.updates) {
+    n.update = sqrt(inputs.updates[index].sum_squares);
+  }
   return n;
 }
 

@@ -15,12 +15,16 @@ __global__ void __launch_bounds__(kSpanThreads)
                    int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
   init_span_sums(table, first_span, ticket);
-  if (verdict->found_inf != 0 || int(blockIdx.x) >= table.first_chunk[table.count]) return;
+  if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // all tensors are empty
+  if (verdict->found_inf != 0) {
+    if (threadIdx.x == 0) spans[table.chunk_offset + blockIdx.x] = {};  // others may gather them
+    return;
+  }
 
   const Chunk chunk = find_chunk(table);
   const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule.rule;
-  const float multiplier = slot.slot_rule.multiplier;
+  const Rule rule = slot.slot_rule().rule;
+  const float multiplier = slot.slot_rule().multiplier;
   const bool draws = slot.draws();
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;

@@ -40,6 +40,44 @@ __device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uin
   return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
 }
 
+// The rows of a shard as a kernel argument: core/random.h's Origin without its beginning.
+struct Rows {
+  int64_t length = 0, stride = 0;  // length 0: no gaps
+  double inverse = 0;              // 1 / length
+
+  static Rows of(const Origin& o) {
+    if (o.row_length == 0) return {};
+    return {o.row_length, o.row_stride, 1.0 / double(o.row_length)};
+  }
+};
+
+// Index in the whole tensor of element `at` of a shard whose element 0 is element `first`. The
+// quotient is a product of doubles, because a division of 64-bit integers is a function call. Below
+// 2^51 elements it is right or one too small.
+__device__ __forceinline__ int64_t place_of(int64_t first, const Rows& rows, int64_t at) {
+  if (rows.length == 0) return first + at;
+  int64_t number = int64_t(double(at) * rows.inverse);
+  if (at - number * rows.length >= rows.length) ++number;
+  return first + at + number * (rows.stride - rows.length);
+}
+
+// The random bytes of elements at to at + 7 of the shard, `at` being a multiple of 8.
+__device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, int64_t first,
+                                                 const Rows& rows, int64_t at) {
+  if (rows.length % kPack == 0)  // the eight lie in one row
+    return random_bytes(stream, uint64_t(place_of(first, rows, at)));
+  uint64_t bytes = 0;
+  for (int k = 0; k < kPack; ++k) {
+    const auto place = uint64_t(place_of(first, rows, at + k));
+    uint32_t word[4];
+    draw(stream, place / kDraw, word);
+    const int w = int(place % kDraw / 4), shift = 8 * int(place % 4);
+    const uint32_t low = w & 1 ? word[1] : word[0], high = w & 1 ? word[3] : word[2];
+    bytes |= uint64_t((w & 2 ? high : low) >> shift & 0xFFu) << (8 * k);
+  }
+  return bytes;
+}
+
 // Picks bytes of two words in one instruction. A digit of the selector names a byte: 0 to 3 of a, 4
 // to 7 of b.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {

@@ -31,7 +31,8 @@ const char* average(const Transfer* transfers, int64_t count, double decay, void
 
 // A step: adds up `grads` and `weights`, decides from the total of `grads` (or, if `inputs` is
 // null, uses `verdict` as it is), then ticks each slot's clock and updates it, unless the verdict
-// says overflow. `slot_rules` is device memory for `count`. norms: as on the CPU.
+// says overflow. `slot_rules` is device memory for `count`. norms: as on the CPU; `gather` is
+// called after an overflow too, with updates of zero.
 template <class Rule>
 const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
                   Verdict* verdict, const SpanSums& grads, const SpanSums& weights,

@@ -10,17 +10,17 @@ namespace amp_mp::cuda {
 
 constexpr int kArgumentBytes = kArgumentLimit - 128;  // of a table, room left for other arguments
 
-// `Extra`: what else a kernel has to know of each tensor.
+// `Extra`: what else a kernel has to know of each tensor. `Other`: bytes that a derived table adds.
 struct NoExtra {};
 
 // Thread block b works on chunk b - first_chunk[t] of the last tensor t with first_chunk[t] <= b.
 // An empty tensor has the same first_chunk as the next tensor and is never the last: it costs
 // nothing and needs no test. A block takes one chunk instead of looping over several, because the
 // hardware's scheduler balances blocks better.
-template <int Pointers, class Extra = NoExtra>
+template <int Pointers, class Extra = NoExtra, int Other = 0>
 struct TensorTable {
   static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Extra)) + 4 + 4;
-  static constexpr int kCapacity = (kArgumentBytes - 56) / kEntry;
+  static constexpr int kCapacity = (kArgumentBytes - 56 - Other) / kEntry;
 
   int64_t size[kCapacity];
   void* data[Pointers][kCapacity];

@@ -48,7 +48,9 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
                  const py::sequence& clocks, std::vector<int64_t> groups,
                  std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
-                 std::vector<std::string> names) {
+                 std::vector<std::string> names, const std::optional<py::sequence>& dtensors,
+                 std::optional<std::vector<int64_t>> row_lengths,
+                 std::optional<std::vector<int64_t>> row_strides) {
   Slots::Lists lists;
   lists.params = unpack(params, "params");
   lists.masters = unpack(masters, "masters");
@@ -63,7 +65,11 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   lists.clocks = unpack(clocks, "clocks");
   lists.groups = std::move(groups);
   lists.tensor_indices = std::move(tensor_indices);
+  const std::vector<int64_t> zeros(firsts.size());
+  lists.row_lengths = std::move(row_lengths).value_or(zeros);
+  lists.row_strides = std::move(row_strides).value_or(zeros);
   lists.firsts = std::move(firsts);
+  lists.dtensors = dtensors ? unpack(*dtensors, "dtensors") : Tensors(lists.params.size());
   lists.names = std::move(names);
   return Slots(std::move(lists));
 }

@@ -25,7 +25,9 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
                  const py::sequence& clocks, std::vector<int64_t> groups,
                  std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
-                 std::vector<std::string> names);
+                 std::vector<std::string> names, const std::optional<py::sequence>& dtensors,
+                 std::optional<std::vector<int64_t>> row_lengths,
+                 std::optional<std::vector<int64_t>> row_strides);
 
 // Hyper's numbers by name, lr maybe a tensor; TypeError for a name it does not have.
 HyperTensors make_hyper(const py::kwargs& hyper);

@@ -1,4 +1,6 @@
 // What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
+#include <pybind11/functional.h>
+
 #include "cpu/kernels.h"
 #include "torch/arguments.h"
 #include "torch/casting/autocast.h"
@@ -92,9 +94,16 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
            py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
            py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
-           py::arg("names"))
+           py::arg("names"), py::arg("dtensors") = py::none(), py::arg("row_lengths") = py::none(),
+           py::arg("row_strides") = py::none())
       .def("__len__", &Slots::size)
       .def("fit", &Slots::fit)
+      .def("find_gradients", &Slots::find_gradients)
+      .def("set_gradient", &Slots::set_gradient, py::arg("i"), py::arg("local"))
+      .def(
+          "measure_weights",
+          [](Slots& slots) { return Measurement(slots.weights(), slots.device()); },
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "measure", [](const Slots& slots) { return measure(slots); },
           py::call_guard<py::gil_scoped_release>());
@@ -134,11 +143,14 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "encode_",
       [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-         const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index) {
-        encode_(x, data, rest, format_named(format), seed, step, tensor_index);
+         const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index,
+         int64_t first, int64_t row_length, int64_t row_stride) {
+        encode_(x, data, rest, format_named(format), seed, step, tensor_index,
+                {first, row_length, row_stride});
       },
       py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
-      py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0);
+      py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0, py::arg("first") = 0,
+      py::arg("row_length") = 0, py::arg("row_stride") = 0);
   m.def(
       "decode",
       [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
@@ -191,7 +203,8 @@ PYBIND11_MODULE(_C, m) {
   operators[#op] = py::cpp_function(                                                         \
       &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
       py::arg("measured") = py::none(), py::arg("inputs") = py::none(),                      \
-      py::arg("measure") = false, py::call_guard<py::gil_scoped_release>());
+      py::arg("measure") = false, py::arg("weights") = py::none(),                           \
+      py::arg("gather_updates") = py::none(), py::call_guard<py::gil_scoped_release>());
   AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
   m.attr("operators") = operators;
 }

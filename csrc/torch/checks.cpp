@@ -123,6 +123,15 @@ void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label&
                     "; create it with torch.empty_like(..., memory_format=torch.preserve_format)");
 }
 
+void check_origin(const Origin& o, const std::string& name) {
+  TORCH_CHECK_VALUE(
+      o.first >= 0 && o.row_length >= 0 && (o.row_length == 0 || o.row_stride >= o.row_length),
+      "amp_mp: the shard of ", name, " cannot begin at element ", o.first, " with rows of ",
+      o.row_length, " elements, ", o.row_stride,
+      " apart; no number may be negative, and no row longer than the distance to "
+      "the next");
+}
+
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) {
   struct Range {
     uintptr_t begin, end;

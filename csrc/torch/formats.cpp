@@ -42,15 +42,17 @@ void transfer(const Transfer& t, const at::Device& device) {
 }  // namespace
 
 void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-             Format format, uint64_t seed, int64_t step, int64_t tensor_index) {
+             Format format, uint64_t seed, int64_t step, int64_t tensor_index,
+             const Origin& origin) {
   check_plain(x, {"x"});
   check_dtype(x, at::kFloat, {"x"});
   check_device(data, x.device(), {"data"});
   TORCH_CHECK_VALUE(x.is_contiguous() && x.numel() == data.numel(), "amp_mp: x (", describe(x),
                     ") must be contiguous and have as many elements as data");
+  check_origin(origin, "x");
   const Array to = stored_array(data, rest, format);
   const RandomStream random = random_stream(seed, double(step), uint32_t(tensor_index), false);
-  transfer({x.numel(), to, array_of(x, {"x"}), saturates(format), random}, x.device());
+  transfer({x.numel(), to, array_of(x, {"x"}), saturates(format), random, origin}, x.device());
   bump_version(data);
   if (rest.has_value()) bump_version(*rest);
 }

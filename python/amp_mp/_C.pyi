@@ -1,6 +1,6 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -79,13 +79,38 @@ class Slots:
         tensor_indices: Sequence[int],
         firsts: Sequence[int],
         names: Sequence[str],
-    ) -> None: ...
+        dtensors: Tensors | None = None,
+        row_lengths: Sequence[int] | None = None,
+        row_strides: Sequence[int] | None = None,
+    ) -> None:
+        """dtensors[i]: the DTensor whose shard params[i] is, None for a plain parameter.
+
+        Element e of params[i] is element first + e // row_length * row_stride + e % row_length of
+        the whole tensor, or first + e where row_length is 0.
+        """
+
     def __len__(self) -> int: ...
     def fit(self) -> bool:
-        """Whether every parameter has the dtype, shape, layout and device of then."""
+        """Whether every parameter has the dtype, shape, layout and device of then.
+
+        And whether every DTensor has the same local tensor, the very object.
+        """
+
+    def find_gradients(self) -> list[int]:
+        """Looks up the gradients of the DTensors; call it before each step, and its measuring.
+
+        Returns the indices of gradients that are not placed as their parameters: set_gradient must
+        give their shards. TypeError for a gradient that is no DTensor.
+        """
+
+    def set_gradient(self, i: int, local: Tensor) -> None:
+        """The shard of a DTensor's gradient in the next step."""
 
     def measure(self) -> Measurement:
         """Of the parameters' gradients, absent ones counting as empty."""
+
+    def measure_weights(self) -> Measurement:
+        """Of the masters; those of parameters without a gradient count as empty."""
 
 class Measurement:
     """Statistics of one read of tensors; on CUDA sums of spans, which the step's kernel adds."""
@@ -200,8 +225,14 @@ def encode_(
     seed: int = 0,
     step: int = 0,
     tensor_index: int = 0,
+    first: int = 0,
+    row_length: int = 0,
+    row_stride: int = 0,
 ) -> None:
-    """Stores x, float32, in a format's one or two arrays; all contiguous."""
+    """Stores x, float32, in a format's one or two arrays; all contiguous.
+
+    Random bits are those of the elements' places in the whole tensor, as Slots counts them.
+    """
 
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, shaped like data."""
@@ -235,10 +266,15 @@ class Operator(Protocol):
         measured: Measurement | None = None,
         inputs: DecideInputs | None = None,
         measure: bool = False,
+        weights: Measurement | None = None,
+        gather_updates: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """With inputs the verdict is decided here, else it is given.
 
         measured or measure=True: where the decision or the rule needs the gradients' statistics.
+        weights: the masters' statistics, for rules that need norms, where the slots are shards.
+        gather_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
+        statistics, float64 [n, 3], and returns those of the whole tensors. Other rules use neither.
         """
 
 # By the names of csrc/core/rules.h: "adamw_", "sgd_", ...

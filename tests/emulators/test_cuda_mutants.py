@@ -61,6 +61,24 @@ MUTANTS = {
         "FAILED copy to"),
     "random bytes of the block before": Mutant(
         "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "plain", "FAILED apply"),
+    "the row before": Mutant(
+        "pack8.h", "at - number * rows.length >= rows.length", "false", "apply.cu", "plain",
+        "FAILED apply"),
+    "rows without gaps": Mutant(
+        "pack8.h", "(rows.stride - rows.length)", "rows.length", "apply.cu", "plain",
+        "FAILED apply"),
+    "eight elements always lie in one row": Mutant(
+        "pack8.h", "rows.length % kPack == 0", "true", "moments.cu", "plain", "FAILED apply"),
+    "rows of another slot": Mutant(
+        "slot_table.h", "rows[r].stride != wanted.stride", "false", "apply.cu", "plain",
+        "FAILED apply"),
+    "copies know no rows": Mutant(
+        "copy.cu", "Rows::of(origin)", "Rows{}", "copy.cu", "plain", "FAILED copy to"),
+    "a skipped step gathers what was there": Mutant(
+        "moments.cu", "spans[table.chunk_offset + blockIdx.x] = {};", ";", "moments.cu", "plain",
+        "FAILED updates are gathered"),
+    "updates are not gathered": Mutant(
+        "decide.cu", "if (inputs.gathered)", "if (false)", "decide.cu", "plain", "FAILED apply"),
     "eight bytes are wide": Mutant(
         "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
     "one array is always wide": Mutant(

@@ -9,6 +9,7 @@ import hashlib
 import sys
 from typing import Any
 
+import cuts
 import torch
 from helpers import DTYPES, on, random
 from rules import RULES, STORAGES
@@ -74,10 +75,25 @@ def averages(digest: Any) -> None:
         digest.update(raw(average))
 
 
+def shards_of_rows(digest: Any) -> None:
+    """Rows of every length against a draw of 16 and a tile of 256 elements."""
+    shape = (60, 2048)
+    states = ("bfloat16_stochastic", "ue8m8")
+    for places in ([], [1, 8, 24, 61], [100, 356, 613], [1024]):
+        blocks = cuts.cuts(shape, [7], places)
+        found = cuts.Blocks("cpu", shape, blocks, "adamw_", "float16_stochastic", states)
+        for step in range(2):
+            found.set_gradients(torch.from_numpy(random(60 * 2048, step)))
+            found.step()
+        for name, whole in found.raw().items():
+            digest.update(name.encode() + whole.tobytes())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
     found = hashlib.sha256()
     unaligned_steps_and_copies(found)
     every_rule_in_every_format(found)
     averages(found)
+    shards_of_rows(found)
     print(amp.build_info()["cpu"], found.hexdigest())

@@ -21,6 +21,7 @@ void prefetch_impl(const at::Tensor& t) {
 
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
+      shards_(std::move(own_.dtensors), own_.params, own_.names),
       device_(own_.params.empty() ? at::Device(at::kCPU) : own_.params[0].device()) {
   check_lengths();
   check();
@@ -59,7 +60,7 @@ void Slots::remember() {
     s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
     s.group = int32_t(own_.groups[i]);
     s.tensor_index = uint32_t(own_.tensor_indices[i]);
-    s.first = own_.firsts[i];
+    s.origin = {own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]};
     s.row = i;
     slots_.push_back(s);
     shapes_.push_back(shape_of(param));
@@ -81,17 +82,20 @@ Array Slots::master_of(size_t i) const {
   return {data.mutable_data_ptr(), *format_of_master(param, master), rest.mutable_data_ptr()};
 }
 
-std::vector<Reading> Slots::weights() const {
+std::vector<Reading> Slots::weights() {
+  shards_.check_found(own_.names);
+  follow_memory();
   std::vector<Reading> readings(own_.params.size());
   for (size_t i = 0; i < readings.size(); ++i)
-    if (own_.params[i].grad().defined()) readings[i] = {own_.params[i].numel(), master_of(i)};
+    if (gradient(i).defined()) readings[i] = {own_.params[i].numel(), master_of(i)};
   return readings;
 }
 
 Tensors Slots::grads() const {
+  shards_.check_found(own_.names);
   Tensors grads;
   grads.reserve(own_.params.size());
-  for (const at::Tensor& param : own_.params) grads.push_back(param.grad());
+  for (size_t i = 0; i < own_.params.size(); ++i) grads.push_back(gradient(i));
   return grads;
 }
 
@@ -101,7 +105,7 @@ bool Slots::fit() const {
     if (i + kAhead < size()) prefetch_impl(own_.params[i + kAhead]);
     if (shape_of(own_.params[i]) != shapes_[i]) return false;
   }
-  return true;
+  return shards_.are(own_.params);
 }
 
 void Slots::prefetch(int64_t near, int64_t far) const {
@@ -112,7 +116,8 @@ void Slots::prefetch(int64_t near, int64_t far) const {
   if (far < size()) for_each_tensor(far, prefetch_impl);
 }
 
-const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
+// Checks the tensors again whose memory has moved.
+void Slots::follow_memory() {
   size_t at = 0;
   bool moved = false;
   for (int64_t i = 0; i < size(); ++i) {
@@ -122,23 +127,35 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
       ++at;
     });
   }
-  if (moved) {  // by p.data = ..., which is allowed if the checks still pass
-    check();
-    remember();
-  }
+  if (!moved) return;  // by p.data = ..., which is allowed if the checks still pass
+  check();
+  remember();
+}
+
+void Slots::find_copies(bool captured) {
   // A CUDA graph must not write copies that the cache may free, and its replays advance no version
   // counters.
-  const bool captured = is_capturing(device_);
   if (captured) casting::never_cache(own_.params);
   copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
+  for (size_t i = 0; i < copies_.size(); ++i)
+    if (shards_.has(i)) copies_[i].reset();  // DTensors are never cached
+}
+
+const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
+  shards_.check_found(own_.names);
+  follow_memory();
+  const bool captured = is_capturing(device_);
+  find_copies(captured);
   if (readings) readings->assign(own_.params.size(), Reading{});
   kept.reserve(2 * own_.params.size());  // pointers into it stay good
   bool all_as_remembered = true;
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& param = own_.params[i];
-    const at::Tensor* grad = &param.grad();
+    const at::Tensor* grad = &gradient(size_t(i));
     if (!grad->defined()) {
-      TORCH_CHECK_VALUE(!captured || !param.requires_grad(), "amp_mp: ", own_.names[size_t(i)],
+      const bool frozen =
+          !(shards_.has(size_t(i)) ? shards_.dtensor(size_t(i)) : param).requires_grad();
+      TORCH_CHECK_VALUE(!captured || frozen, "amp_mp: ", own_.names[size_t(i)],
                         " has no gradient, and a step captured now would leave it out for ever; ",
                         "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
@@ -167,7 +184,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter
   chosen_.clear();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].grad.data && !own_.params[i].grad().defined()) continue;
+    if (!slots_[i].grad.data && !gradient(i).defined()) continue;
     chosen_.push_back(slots_[i]);
     if (writes_copy(i)) chosen_.back().copy = array_of(copies_[i], {"a cached cast"});
   }
@@ -179,9 +196,12 @@ bool Slots::writes_copy(size_t i) const {
 }
 
 void Slots::finish(bool written) {
-  if (written)
-    for (int64_t i = 0; i < size(); ++i)
-      if (own_.params[i].grad().defined()) bump_version(own_.params[i]);
+  for (size_t i = 0; written && i < own_.params.size(); ++i) {
+    if (!gradient(i).defined()) continue;
+    bump_version(own_.params[i]);
+    if (shards_.has(i)) bump_version(shards_.dtensor(i));
+  }
+  shards_.drop_gradients();
   casting::copies_written(own_.params, copies_);
   copies_.clear();  // now only the cache holds them
 }

@@ -6,6 +6,7 @@
 
 #include "plan.h"
 #include "torch/checks.h"
+#include "torch/step/shards.h"
 
 namespace amp_mp {
 
@@ -24,11 +25,12 @@ class Slots {
     Tensors clocks;                            // float64 of 4 elements (core/rules/base.h, Clock)
     std::vector<int64_t> groups;               // ascending indices into the step's hypers
     std::vector<int64_t> tensor_indices;       // for random bits: which tensor this is
-    // For random bits: index of a shard's element 0 in the whole tensor.
-    std::vector<int64_t> firsts;
+    // For random bits: where a shard is in the whole tensor (core/random.h, Origin).
+    std::vector<int64_t> firsts, row_lengths, row_strides;
     std::vector<std::string> names;  // for messages
+    Tensors dtensors;                // whose shards the parameters are, as Shards takes them
   };
-  explicit Slots(Lists lists);
+  explicit Slots(Lists lists);  // needs the GIL
 
   int64_t size() const { return int64_t(own_.params.size()); }
   at::Device device() const { return device_; }
@@ -36,13 +38,18 @@ class Slots {
   int states() const { return int(own_.states.size()); }
 
   // Whether every parameter still has the dtype, shape, layout and device that it had when Slots
-  // was made. plan() relies on it.
+  // was made, and every DTensor the same shard. plan() relies on it. Needs the GIL.
   bool fit() const;
+
+  // Once before each step, and before its measuring: the gradients of the DTensors, as
+  // Shards::find_gradients says.
+  std::vector<int64_t> find_gradients() { return shards_.find_gradients(own_.names); }
+  void set_gradient(int64_t i, const at::Tensor& shard) { shards_.set_gradient(i, shard); }
 
   // The parameters' current gradients, undefined if a parameter has none.
   Tensors grads() const;
   // The arrays that the rule updates, for measuring; empty for parameters without a gradient.
-  std::vector<Reading> weights() const;
+  std::vector<Reading> weights();
   const std::vector<std::string>& names() const { return own_.names; }
 
   // The slots of the parameters that have a gradient. A gradient whose layout differs from its
@@ -53,15 +60,21 @@ class Slots {
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
   // Call after each plan(). `written`: the step was not skipped, so the version counters of the
-  // parameters advance. Those of the states do not: no autograd graph holds a state, and each
-  // counter would cost a cache miss.
+  // parameters advance, of a DTensor and of its shard. Those of the states do not: no autograd
+  // graph holds a state, and each counter would cost a cache miss.
   void finish(bool written);
 
  private:
   void check_lengths() const;
   void check() const;
   Array master_of(size_t i) const;
+  // The one place that knows where gradients come from.
+  const at::Tensor& gradient(size_t i) const {
+    return shards_.has(i) ? shards_.gradient(i) : own_.params[i].grad();
+  }
+  void follow_memory();
   void remember();
+  void find_copies(bool captured);
   bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
   void prefetch(int64_t near, int64_t far) const;
   static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
@@ -69,6 +82,7 @@ class Slots {
   void for_each_tensor(int64_t i, const F& f) const;
 
   Lists own_;
+  Shards shards_;
   at::Device device_;
   // What check() has seen, to notice tensors whose memory has moved since.
   std::vector<uint64_t> shapes_;     // of every parameter

@@ -20,7 +20,8 @@ void Slots::check_lengths() const {
   check_length(own_.groups.size(), n, "groups");
   check_length(own_.tensor_indices.size(), n, "tensor_indices");
   check_length(own_.firsts.size(), n, "firsts");
-  check_length(own_.names.size(), n, "names");
+  check_length(own_.row_lengths.size(), n, "row_lengths");
+  check_length(own_.row_strides.size(), n, "row_strides");
   for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
   for (const auto& f : own_.formats) check_length(f.size(), n, "a list of formats");
   TORCH_CHECK_VALUE(own_.formats.size() == own_.states.size(), "amp_mp: ", own_.states.size(),
@@ -29,6 +30,8 @@ void Slots::check_lengths() const {
                     " states, at most ", kMaxStates, " are supported");
   for (size_t i = 1; i < n; ++i)
     TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
+  for (size_t i = 0; i < n; ++i)
+    check_origin({own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]}, own_.names[i]);
 }
 
 void Slots::check() const {

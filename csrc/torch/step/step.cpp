@@ -2,8 +2,7 @@
 #include <ATen/Parallel.h>
 
 #include "cpu/passes.h"
-#include "torch/step/scalars.h"
-#include "torch/step/step.h"
+#include "torch/step/norm_scratch.h"
 
 namespace amp_mp {
 namespace {
@@ -101,43 +100,10 @@ void decide_(at::Tensor& verdict, const DecideTensors& inputs,
   bump_version(verdict);
 }
 
-namespace {
-
-// What a rule that needs norms reads and writes besides the slots' arrays.
-template <class Rule>
-struct NormScratch {
-  std::optional<Measurement> weights;
-  at::Tensor updates;
-  NormInputs inputs;
-
-  NormScratch(const Slots& slots, const std::vector<Slot>& plan, Statistics* grads,
-              const at::Device& device) {
-    if constexpr (needs_norms<Rule>) {
-      weights.emplace(slots.weights(), device);
-      inputs.grads = grads;
-      inputs.weights = weights->of_tensors();
-    }
-    if constexpr (needs_update_norm<Rule>) {
-      // The ticket, the index of each slot's first span, sums of tensors and total, sums of spans.
-      const auto count = int64_t(plan.size());
-      int64_t spans = 0;
-      for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
-      const int64_t head = 8 * (count + 2);
-      updates = scratch(head + (count + 1 + spans) * int64_t(sizeof(Statistics)), device);
-      char* memory = data_of<char>(updates);
-      inputs.ticket = reinterpret_cast<unsigned*>(memory);
-      inputs.first_span = reinterpret_cast<int64_t*>(memory) + 1;
-      inputs.updates = reinterpret_cast<Statistics*>(memory + head);
-      inputs.update_spans = inputs.updates + count + 1;
-    }
-  }
-};
-
-}  // namespace
-
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors, bool measures) {
+            Measurement* found, const DecideTensors* decide_tensors, bool measures,
+            Measurement* weights, const GatherUpdates& gather_updates) {
   TORCH_CHECK_VALUE(slots.states() == Rule::kStates, "amp_mp: this rule keeps ", Rule::kStates,
                     " states a parameter, the slots have ", slots.states());
   TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
@@ -146,6 +112,10 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   const at::Device device = verdict.device();
   if (found) check_device(found->rows_so_far(), device, {"measured"});
+  if (weights) check_device(weights->rows_so_far(), device, {"weights"});
+  TORCH_CHECK_VALUE(!weights || weights->count() >= slots.size(), "amp_mp: weights has ",
+                    weights ? weights->count() : 0, " rows and a total, the slots are ",
+                    slots.size(), "; pass rows as slots.measure_weights() has them");
   Verdict* v = verdict_of(verdict, device);
   Tensors kept;
   std::vector<Reading> readings;
@@ -160,29 +130,30 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   const int64_t rule_bytes = count * int64_t(sizeof(SlotRule<Rule>));  // a CPU needs less
   const at::Tensor rules = scratch(rule_bytes, device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
-  const NormScratch<Rule> norms(slots, plan, rows, device);
+  NormScratch<Rule> norms(slots, plan, rows, weights, gather_updates, device);
   bool written = true;
   on(
       device,
       [&] {
         if (decide_tensors) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
         written = v->found_inf == 0;
-        if (written)
-          cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
-                           norms.inputs, at::get_num_threads());
+        if (!written) return norms.skip();
+        cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
+                         norms.inputs, at::get_num_threads());
       },
       AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), decide_tensors ? &inputs : nullptr,
                               v, found ? found->span_sums() : cuda::SpanSums{},
                               norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
                               data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
   if (found) found->mark_added();
+  if (norms.weights) norms.weights->mark_added();
   if (decide_tensors) bump_version(verdict);
   slots.finish(written);
 }
 
 #define AMP_MP_INSTANTIATE(Rule, op)                                                              \
   template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*, \
-                             const DecideTensors*, bool);
+                             const DecideTensors*, bool, Measurement*, const GatherUpdates&);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,

@@ -1,6 +1,7 @@
 #pragma once
 // The operations of an optimizer's step: decide, apply, update the loss scale. An `XTensors` struct
 // has the members of plan.h's or core's struct `X` as tensors.
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -40,14 +41,24 @@ struct HyperTensors {
   at::Tensor lr;
 };
 
+// Takes the float64 [n, 3] statistics of the updates of n slots, zeros for a slot without a
+// gradient, and returns the same of whole tensors, of which slots may be shards.
+using GatherUpdates = std::function<at::Tensor(const at::Tensor& rows)>;
+
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
 // decide_tensors the verdict is decided here, without them it is given. Rules that use norms, and
 // decisions that depend on the gradients, need statistics: `found` where measure(slots) has them
 // already, else `measures` reads the gradients here. While a CUDA graph is being captured, every
 // parameter that requires a gradient must have one.
+//
+// Rules that need the norms of masters measure these here, unless `weights` has their statistics. A
+// rule that needs its update's norm calls `gather_updates`, if there is one, once in every step,
+// also a skipped one, because other processes take part. An error in it leaves the moments advanced
+// and the weights as they were. Other rules look at neither.
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors, bool measures);
+            Measurement* found, const DecideTensors* decide_tensors, bool measures,
+            Measurement* weights, const GatherUpdates& gather_updates);
 
 // Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
 // that use it; both on the scale's device.

@@ -31,7 +31,11 @@ int main(int argc, char** argv) {
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
     step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
     if (!std::strcmp(rule.name, "AdamW")) lengths_of_lists<AdamW>(rule, quick && !lists);
-    if (rule.needs_update_norm) lengths_of_lists<LAMB>(rule, quick);
+    if (rule.needs_update_norm) {
+      lengths_of_lists<LAMB>(rule, quick);
+      for (const bool bad : {false, true})
+        step_both(rule, repeated(kEdges, 37, 5), bad, false, true);
+    }
     if (quick && !shown) continue;
     step_both(rule, repeated(kTiny, 37, 5, 37 * r), true, r % 2 == 1);
     step_both(rule, {kRagged, 2, 35 * r});

@@ -36,7 +36,7 @@ struct Pairs {
       const RandomStream random =
           random_stream(p * 0x123456789ABCDEFu, double(p), uint32_t(7 * p), p % 2);
       list.push_back({int64_t(to[p].n), in_place ? from[p].array() : to[p].array(), from[p].array(),
-                      p % 5 < 2, random});
+                      p % 5 < 2, random, Model::origin(p / 40)});
     }
     return list;
   }

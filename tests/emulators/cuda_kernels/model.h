@@ -105,6 +105,19 @@ struct Model {
 
   int64_t count() const { return int64_t(tensors.size()); }
 
+  // Whole tensors, shards without gaps and shards of rows, so many kinds of them that one launch
+  // cannot take all; rows that end between the eight elements of a thread, and rows shorter; two
+  // kinds that differ in their distance alone.
+  static Origin origin(size_t t) {
+    const int64_t first = t % 5 < 3    ? 0
+                          : t % 5 == 3 ? int64_t(1000003 + t)
+                                       : (int64_t(1) << 37) - 300 - int64_t(t);
+    constexpr int64_t kLengths[] = {0, 0,  33,   40, 40, 0,    8,  1,  256,
+                                    0, 49, 1000, 0,  7,  4104, 64, 129};
+    const int64_t length = kLengths[t % std::size(kLengths)];
+    return {first, length, length + int64_t(t % 3) * 333};
+  }
+
   // Rows of statistics have gaps, as for parameters without a gradient.
   static int64_t row(size_t t) { return int64_t(t + (t + 2) / 3); }
 
@@ -121,9 +134,7 @@ struct Model {
       s.clock = &tensors[t].clock;
       s.group = int32_t(t / size_t(per_group));
       s.tensor_index = uint32_t(t * 0x9E3779B9u);
-      s.first = t % 5 < 3    ? 0
-                : t % 5 == 3 ? int64_t(1000003 + t)
-                             : (int64_t(1) << 37) - 300 - int64_t(t);
+      s.origin = origin(t);
       s.row = row(t);
       list.push_back(s);
     }

@@ -1,6 +1,7 @@
 #pragma once
 // Optimizer steps of both sides, on lists of all lengths.
 #include <iterator>
+#include <optional>
 
 #include "cuda/slot_table.h"
 #include "scales.h"
@@ -56,7 +57,7 @@ struct NormScratch {
     if (!rule.needs_update_norm) return;
     int64_t room = 1;
     for (const Slot& s : slots) room += ceil_divide(s.size, kSpan);
-    spans.resize(room);
+    spans.assign(room, {7, 7, 7});  // whatever was there
     updates.resize(slots.size() + 1);
     first.resize(slots.size() + 1);
     inputs.update_spans = spans.data();
@@ -67,8 +68,35 @@ struct NormScratch {
   NormScratch(const NormScratch&) = delete;
 };
 
-// One step. `given`: the verdict is made before, as for a second device.
-void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool given = false) {
+// Other processes hold three quarters of each squared norm of an update.
+struct Gathering {
+  const std::vector<Slot>& slots;
+  std::vector<Statistics> rows;
+  int calls = 0;
+  bool all_zero = true;
+  const Statistics* updates;
+
+  Gathering(const std::vector<Slot>& list, NormInputs& inputs)
+      : slots(list), rows(list.empty() ? 0 : size_t(list.back().row) + 1), updates(inputs.updates) {
+    inputs.gather = [](void* self) { return static_cast<Gathering*>(self)->gather(); };
+    inputs.context = this;
+  }
+  Gathering(const Gathering&) = delete;
+
+  const Statistics* gather() {
+    ++calls;
+    for (size_t t = 0; t < slots.size(); ++t) {
+      all_zero = all_zero && same(updates[t], Statistics{});
+      rows[size_t(slots[t].row)] = {4 * updates[t].sum_squares, updates[t].max_abs, 0};
+    }
+    return rows.data();
+  }
+};
+
+// One step. `given`: the verdict is made before, as for a second device. `gathers`: the norms of
+// the updates are not the whole ones.
+void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool given = false,
+               bool gathers = false) {
   const Model before(shape, bad, rule.states, rule.squares);
   Model wanted = before, found = before;
   const std::vector<Reading> gradients = before.readings(kGrad),
@@ -89,8 +117,13 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
   }
   const std::vector<Slot> slots = wanted.slots(), device_slots = found.slots();
   const std::vector<Hyper> hypers = before.hypers();
-  const NormScratch norms(rule, slots, grads.data(), weights.data()),
+  NormScratch norms(rule, slots, grads.data(), weights.data()),
       device_norms(rule, slots, device_grads.tensors.data(), device_weights.tensors.data());
+  std::optional<Gathering> gathering, device_gathering;
+  if (gathers) {
+    gathering.emplace(slots, norms.inputs);
+    device_gathering.emplace(device_slots, device_norms.inputs);
+  }
   if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.inputs);
   const char* error =
       rule.on_cuda(device_slots, hypers, given ? nullptr : &inputs, &verdict, device_grads.sums,
@@ -104,6 +137,9 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
          0);
   device_grads.expect_same(grads, rule.name);
   if (rule.needs_norms) device_weights.expect_same(weights, rule.name);
+  if (gathers)
+    expect(device_gathering->calls == 1 && (!bad || device_gathering->all_zero),
+           "updates are gathered", rule.name, size_t(device_gathering->calls));
   size_t moved = 0, may_stay = 0;  // large weights may not move in float32
   for (size_t t = 0; t < slots.size(); ++t) {
     const Tensor& f = found.tensors[t];

@@ -1,0 +1,86 @@
+#pragma once
+// What rules that need norms of whole tensors read and write besides the slots' arrays.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "torch/step/scalars.h"
+#include "torch/step/step.h"
+
+namespace amp_mp {
+
+template <class Rule>
+class NormScratch {
+ public:
+  NormInputs inputs;
+  Measurement* weights = nullptr;  // of the masters
+
+  // `known`: statistics of the masters that need not be measured. `plan` must outlive this object.
+  NormScratch(Slots& slots, const std::vector<Slot>& plan, Statistics* grads, Measurement* known,
+              const GatherUpdates& gather, const at::Device& device)
+      : slot_count_(slots.size()), plan_(plan), gather_(gather) {
+    if constexpr (needs_norms<Rule>) {
+      weights = known ? known : &own_weights_.emplace(slots.weights(), device);
+      inputs.grads = grads;
+      inputs.weights = weights->of_tensors();
+    }
+    if constexpr (needs_update_norm<Rule>) {
+      const auto count = int64_t(plan.size());
+      int64_t spans = 0;
+      for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
+      updates_ = at::empty({count + 1, 3}, at::TensorOptions().dtype(at::kDouble).device(device));
+      inputs.updates = data_of<Statistics>(updates_);
+      // The ticket, the index of each slot's first span, the sums of spans.
+      const int64_t head = 8 * (count + 2);
+      spans_ = scratch(head + spans * int64_t(sizeof(Statistics)), device);
+      char* memory = data_of<char>(spans_);
+      inputs.ticket = reinterpret_cast<unsigned*>(memory);
+      inputs.first_span = reinterpret_cast<int64_t*>(memory) + 1;
+      inputs.update_spans = reinterpret_cast<Statistics*>(memory + head);
+      if (!gather_) return;
+      inputs.gather = [](void* self) { return static_cast<NormScratch*>(self)->gather(); };
+      inputs.context = this;
+    }
+  }
+  NormScratch(const NormScratch&) = delete;
+
+  // A skipped step on a CPU: other processes may be waiting for this one's rows.
+  void skip() {
+    if (!inputs.gather) return;
+    updates_.zero_();
+    gather();
+  }
+
+ private:
+  const Statistics* gather() {
+    gathered_ = gather_(rows_of_slots());
+    check_device(gathered_, updates_.device(), {"the result of gather_updates"});
+    TORCH_CHECK_VALUE(
+        gathered_.dim() == 2 && gathered_.size(0) == slot_count_ && gathered_.size(1) == 3,
+        "amp_mp: the result of gather_updates (", describe(gathered_), ") must have shape [",
+        slot_count_, ", 3]");
+    gathered_ = gathered_.contiguous();
+    return check_doubles<Statistics>(gathered_, "the result of gather_updates", 0);
+  }
+
+  // The updates' statistics, one row for each slot: zeros without a gradient. Where every slot has
+  // one this is memory that exists already.
+  at::Tensor rows_of_slots() const {
+    const auto count = int64_t(plan_.size());
+    if (count == slot_count_) return updates_.narrow(0, 0, count);
+    const at::Tensor rows = at::zeros({slot_count_, 3}, updates_.options());
+    for (int64_t i = 0, end = 0; i < count; i = end) {  // slots without a gap between them
+      const int64_t first = plan_[size_t(i)].row;
+      for (end = i + 1; end < count && plan_[size_t(end)].row == first + (end - i);) ++end;
+      rows.narrow(0, first, end - i).copy_(updates_.narrow(0, i, end - i));
+    }
+    return rows;
+  }
+
+  int64_t slot_count_;
+  const std::vector<Slot>& plan_;
+  const GatherUpdates& gather_;
+  std::optional<Measurement> own_weights_;
+  at::Tensor updates_, spans_, gathered_;
+};
+
+}  // namespace amp_mp
