@@ -13,7 +13,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-fast test-zoo lint format bench gpu clean build
+.PHONY: demo test test-fast test-zoo test-distributed lint format bench gpu clean build
 
 demo: build
 	$(PY) examples/demo.py
@@ -33,6 +33,11 @@ test-fast: build
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
 test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
+
+# Sharded training on 1, 2 and 4 processes of this machine: every optimizer in every format and layout,
+# and 20 long random runs of each layout. `make test` runs a selection.
+test-distributed: build
+	AMP_MP_DISTRIBUTED=1 $(PYTEST) tests/distributed
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_DIRS)

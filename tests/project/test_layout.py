@@ -22,8 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 11800
-SHARED = {"amp_mp.dtypes", "amp_mp._C", "amp_mp.text_table"}  # what every room may import
+PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 12600
+SHARED = {
+    "amp_mp.dtypes",
+    "amp_mp._C",
+    "amp_mp.text_table",
+    "amp_mp.sharding.shards",
+}  # what every room may import
 RETIRED = (
     *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),
     *("originals", "outcome"),

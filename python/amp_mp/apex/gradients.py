@@ -1,25 +1,42 @@
 """Functions for gradients that carry the loss scale, and for masters' gradients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.scaling.observe import by_device
+from amp_mp.scaling.observe import by_device, measure
+from amp_mp.sharding.gradients import GradientStatistics, place_gradient
+from amp_mp.sharding.shards import is_dtensor, local_of
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters' gradients; for a sparse one, which is coalesced in place, its values."""
+    """The memory of the parameters' gradients, without those that have none.
+
+    Of a sparse one, which is coalesced in place, its values; of a DTensor this process's shard.
+    """
     found = []
     for param in params:
         if param.grad is None:
             continue
+        place_gradient(param)
         if param.grad.is_sparse:
             param.grad = param.grad.coalesce()
-        found.append(param.grad.values() if param.grad.is_sparse else param.grad)
+        found.append(param.grad.values() if param.grad.is_sparse else local_of(param.grad))
     return found
+
+
+def measure_gradients(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """The statistics of the parameters' gradients; of DTensors over all processes.
+
+    float64 [3] per device, as scaling.measure. Every process has to pass the same parameters.
+    """
+    if not any(is_dtensor(param) for param in params):
+        return measure(gradients_of(params))
+    total = GradientStatistics(params).total([next(iter(gradients_of([p])), None) for p in params])
+    return {total.device: total}
 
 
 @contextmanager
@@ -61,7 +78,7 @@ def copy_all_(
     pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0, saturate: bool = False
 ) -> None:
     """target = source * multiplier for all pairs; saturate clamps float16 to +-65504."""
-    rows = list(pairs)
+    rows = [(local_of(target), local_of(source)) for target, source in pairs]
     for indices in by_device([target for target, _ in rows]).values():
         targets, sources = [rows[i][0] for i in indices], [rows[i][1] for i in indices]
         _C.copy_(targets, sources, multiplier=multiplier, saturate=saturate)

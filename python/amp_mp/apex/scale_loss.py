@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fold import hand, has_float16, may_fold, unscale
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.gradients import gradients_of, set_aside
+from amp_mp.apex.gradients import measure_gradients, set_aside
 from amp_mp.apex.iteration import (
     all_parameters,
     begin,
@@ -23,10 +23,7 @@ from amp_mp.apex.iteration import (
 )
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.gradient_marks import GradientMarks
-from amp_mp.scaling.observe import (
-    measure,
-    observe,
-)
+from amp_mp.scaling.observe import observe
 from amp_mp.scaling.policies import ScalePolicy, Static
 
 logger = logging.getLogger("amp_mp")
@@ -47,7 +44,7 @@ def scaled_loss(
         folding = [each for each in optimizers if may_fold(each, optimizers)]
         with set_aside(params), _warning_if_unscaled(loss):
             yield loss.float() * scale
-            found_inf, max_abs = observe(measure(gradients_of(params)), scale)
+            found_inf, max_abs = observe(measure_gradients(params), scale)
             folding = [each for each in folding if has_float16(each)]
             unscale(params, folding, scale)
         for each in folding:

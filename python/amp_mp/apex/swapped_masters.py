@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient, set_aside
+from amp_mp.apex.gradients import (
+    copy_all_,
+    gradients_of,
+    make_gradient,
+    measure_gradients,
+    set_aside,
+)
 from amp_mp.apex.masters import Masters
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
@@ -17,7 +23,8 @@ from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.optim.state.masters import master_of
 from amp_mp.optim.state.original_values import take_original
 from amp_mp.optim.step.decide import decide, decide_inputs
-from amp_mp.scaling.observe import measure, observe
+from amp_mp.scaling.observe import observe
+from amp_mp.sharding.shards import local_of
 
 
 class SwappedMasters(Masters):
@@ -74,7 +81,7 @@ class SwappedMasters(Masters):
         """
         kept = [(p, m) for p, m in self.pairs() if self._rounded.get(m) == m._version]
         for device in {m.device for _, m in kept}:
-            pairs = [(p, m) for p, m in kept if m.device == device]
+            pairs = [(local_of(p), local_of(m)) for p, m in kept if m.device == device]
             params, masters = [p for p, _ in pairs], [m for _, m in pairs]
             _C.average_(masters, [None] * len(pairs), params, masters, 0.0)
         self._rounded |= {m: m._version for _, m in kept}
@@ -114,7 +121,10 @@ class SwappedMasters(Masters):
         """Copies the gradients to the masters, divided by the scale; on overflow copies nothing."""
         pairs, own = self.pairs(), gradients_of(self._float32_params())
         sources = gradients_of(p for p, _ in pairs) + own
-        overflow, max_abs = observe(measure(sources), scale) if checks else (False, 0.0)
+        overflow, max_abs = False, 0.0
+        if checks:
+            params = [*(p for p, _ in pairs), *self._float32_params()]
+            overflow, max_abs = observe(measure_gradients(params), scale)
         if not overflow:
             for param, master in pairs:
                 make_gradient(param, master)
@@ -131,7 +141,8 @@ class SwappedMasters(Masters):
         if norm_type != 2 or len({g.device for g in grads}) != 1:
             return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
         device = grads[0].device
-        verdict = decide(device, [_C.measure(grads)], decide_inputs(device, max_norm=max_norm))
+        total = measure_gradients(masters)[device]
+        verdict = decide(device, [total[None]], decide_inputs(device, max_norm=max_norm))
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
 

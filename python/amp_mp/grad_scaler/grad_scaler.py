@@ -9,17 +9,24 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_mp import _C
-from amp_mp.grad_scaler.gradients import check_gradients, combined, plain_gradients
+from amp_mp.grad_scaler.gradients import (
+    WholeGradients,
+    check_gradients,
+    combined,
+    native_gradients,
+    present_gradients,
+    unscale,
+)
 from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.capture import is_capturing
-from amp_mp.optim.step.decide import as_scalar, decide, decide_inputs
+from amp_mp.optim.step.decide import as_scalar
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.scaling.dynamic import make_policy
-from amp_mp.scaling.observe import SkipWarning, by_device, describe_nonfinite, measure
+from amp_mp.scaling.observe import SkipWarning, describe_nonfinite
 from amp_mp.scaling.policies import ScalePolicy
+from amp_mp.sharding.reduction import checked_groups
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -38,6 +45,11 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped). It is saved
             in the state dict as `loss_scaler`. ValueError for anything else.
+        process_groups: of torch.distributed, over which other processes hold other parameters of
+            the model (pipeline stages), for other optimizers than amp_mp's, which have the same
+            argument. Those over which DTensors are sharded are known. Default None.
+
+    With DTensors an overflow on one process skips the step on all; torch's scaler can miss it.
     """
 
     def __init__(
@@ -50,7 +62,10 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         loss_scale: float | str | ScalePolicy | None = None,
+        process_groups: Any = None,
     ) -> None:
+        self._process_groups = checked_groups(process_groups)
+        self._whole = WholeGradients(self._process_groups)
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
@@ -119,10 +134,10 @@ class GradScaler(torch.amp.GradScaler):
             totals = optimizer.measure_gradients()
         else:
             self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-            grads = plain_gradients(optimizer)
+            grads = native_gradients(optimizer)
             if grads is None:
                 return super()._check_inf_per_device(optimizer)
-            totals = measure(grads)
+            totals = self._whole.totals(optimizer, grads)
         found: dict[Any, Tensor] = dict(self._keep(optimizer, totals))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
@@ -149,14 +164,11 @@ class GradScaler(torch.amp.GradScaler):
                 "its max_grad_norm clips"
             )
         self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-        grads = plain_gradients(optimizer)
+        grads = native_gradients(optimizer)
         if grads is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        totals = measure(grads)
-        for device, indices in by_device(grads).items():
-            own = [grads[i] for i in indices]
-            verdict = decide(device, None, decide_inputs(device, scale=self._scale))
-            _C.copy_(own, own, verdict=verdict)
+        totals = self._whole.totals(optimizer, grads)
+        unscale(present_gradients(optimizer), self._scale)
         return self._keep(optimizer, totals)
 
     @outside_graphs
@@ -164,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
 
         Raises ValueError where a policy needs the largest gradient and an optimizer's are of a kind
-        (sparse, DTensor, float64) that is not measured natively.
+        (sparse, float64) that is not measured natively.
         """
         if not self._enabled:
             return
@@ -213,12 +225,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        own = ("_updates", "_skip_warning")
+        own = ("_updates", "_skip_warning", "_whole")
         return {name: value for name, value in state.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._updates, self._skip_warning = ScaleUpdates(self._scale_state), SkipWarning()
+        self._whole = WholeGradients(self._process_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five keys, and loss_scaler where one was given."""

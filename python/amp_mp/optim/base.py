@@ -20,28 +20,38 @@ from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_o
 from amp_mp.optim.rule import Rule, kinds_of
 from amp_mp.optim.state.checkpoint import rename_states
 from amp_mp.optim.state.formats import resolve, resolve_group
+from amp_mp.optim.state.init import init_states
 from amp_mp.optim.state.saves_state import SavesState
+from amp_mp.optim.step.capture import refuse_new_state
+from amp_mp.optim.step.gather import param_infos
 from amp_mp.optim.step.handed import Handed, Measured, handed_to
 from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.optim.step.protocols import Scaler
+from amp_mp.optim.step.refuse import refuse_param, refuse_state, refuse_zero
 from amp_mp.optim.step.run import StepRunner
 from amp_mp.optim.step.step_report import ReportsSteps, StepLog
+from amp_mp.sharding.reduction import checked_groups
+from amp_mp.sharding.shards import local_of
 
 # Attributes in a pickle besides torch's own.
-PICKLED = "max_grad_norm check_overflow _step_supports_amp_scaling _own_defaults _chosen"
+PICKLED = (
+    "max_grad_norm check_overflow process_groups _step_supports_amp_scaling _own_defaults _chosen"
+)
 
 
 class FusedOptimizer(ReportsSteps, SavesState, ABC):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
-    Parameters are float32, bfloat16 or float16 tensors of any dense layout, gradients any of the
-    three. Formats and seed may differ between param_groups. After `step()` see `step_was_skipped`,
-    `grad_norm` and `last_report()`.
+    Parameters are float32, bfloat16 or float16 tensors of any dense layout, or DTensors (FSDP2,
+    tensor parallel: docs/distributed.md), gradients any of the three dtypes. Formats and seed may
+    differ between param_groups. After `step()` see `step_was_skipped`, `grad_norm` and
+    `last_report()`.
     """
 
     rules: ClassVar[tuple[Rule, ...]]  # all that the class may use; rule() is the first by default
     handed: Handed | None = None  # by a loss scaler, to the step under way
     attachment: Attachment | None = None
+    process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         """Raises TypeError or ValueError naming the argument.
@@ -56,7 +66,9 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
+        self.process_groups = checked_groups(options.get("process_groups"))
         self._step_supports_amp_scaling = options.get("amp_scaling", True)
+        refuse_zero(self)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
         shared = {"maximize": False, "rounding": "nearest", "seed": 0}
@@ -158,6 +170,22 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
     def releases(self) -> bool:
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self.attachment, Release)
+
+    def init_state(self) -> None:
+        """Makes the state of every trainable parameter now, not at its first gradient.
+
+        With it torch.distributed.checkpoint.state_dict takes no step of its own to make state.
+        Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
+        parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
+        """
+        trained = [(p, info) for p, info in param_infos(self.param_groups) if p.requires_grad]
+        refuse_new_state({local_of(param).device for param, _ in trained})
+        rule = self.rule()
+        for param, info in trained:
+            refuse_param(param, info.label)
+            refuse_state(rule, param, self.state.get(param, {}), info.label)
+        with torch.no_grad():
+            init_states(rule, self.param_groups, self.state)
 
     def attach(
         self,

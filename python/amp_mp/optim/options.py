@@ -37,6 +37,10 @@ SHARED_ARGUMENTS = """
             "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
             Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are always float32.
         rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
+        process_groups: torch.distributed process groups, or a device mesh, whose processes hold
+            other parameters of the same model: pipeline stages, or the rest of the parameters under
+            ZeroRedundancyOptimizer. The norm and the decision to skip are then those of all of
+            them. Groups over which DTensors are sharded are known already. Default None.
         seed: of stochastic rounding, a whole number in [0, 2^64). Saved in the state dict; must be
             the same on all replicas. Default 0.
         foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
@@ -55,6 +59,7 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     check_overflow: bool
     amp_scaling: bool
+    process_groups: Any
     memory: str | None
     master: str | None
     rounding: str

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.scaling.policies import ScalePolicy
+from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, scale_text
 
 STUCK = 5  # overflows in a row at a scale that cannot fall
@@ -197,14 +198,19 @@ def describe_nonfinite(
         params = [model_param(param) for param in group["params"]]
         positions = [f"parameter {i} of group {index}" for i in range(len(params))]
         found += zip(group.get("param_names") or positions, params, strict=True)
-    return str(nonfinite_gradients(found, scale))
+    report = nonfinite_gradients(found, scale)
+    if not report and any(is_dtensor(param) for _, param in found):
+        return "every gradient on this process is finite; those concerned are on another process"
+    return str(report)
 
 
 def dense_values(grad: Tensor) -> Tensor | str:
-    """The gradient, or a sparse one's values after coalescing; a text saying why it cannot be read.
+    """A gradient's dense values, or a text saying why it cannot be read.
 
-    Tensor subclasses, and dtypes other than float16, bfloat16 and float32, cannot be read.
+    Of a sparse one its values after coalescing, of a DTensor this process's shard. Other subclasses
+    and dtypes other than float16, bfloat16 and float32 cannot be read.
     """
+    grad = local_of(grad)
     if grad.is_sparse:
         grad = grad.detach().coalesce().values()
     if type(grad) not in (Tensor, nn.Parameter):

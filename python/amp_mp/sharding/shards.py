@@ -35,6 +35,20 @@ def local_of(tensor: Any) -> Tensor:
     return local
 
 
+def set_local(tensor: Any, local: Tensor) -> None:
+    """Gives a tensor other memory and another dtype, a DTensor on this process; the object stays.
+
+    So do the attributes, hooks and weak references of a Parameter. module._apply would lose them:
+    it exchanges the insides of two DTensors.
+    """
+    if not is_dtensor(tensor):
+        tensor.data = local
+        return
+    new: Any = like(local, tensor)
+    tensor.data = new  # changes the dtype, and not the memory
+    tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
+
+
 def shards_of(tensor: Any) -> tuple[int, ...]:
     """Into how many pieces each of the tensor's dimensions is cut; all 1 for a plain tensor."""
     counts = [1] * tensor.dim()
@@ -113,3 +127,15 @@ def split_groups(tensor: Any) -> list[Any]:
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate() and mesh.size(dim) > 1
     ]
+
+
+def is_gathered(param: Tensor) -> bool:
+    """Whether a plain parameter is one that fully_shard has gathered, and drops at reshard()."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or is_dtensor(param):
+        return False
+    for reference in list(getattr(states, "_module_state_mapping", {}).values()):
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            if any(getattr(each, "_unsharded_param", None) is param for each in group.fsdp_params):
+                return True
+    return False

@@ -190,3 +190,50 @@ def test_a_state_held_twice_is_refused_by_name(device: str) -> None:
         optimizer.step()
     del optimizer.state[param]["exp_avg"]
     optimizer.step()
+
+
+@pytest.mark.parametrize("memory", PRESETS)
+def test_init_state_makes_what_a_first_step_starts_from(device: str, memory: str) -> None:
+    shapes, dtypes = [(4, 32), (5,), (3,)], [torch.bfloat16, torch.float16, torch.float32]
+    found = []
+    for early in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        frozen = nn.Parameter(torch.ones(2, 32, device=device), requires_grad=False)
+        optimizer = optimizer_of("AdamW", [*params, frozen], memory)
+        if early:
+            before = raw_bytes(params)
+            assert optimizer.init_state() is None
+            assert raw_bytes(params) == before
+            assert set(optimizer.state) == set(params)
+            assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        state = raw_bytes(optimizer.state_dict())
+        if early:
+            optimizer.init_state()  # there is nothing to make
+            assert raw_bytes(optimizer.state_dict()) == state
+        found.append((raw_bytes(params), state))
+    assert found[0] == found[1]
+
+
+def test_init_state_raises_what_a_first_step_raises(device: str) -> None:
+    param = nn.Parameter(torch.ones(4, 32, device=device))
+    optimizer = optimizer_of("AdamW", [param], "tiny")
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
+        optimizer.init_state()
+    assert not optimizer.state
+    param.data = param.data.double()
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0 has dtype torch\.float64"):
+        optimizer.init_state()
+    assert not optimizer.state
+    param.data = param.data.float()
+    optimizer.init_state()
+    param.data = torch.ones(2, 32, device=device)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has shape"):
+        optimizer.init_state()

@@ -7,8 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp.optim.backward.attachment import Attachment
 from amp_mp.optim.backward.measure import Measure
+from amp_mp.optim.backward.refuse_shards import refuse_shards
 from amp_mp.optim.backward.release import Release
 from amp_mp.optim.step.protocols import Scaler, Steppable
+from amp_mp.sharding.shards import is_dtensor
 
 CLIPS = ("parameter", "previous")
 
@@ -55,6 +57,8 @@ def attach(
             "model: release=True does not go with find_unused_parameters=True; which parameters "
             "have no gradient is known only after the last one has been averaged"
         )
+    if release and any(is_dtensor(p) and p in own for p in model.parameters()):
+        refuse_shards(optimizer, scaler, clip)
     if release:
         return Release(optimizer, model, scaler, clip)
     return Measure(optimizer, model)

@@ -10,11 +10,14 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
+from amp_mp.optim.backward.refuse_shards import refuse_shards
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.step.decide import decide, decide_inputs, new_verdict
 from amp_mp.optim.step.gather import Bucket, ParamInfo, param_infos
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.protocols import Scaler, Steppable
+from amp_mp.sharding.gradients import GradientStatistics, local_gradient
+from amp_mp.sharding.shards import is_dtensor, local_of
 
 
 class Release(Attachment):
@@ -84,9 +87,16 @@ class Release(Attachment):
         info = self._infos.get(param)
         if info is None:
             return
-        optimizer, device = self._optimizer, param.device
+        optimizer, device = self._optimizer, local_of(param).device
+        is_shard = is_dtensor(param)
+        if is_shard:
+            refuse_shards(optimizer, self.scaler, self._clip)
+            if self._postpones():
+                return
         rule = optimizer.rule()
-        slots = self._gather(param, info, rule).slots
+        bucket = self._gather(param, info, rule)
+        bucket.find_gradients()
+        slots = bucket.slots
         measured = slots.measure() if self._measures() else None
         # The native step takes numbers for each group up to the parameter's and reads its own.
         hypers = [optimizer.hyper(info.group)] * (info.group + 1)
@@ -97,7 +107,9 @@ class Release(Attachment):
         if measured is None or max_norm is None or self._previous is None:
             operator(slots, hypers, new_verdict(device), measured, inputs)
         else:
-            total = _with_previous_norm(measured.rows[1], scale, self._previous.to(device))
+            # What is inf on this process may be finite on another, which would not skip.
+            own = torch.zeros_like(measured.rows[1]) if is_shard else measured.rows[1]
+            total = _with_previous_norm(own, scale, self._previous.to(device))
             operator(slots, hypers, decide(device, [total], inputs), measured)
         if measured is not None:
             self._add(param, measured.rows[0])
@@ -126,7 +138,8 @@ class Release(Attachment):
         optimizer, bucket = self._optimizer, self._buckets.get(param)
         if bucket is None or not bucket.is_current(rule):
             groups, states = optimizer.param_groups, optimizer.state
-            bucket = Bucket(param.device, [(param, info)], rule, groups, states)
+            device = local_of(param).device
+            bucket = Bucket(device, [(param, info)], rule, groups, states)
             self._buckets[param] = bucket
         return bucket
 
@@ -139,12 +152,25 @@ class Release(Attachment):
             infos = dict(param_infos(groups))
             trained = [p for p in infos if p.requires_grad and p.dtype in NATIVE]
             # A step of one parameter cannot see the memory of the others.
-            _C.check_weights(trained, [infos[p].label for p in trained])
+            _C.check_weights([local_of(p) for p in trained], [infos[p].label for p in trained])
             self._infos = infos
+            self._whole = GradientStatistics(list(infos), self._optimizer.process_groups)
             self._buckets.clear()
         self._located = True
 
     # All of them.
+
+    def _postpones(self) -> bool:
+        """Whether shards wait for `finish`: there is no norm of an earlier step to clip by yet."""
+        return self._measures() and self._previous is None and self._whole.is_needed
+
+    def _measure_all(self) -> None:
+        """Finds the norm of the gradients that wait for their first step."""
+        grads = [local_gradient(param, info.label) for param, info in self._infos.items()]
+        squares = self._whole.total(grads)[0]
+        scale = self._scale(squares.device)
+        norm = squares.sqrt()
+        self._previous = norm if scale is None else norm / scale.double()
 
     def totals(self) -> dict[torch.device, Tensor]:
         """The statistics since the last step, added in the order of measuring all at once."""
@@ -155,6 +181,8 @@ class Release(Attachment):
                     "release=True: the gradients are gone and nothing asked for measuring them; "
                     "attach with scaler="
                 )
+            if self._whole.is_needed:
+                return self._whole_totals()
             rows: dict[torch.device, list[Tensor]] = {}
             for param in self._infos:
                 own = rows.setdefault(param.device, [])
@@ -167,9 +195,17 @@ class Release(Attachment):
                 for device, own in rows.items()
             }
 
+    def _whole_totals(self) -> dict[torch.device, Tensor]:
+        device = local_of(next(iter(self._infos))).device
+        none = no_gradient_on(device)
+        rows = [self._rows[p].to(device) if p in self._rows else none for p in self._infos]
+        return {device: self._whole.total_of(torch.stack(rows))}
+
     def _step_others(self) -> None:
         """Steps parameters without a hook: outside the model, or unfrozen or added since."""
         self._locate()
+        if self._postpones():
+            self._measure_all()
         for param in self._infos:
             if param.grad is not None and param not in self._stepped:
                 self._step(param)

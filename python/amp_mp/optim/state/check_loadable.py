@@ -27,6 +27,7 @@ from amp_mp.optim.state.formats import (
     scale_name,
 )
 from amp_mp.optim.state.init import CLOCK
+from amp_mp.sharding.shards import is_dtensor, local_of
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,8 +76,8 @@ def _wrong(
     name = state_of(entry, kinds)
     known = (*MASTER_ENTRIES, *OLD_REMAINDERS, "beta_powers")
     if not isinstance(value, Tensor):
-        wrong = value is not None and (name is not None or entry in known)
-        return f"is no tensor: {value!r}" if wrong else ""
+        needed = value is not None and (name is not None or entry in known)
+        return f"is no tensor: {value!r}" if needed else ""
     shape, dtype = tuple(value.shape), value.dtype
     if entry in CLOCK:
         fits = shape == (2,) if entry == "beta_powers" else value.numel() == 1
@@ -86,7 +87,10 @@ def _wrong(
         if entry in (scale_name(each), *scales_of(each)):
             return _wrong_scale(entry, value, state, str(group.get(each)), param)
     if shape != tuple(param.shape):
-        return f"has shape {shape}, but the parameter has shape {tuple(param.shape)}"
+        wrong = f"has shape {shape}, but the parameter has shape {tuple(param.shape)}"
+        if is_dtensor(param) and shape == tuple(local_of(param).shape):
+            wrong += ": it is one process's part as a plain tensor; load DTensors or whole tensors"
+        return wrong
     if entry in MASTER_ENTRIES or entry in OLD_REMAINDERS:
         return _wrong_master(entry, as_integers(value).dtype if has_bits(entry) else dtype)
     return "" if name is None else _wrong_state(entry, name, value, state, group, kinds[name])

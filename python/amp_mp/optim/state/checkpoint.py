@@ -10,7 +10,15 @@ from torch.optim import Optimizer
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.check_loadable import check_loadable
-from amp_mp.optim.state.entries import Held, held, renamed, state_of, store, with_bits
+from amp_mp.optim.state.entries import (
+    Held,
+    held,
+    held_here,
+    renamed,
+    state_of,
+    store,
+    with_bits,
+)
 from amp_mp.optim.state.formats import (
     DTYPES,
     MASTER_ENTRIES,
@@ -26,6 +34,8 @@ from amp_mp.optim.state.formats import (
 )
 from amp_mp.optim.state.init import CLOCK
 from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.state.parts import part, part_of_state, places, whole
+from amp_mp.sharding.shards import like, local_of
 
 
 def shown_state(optimizer: Optimizer, show: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -121,30 +131,36 @@ def _restored(
         if not isinstance(value, Tensor):
             state[entry] = value
         elif entry in CLOCK or value.shape != param.shape:
-            state[entry] = value.detach().to(param.device, copy=True)
+            state[entry] = whole(value).to(local_of(param).device, copy=True)
         elif name is None or found is None:
-            state[entry] = _like(value, param)
+            state[entry] = like(_copied(part(value, param), param), param)
         else:
-            store(state, name, *_converted(found, param, group[name], group, tensor_index))
+            store(state, name, param, *_converted(found, param, group[name], group, tensor_index))
     return state
 
 
 def _converted(
     found: Held, param: Tensor, declared: str, group: Group, tensor_index: int
 ) -> tuple[str, Tensor, Tensor | None]:
-    """The format, data and scales of a saved state as the parameter's group stores it; copies."""
+    """The format, data and scales of a saved state as the parameter's group stores it; copies.
+
+    Of a DTensor the parts on this process, as plain tensors.
+    """
     if found.format not in DTYPES:  # float64 of torch's
         found = found._replace(format="float32", data=found.data.float())
-    wanted = format_of(declared, param)
-    if found.format == wanted and (found.scale is None or same_layout(found.data, param)):
-        data, scale = _like(found.data, param), found.scale
+    found = part_of_state(found, param)
+    wanted, local = format_of(declared, param), local_of(param)
+    if found.format == wanted and (found.scale is None or same_layout(found.data, local)):
+        data, scale = _copied(found.data, param), found.scale
         if scale is not None:
-            scale = scale.detach().to(param.device, copy=True).reshape(scale_shape(param))
+            shape = scale_shape(param, tuple(local.shape))
+            scale = scale.detach().to(local.device, copy=True).reshape(shape)
     else:  # groups are of neighbours in memory, so another layout has other groups
-        values = get(found.data.detach(), found.scale, native_name(found.format)).to(param.device)
+        values = get(found.data.detach(), found.scale, native_name(found.format)).to(local.device)
         data, scale = new_state(wanted, param)
+        native = native_name(wanted)
         random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
-        put(values, data, scale, native_name(wanted), **random)
+        put(values, data, scale, native, **random, **places(param, native))
     return wanted, data, scale
 
 
@@ -160,19 +176,20 @@ def _restore_master(
         return
     names = [name for name in MASTER_ENTRIES if saved.get(name) is not None]
     source = saved if names else before
-    held = {n: _like(source[n], param) for n in MASTER_ENTRIES if source.get(n) is not None}
-    if "master" in held:
-        held["master"] = held["master"].float()
-    second = beside(param, held)
+    there = [name for name in MASTER_ENTRIES if source.get(name) is not None]
+    found = {name: _copied(part(source[name], param), param) for name in there}
+    if "master" in found:
+        found["master"] = found["master"].float()
+    second = beside(param, found)
     if second is not None and {torch.float32: "float32", **REST_FORMATS}[second.dtype] == wanted:
-        state.update(held)
-    elif held:
-        set_master(wanted, param, state, master_of(param, held))
+        state.update({name: like(value, param) for name, value in found.items()})
+    elif found:
+        set_master(wanted, param, state, master_of(param, found))
 
 
-def _like(value: Tensor, param: Tensor) -> Tensor:
-    """A copy with the parameter's layout and device, and the value's own dtype."""
-    return torch.empty_like(param, dtype=value.dtype).copy_(value.detach())
+def _copied(value: Tensor, param: Tensor) -> Tensor:
+    """A copy with the layout and device of the parameter here, and the value's own dtype."""
+    return torch.empty_like(local_of(param), dtype=value.dtype).copy_(value.detach())
 
 
 def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:
@@ -190,8 +207,8 @@ def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[st
             continue
         row = state[number] = {"step": saved["step"].float().cpu()}
         for name in rule.names:
-            found = held(saved, name)
+            found = held_here(saved, name)
             if found is not None:
-                row[name] = get(found.data, found.scale, native_name(found.format))
+                row[name] = like(get(found.data, found.scale, native_name(found.format)), param)
     kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
     return {"state": state, "param_groups": kept}

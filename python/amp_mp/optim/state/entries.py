@@ -16,8 +16,10 @@ from amp_mp.optim.state.formats import (
     rest_dtype,
     rest_name,
     scale_name,
+    scale_shape,
     short_name,
 )
+from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 # Files of before codes had names of their own: remainders of both formats under one name, codes
 # under the state's name.
@@ -70,16 +72,32 @@ def held(state: Mapping[str, Any], name: str) -> Held | None:
     return None
 
 
+def held_here(state: Mapping[str, Any], name: str) -> Held | None:
+    """As `held`, of DTensors the parts on this process as plain tensors."""
+    found = held(state, name)
+    if found is None:
+        return None
+    return found._replace(data=local_of(found.data), scale=local_of(found.scale))
+
+
 def store(
-    state: MutableMapping[str, Any], name: str, format: str, data: Tensor, scale: Tensor | None
+    state: MutableMapping[str, Any],
+    name: str,
+    param: Tensor,
+    format: str,
+    data: Tensor,
+    scale: Tensor | None,
 ) -> None:
-    """Puts a state's tensors into a parameter's state, in place of those that held it before."""
+    """Puts a state's tensors into a parameter's state, in place of those that held it before.
+
+    data, scale: plain tensors; beside a DTensor they become DTensors placed as it is.
+    """
     for entry in (*entries_of(name), *scales_of(name)):
         state.pop(entry, None)
     entry = entry_name(name, format)
-    state[entry] = data
+    state[entry] = like(data, param)
     if scale is not None:
-        state[scale_name(entry)] = scale
+        state[scale_name(entry)] = like(scale, param, scale_shape(param))
 
 
 def state_of(entry: str, names: Iterable[str]) -> str | None:
@@ -116,18 +134,21 @@ def has_bits(entry: str) -> bool:
 
 def as_integers(value: Any) -> Any:
     """The 16-bit integers that bfloat16 numbers show, as a view; anything else itself."""
-    return _viewed(value, torch.bfloat16, torch.int16)
+    return viewed(value, torch.bfloat16, torch.int16)
 
 
 def with_bits(state: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state as state dicts show it: no 16-bit integers, which gloo and NCCL lack."""
     return {
-        entry: _viewed(value, torch.int16, torch.bfloat16) if has_bits(entry) else value
+        entry: viewed(value, torch.int16, torch.bfloat16) if has_bits(entry) else value
         for entry, value in state.items()
     }
 
 
-def _viewed(value: Any, present: torch.dtype, wanted: torch.dtype) -> Any:
+def viewed(value: Any, present: torch.dtype, wanted: torch.dtype) -> Any:
+    """A tensor of one dtype as a view of another of the same width; anything else itself."""
     if not isinstance(value, Tensor) or value.dtype != present:
         return value
+    if is_dtensor(value):
+        return like(local_of(value).view(wanted), value)
     return value.view(wanted)

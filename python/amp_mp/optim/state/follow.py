@@ -6,7 +6,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.entries import Held, held, store
+from amp_mp.optim.state.entries import Held, held_here, store
 from amp_mp.optim.state.formats import (
     DTYPES,
     MASTER_ENTRIES,
@@ -19,6 +19,8 @@ from amp_mp.optim.state.formats import (
     put,
     same_layout,
 )
+from amp_mp.optim.state.parts import places
+from amp_mp.sharding.shards import like, local_of
 
 
 def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> None:
@@ -32,21 +34,27 @@ def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> No
         if name not in fitting:
             state.pop(name, None)
         elif state.get(name) is not None:
-            state[name] = placed(state[name], param)
+            present = local_of(state[name])
+            moved = placed(present, local_of(param))
+            if moved is not present:
+                state[name] = like(moved, param)
     for name in rule.names:
-        found = held(state, name)
+        found = held_here(state, name)
         if found is not None and found.format in DTYPES:
             _bring(name, found, group, param, state)
 
 
 def _bring(name: str, found: Held, group: Group, param: Tensor, state: dict[str, Any]) -> None:
     """Moves one state; one stored in groups of neighbours is stored anew in another layout."""
-    wanted = format_of(group[name], param)
-    if found.format == wanted and (found.scale is None or same_layout(found.data, param)):
-        data = placed(found.data, param)
-        scale = None if found.scale is None else found.scale.to(param.device)
+    wanted, local = format_of(group[name], param), local_of(param)
+    if found.format == wanted and (found.scale is None or same_layout(found.data, local)):
+        data = placed(found.data, local)
+        scale = None if found.scale is None else found.scale.to(local.device)
+        if data is found.data and scale is found.scale:
+            return
     else:
-        values = get(found.data, found.scale, native_name(found.format)).to(param.device)
+        values = get(found.data, found.scale, native_name(found.format)).to(local.device)
         data, scale = new_state(wanted, param)
-        put(values, data, scale, native_name(wanted), seed=int(group["seed"]))
-    store(state, name, wanted, data, scale)
+        native = native_name(wanted)
+        put(values, data, scale, native, seed=int(group["seed"]), **places(param, native))
+    store(state, name, param, wanted, data, scale)

@@ -1,6 +1,7 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.sharding.shards import local_of, shards_of
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
 # stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
@@ -123,9 +125,17 @@ def has_groups(param: Tensor) -> bool:
     """Whether m8's groups of 32 fit into a parameter's rows as they lie in memory.
 
     A group must not reach from one row into the next, whose gradients have another size. A tensor
-    of one dimension (a bias, a norm's weight) has no rows: its neighbours are unrelated.
+    of one dimension (a bias, a norm's weight) has no rows: its neighbours are unrelated. Of a
+    DTensor the whole tensor's rows count, so that all processes agree, and it must be cut between
+    groups.
     """
-    strides = [s for n, s in zip(param.shape, param.stride(), strict=True) if n > 1]
+    counts, shape, stride = shards_of(param), tuple(param.shape), local_of(param).stride()
+    if max(counts, default=1) > 1:  # shards are row-major
+        stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        between_rows = max(counts[1:], default=1) == 1 and stride[0] % GROUP == 0
+        if not between_rows and shape[-1] % (GROUP * counts[-1]):
+            return False
+    strides = [s for n, s in zip(shape, stride, strict=True) if n > 1]
     return len(strides) > 1 and param.numel() > 0 and max(strides) % GROUP == 0
 
 
@@ -146,37 +156,47 @@ def split_name(format: str, dtype: torch.dtype) -> str:
 
 
 def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A zero state in the format, shaped like the parameter, and its scales if it has them."""
-    entry = NATIVE_FORMATS[format]
-    data = torch.zeros_like(param, dtype=entry["dtype"])
+    """A zero state in the format, shaped like the parameter, and its scales if it has them.
+
+    Of a DTensor the parts on this process, as plain tensors.
+    """
+    entry, local = NATIVE_FORMATS[format], local_of(param)
+    data = torch.zeros_like(local, dtype=entry["dtype"])
     if entry["rest_dtype"] is None:
         return data, None
-    return data, torch.zeros(scale_shape(param), dtype=entry["rest_dtype"], device=param.device)
+    shape = scale_shape(param, tuple(local.shape))
+    return data, torch.zeros(shape, dtype=entry["rest_dtype"], device=local.device)
 
 
-def scale_shape(param: Tensor) -> tuple[int, ...]:
+def scale_shape(param: Tensor, part: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """The shape of m8's scales: one that can be split over processes as the parameter is.
 
     Where groups do not lie along the last dimension, nor within the rows of the first, it is flat.
+    part: the shape of a shard; gives the shape of its scales.
     """
-    shape, count = tuple(param.shape), param.numel() // GROUP
-    if count and param.is_contiguous():
-        if shape[-1] % GROUP == 0:
+    whole = tuple(param.shape)
+    shape = whole if part is None else part
+    if param.numel() >= GROUP and local_of(param).is_contiguous():
+        row = prod(whole[1:])
+        if whole[-1] % GROUP == 0:
             return (*shape[:-1], shape[-1] // GROUP)
-        if count % shape[0] == 0:
-            return (shape[0], count // shape[0])
-    return (count,)
+        if row % GROUP == 0:
+            return (shape[0], row // GROUP)
+    return (prod(shape) // GROUP,)
 
 
 def new_rest(format: str, param: Tensor) -> Tensor:
-    """Zero remainders of a split master."""
-    return torch.zeros_like(param, dtype=_SPLITS[format]["rest_dtype"])
+    """Zero remainders of a split master; of a DTensor those on this process, a plain tensor."""
+    return torch.zeros_like(local_of(param), dtype=_SPLITS[format]["rest_dtype"])
 
 
 def beside(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """What makes a parameter a master: a float32 master, remainders, or None for neither."""
+    """What makes a parameter a master: a float32 master, remainders, or None for neither.
+
+    Of a DTensor what is on this process, a plain tensor.
+    """
     names = ("master", *REMAINDERS.get(param.dtype, ()))
-    return next((state[name] for name in names if state.get(name) is not None), None)
+    return next((local_of(state[name]) for name in names if state.get(name) is not None), None)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.entries import is_held, store
 from amp_mp.optim.state.formats import format_of, native_name, new_state, put
 from amp_mp.optim.state.masters import set_master
+from amp_mp.optim.state.parts import places
+from amp_mp.sharding.shards import local_of
 
 CLOCK = ("step", "beta_powers", "layer")  # float64 [], [2] and []: core/rules/base.h, Clock
 
@@ -22,7 +24,9 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
 
     Each of the rule's states is a tensor of the parameter's shape and layout in the format that the
     group names, and the entry's name says which (entry_name); m8 adds a tensor of scales. A
-    low-precision parameter also gets a `master`, float32, or remainders (rest_name).
+    low-precision parameter also gets a `master`, float32, or remainders (rest_name). Beside a
+    DTensor all of these are DTensors placed as it is; the clock is a plain tensor, the same on all
+    processes.
     """
     clock = clock_of(state, param, group.get("betas", (0.0, 0.0)))
     for each in rule.states:
@@ -30,11 +34,12 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
             continue
         format = format_of(group[each.name], param)
         data, scale = new_state(format, param)
-        store(state, each.name, format, data, scale)
+        store(state, each.name, param, format, data, scale)
         start = float(group[each.initial]) if each.initial else 0.0
         if start:
-            values = torch.full_like(param, start, dtype=torch.float32)
-            put(values, data, scale, native_name(format))
+            values = torch.full_like(data, start, dtype=torch.float32)
+            native = native_name(format)
+            put(values, data, scale, native, **places(param, native))
     if param.dtype in LOW_PRECISION:
         set_master(group["master"], param, state)
     return clock
@@ -57,8 +62,9 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
     torch.optim checkpoint has nothing but the step.
     """
     step, powers, layer = entries = [state.get(name) for name in CLOCK]
+    device = local_of(param).device
     views = [e for e in entries if isinstance(e, Tensor) and e.dtype == torch.float64]
-    if len(views) == 3 and all(view.device == param.device for view in views):
+    if len(views) == 3 and all(view.device == device for view in views):
         offsets = [view.storage_offset() - views[0].storage_offset() for view in views]
         if offsets == [0, 1, 3] and len({view.untyped_storage().data_ptr() for view in views}) == 1:
             return views[0].as_strided((4,), (1,))
@@ -66,6 +72,6 @@ def clock_of(state: dict[str, Any], param: Tensor, betas: tuple[float, float]) -
     count = float(step) if step is not None else float(is_held(state, "momentum_buffer"))
     products = [b**count for b in betas] if powers is None else powers.tolist()
     norm = 0.0 if layer is None else float(layer)
-    clock = torch.tensor([count, *products, norm], dtype=torch.float64, device=param.device)
+    clock = torch.tensor([count, *products, norm], dtype=torch.float64, device=device)
     state["step"], state["beta_powers"], state["layer"] = clock[0], clock[1:3], clock[3]
     return clock

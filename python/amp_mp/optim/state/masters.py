@@ -17,6 +17,7 @@ from amp_mp.optim.state.formats import (
     split_name,
 )
 from amp_mp.optim.state.original_values import take_original
+from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 
 def set_master(
@@ -26,6 +27,7 @@ def set_master(
 
     Without values an existing master is kept, or converted if it has another format. The parameter
     becomes the rounded values; a split rounds a value half way between two weights away from zero.
+    values: beside a DTensor a DTensor placed as it is, or the part on this process.
     """
     if values is None:
         if format == "none" or state.get(_entry(format, param)) is not None:
@@ -35,22 +37,26 @@ def set_master(
     for name in MASTER_ENTRIES:
         state.pop(name, None)
     if format == "float32":
-        state["master"] = torch.empty_like(param, dtype=torch.float32)
+        made = torch.empty_like(local_of(param), dtype=torch.float32)
+        state["master"] = like(made, param)
     elif format != "none":
-        state[_entry(format, param)] = new_rest(format, param)
+        state[_entry(format, param)] = like(new_rest(format, param), param)
     arrays = _arrays(param, state)
     if arrays is not None:
         with torch.no_grad():
-            put(values, *arrays)
+            put(local_of(values), *arrays)
+        if is_dtensor(param):  # what was written is the memory below it
+            torch.autograd.graph.increment_version(param)
 
 
 def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     """A low-precision parameter's master, a new float32 tensor of its shape and layout, or None.
 
-    Where the parameter was written since the last step, the master is what was written.
+    Where the parameter was written since the last step, the master is what was written. Beside a
+    DTensor it is one, placed as the parameter is.
     """
     arrays = _arrays(param, state)
-    return None if arrays is None else get(*arrays)
+    return None if arrays is None else like(get(*arrays), param)
 
 
 def _entry(format: str, param: Tensor) -> str:
@@ -62,7 +68,8 @@ def _arrays(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, str] 
     second = beside(param, state)
     if second is None:
         return None
-    weight, second = param.detach(), placed(second, param)
+    weight = local_of(param).detach()
+    second = placed(second, weight)
     if second.dtype == torch.float32:
         return second, weight, split_name("float32", param.dtype)
     return weight, second, split_name(REST_FORMATS[second.dtype], param.dtype)

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from amp_mp.optim.state.init import CLOCK
 from amp_mp.optim.state.original_values import entry_of
+from amp_mp.sharding.shards import local_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class MemoryReport:
     `original` is what `prepare` keeps of the float32 weights until the first step.
 
     Printed, it is a table. Every storage is counted once, whole, so a small view of a large
-    buffer shows what it keeps alive.
+    buffer shows what it keeps alive. Of DTensors what this process holds is counted.
     """
 
     parameters: int  # elements
@@ -58,9 +59,9 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
         for name, value in tensors:
             if not isinstance(value, Tensor):
                 continue
-            storage = value.untyped_storage()
+            storage = local_of(value).untyped_storage()
             if storage.data_ptr() not in counted:
                 counted.add(storage.data_ptr())
                 kind = "step" if name in CLOCK else name
                 found[kind] = found.get(kind, 0) + storage.nbytes()
-    return MemoryReport(sum(p.numel() for p in params), found)
+    return MemoryReport(sum(local_of(p).numel() for p in params), found)

@@ -1,6 +1,6 @@
 """Gathers an optimizer's tensors for the native step, and notices when they have changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,12 +8,15 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.entries import entries_of, held, scales_of
+from amp_mp.optim.state.entries import entries_of, held_here, scales_of
 from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
 from amp_mp.optim.step.refuse import refuse_param, refuse_state
+from amp_mp.optim.step.whole import WholeStatistics
+from amp_mp.sharding.gradients import local_gradient
+from amp_mp.sharding.shards import is_dtensor, local_of, origin_of
 
 
 class ParamInfo(NamedTuple):
@@ -50,7 +53,10 @@ def state_keys(rule: Rule, dicts: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 class Bucket:
-    """Parameters of one device that have state, and the slots that hold all their tensors."""
+    """Parameters of one device that have state, and the slots that hold all their tensors.
+
+    Of a DTensor the slots hold this process's shard.
+    """
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class Bucket:
         """
         self.device = device
         self.params = [param for param, _ in members]
-        infos = [info for _, info in members]
+        self.infos = infos = [info for _, info in members]
         for param, info in members:
             refuse_param(param, info.label)
             refuse_state(rule, param, states.get(param, {}), info.label)
@@ -78,9 +84,11 @@ class Bucket:
         self._keys = state_keys(rule, dicts)
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
         names = rule.names
-        found = [[own for d in dicts if (own := held(d, name))] for name in names]
+        found = [[own for d in dicts if (own := held_here(d, name))] for name in names]
+        origins = [origin_of(param) for param in self.params]
         self.slots = _C.Slots(
-            params=self.params,
+            params=[local_of(param) for param in self.params],
+            dtensors=[param if is_dtensor(param) else None for param in self.params],
             masters=[beside(p, d) for p, d in zip(self.params, dicts, strict=True)],
             states=[[own.data for own in each] for each in found],
             scales=[own.scale for own in found[0]] if names else [None] * len(dicts),
@@ -92,9 +100,21 @@ class Bucket:
             clocks=clocks,
             groups=[i.group for i in infos],
             tensor_indices=[i.tensor_index for i in infos],
-            firsts=[0] * len(infos),
+            firsts=[origin.first for origin in origins],
+            row_lengths=[origin.row_length for origin in origins],
+            row_strides=[origin.row_stride for origin in origins],
             names=[i.label for i in infos],
         )
+
+    def find_gradients(self) -> None:
+        """Finds the shards of DTensors' gradients as they are now, for measuring and the step.
+
+        TypeError, by name, where the gradient of a DTensor is a plain tensor.
+        """
+        for i in self.slots.find_gradients():  # those that are placed otherwise
+            local = local_gradient(self.params[i], self.infos[i].label)
+            if local is not None:
+                self.slots.set_gradient(i, local)
 
     def is_current(self, rule: Rule) -> bool:
         """Whether the state holds the tensors that the slots were made of, and these fit still."""
@@ -106,20 +126,28 @@ class Bucket:
 
 
 class Gathered:
-    """All of an optimizer's parameters: those with state in buckets, one for each device."""
+    """All of an optimizer's parameters: those with state in buckets, one for each device.
 
-    def __init__(self, rule: Rule, groups: list[Group], states: States) -> None:
+    whole: what adds their statistics over processes; None where no other process has a part.
+    """
+
+    def __init__(
+        self, rule: Rule, groups: list[Group], states: States, process_groups: Sequence[Any]
+    ) -> None:
         """Makes the missing state. RuntimeError during capture by a CUDA graph."""
         self._params = [p for group in groups for p in group["params"]]
         self._dormant: list[Tensor] = []  # no gradient so far, hence no state
-        members: dict[torch.device, Members] = {p.device: [] for p in self._params}
+        members: dict[torch.device, Members] = {local_of(p).device: [] for p in self._params}
         refuse_new_state(members)
         for param, info in param_infos(groups):
             if param.grad is None and not states.get(param):
                 self._dormant.append(param)
             else:
-                members[param.device].append((param, info))
+                members[local_of(param).device].append((param, info))
         self.buckets = [Bucket(d, own, rule, groups, states) for d, own in members.items()]
+        held = [(b.device, [info.tensor_index for info in b.infos]) for b in self.buckets]
+        whole = WholeStatistics(held, self._params, process_groups)
+        self.whole = whole if whole.is_needed else None
 
     def is_current(self, rule: Rule, groups: list[Group]) -> bool:
         """Whether gathering again would find the same tensors in the same places."""

@@ -6,6 +6,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_mp.scaling.observe import measure
+from amp_mp.sharding.gradients import GradientStatistics, local_gradient
+from amp_mp.sharding.shards import is_dtensor
 
 
 class GradientMarks:
@@ -45,13 +47,18 @@ class GradientMarks:
 
 
 def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters whose gradients have an element that is not 0."""
+    """The parameters whose gradients have an element that is not 0, on any process."""
+    given = [param for param in params if param.grad is not None]
+    split = [param for param in given if is_dtensor(param)]
     found = []
-    for param in params:
+    if split:
+        locals_ = [local_gradient(param, "a parameter") for param in split]
+        rows = GradientStatistics(split).of_tensors(locals_)
+        found += [p for p, row in zip(split, rows.tolist(), strict=True) if row[1] or row[2]]
+    for param in given:
         grad = param.grad
-        if grad is not None:
+        if grad is not None and not is_dtensor(param):
             values = grad.coalesce().values() if grad.is_sparse else grad
-            found += (
-                [param] if any(t[1] > 0 or t[2] > 0 for t in measure([values]).values()) else []
-            )
+            bad = any(total[1] > 0 or total[2] > 0 for total in measure([values]).values())
+            found += [param] if bad else []
     return found

@@ -14,10 +14,14 @@ from amp_mp.optim.step.gradient_marks import GradientMarks
 
 @dataclass
 class Measured:
-    """The gradients' statistics, device by device, read before the step that uses them."""
+    """The gradients' statistics, device by device, read before the step that uses them.
+
+    weights: of the masters, where the rule needs them and other processes hold a part.
+    """
 
     buckets: list[Bucket]
     found: list[_C.Measurement]
+    weights: list[_C.Measurement] | None = None
 
     def totals(self) -> dict[torch.device, Tensor]:
         """float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN."""

@@ -26,6 +26,7 @@ class Steppable(Protocol):
 
     param_groups: list[Group]
     max_grad_norm: float | None
+    process_groups: tuple[Any, ...]
     attachment: Any  # an Attachment (backward/attachment.py, which imports this) or None
 
     @property

@@ -1,5 +1,6 @@
 """Runs a step: the tensors, the groups' numbers and a loss scaler's inputs to one native call."""
 
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -40,21 +41,24 @@ class StepRunner:
 
     def measure(self, optimizer: Steppable) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
-        buckets = self._gather(optimizer, optimizer.rule())
-        return Measured(buckets, [_read(optimizer, bucket) for bucket in buckets])
+        rule = optimizer.rule()
+        return _measured(optimizer, self._gather(optimizer, rule), rule)
 
     def run(self, optimizer: Steppable, handed: Handed) -> None:
         """Measures, decides and applies: in one native call where there is one device."""
         rule, groups = optimizer.rule(), optimizer.param_groups
-        buckets = self._gather(optimizer, rule)
+        gathered = self._gather(optimizer, rule)
+        buckets, whole = gathered.buckets, gathered.whole
         one_device = len(buckets) == 1
         device = buckets[0].device if buckets else torch.device("cpu")
         measures = handed.measure or optimizer.measures()
-        found: list[_C.Measurement] = []
-        if handed.measured is not None and handed.measured.buckets is buckets:
-            found = handed.measured.found
-        elif measures and not (one_device and optimizer.attachment is None):
-            found = [_read(optimizer, bucket) for bucket in buckets]
+        measured = handed.measured
+        stale = whole is not None and rule.needs_norms  # weights may have been written since
+        if measured is None or measured.buckets is not buckets or stale:
+            measured = Measured(buckets, [])
+            if measures and not (one_device and whole is None and optimizer.attachment is None):
+                measured = _measured(optimizer, gathered, rule)
+        found, weights = measured.found, measured.weights or []
         same_device = isinstance(handed.scale, Tensor) and handed.scale.device == device
         handed.scale_updated = handed.scale_update is not None and same_device and one_device
         inputs = decide_inputs(
@@ -68,25 +72,42 @@ class StepRunner:
         hypers = [self.hyper(rule, groups, index) for index in range(len(groups))]
         operator = _C.operators[rule.operator]
         if one_device:
-            verdict, known = self.log.verdict_on(device), found[0] if found else None
-            operator(buckets[0].slots, hypers, verdict, known, inputs, measures and not found)
+            verdict, own = self.log.verdict_on(device), inputs
         else:
-            verdict = decide(device, [each.rows for each in found], inputs)
-            for bucket, own in zip_longest(buckets, found):
-                operator(bucket.slots, hypers, verdict.to(bucket.device), own)
-        measured = bool(found) or (measures and one_device)
-        self.log.add(verdict, measured)
-        if measured or handed.found_inf is not None:
+            verdict, own = decide(device, [each.rows for each in found], inputs), None
+        for number, (bucket, known, masters) in enumerate(zip_longest(buckets, found, weights)):
+            updates = partial(whole.updates, number) if whole and rule.needs_norms else None
+            local = verdict if one_device else verdict.to(bucket.device)
+            reads = one_device and measures and not found
+            operator(bucket.slots, hypers, local, known, own, reads, masters, updates)
+        seen = bool(found) or (measures and one_device)
+        self.log.add(verdict, seen)
+        if seen or handed.found_inf is not None:
             name = type(optimizer).__name__
             self.log.warn_of_skips(name, lambda scale: describe_nonfinite([groups], scale))
 
-    def _gather(self, optimizer: Steppable, rule: Rule) -> list[Bucket]:
-        """The tensors in buckets, gathered anew where one was replaced; Gathered has the errors."""
+    def _gather(self, optimizer: Steppable, rule: Rule) -> Gathered:
+        """The tensors, gathered anew where one was replaced; Gathered has the errors."""
         groups = optimizer.param_groups
         if self._gathered is None or not self._gathered.is_current(rule, groups):
-            self._gathered = Gathered(rule, groups, optimizer.state)
+            process_groups = optimizer.process_groups
+            self._gathered = Gathered(rule, groups, optimizer.state, process_groups)
         self._gathered.check_capture()
-        return self._gathered.buckets
+        for bucket in self._gathered.buckets:
+            bucket.find_gradients()
+        return self._gathered
+
+
+def _measured(optimizer: Steppable, gathered: Gathered, rule: Rule) -> Measured:
+    """The statistics of the gradients, of all processes' together."""
+    buckets, whole = gathered.buckets, gathered.whole
+    found = [_read(optimizer, bucket) for bucket in buckets]
+    if whole is None:
+        return Measured(buckets, found)
+    if not rule.needs_norms:
+        return Measured(buckets, whole.totals(found))
+    weights = [bucket.slots.measure_weights() for bucket in buckets]
+    return Measured(buckets, *whole.of_tensors(found, weights))
 
 
 def _read(optimizer: Steppable, bucket: Bucket) -> _C.Measurement:

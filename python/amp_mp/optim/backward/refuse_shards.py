@@ -1,0 +1,28 @@
+"""What gradient release cannot do with parameters that are split over processes."""
+
+from typing import Any
+
+from amp_mp.optim.step.protocols import Steppable
+
+
+def refuse_shards(optimizer: Steppable, scaler: Any, clip: str) -> None:
+    """Raises ValueError where a shard's step would depend on gradients of other processes.
+
+    A step in a gradient's hook knows this process's shard alone. It would clip by a part of the
+    norm, and skip where another process does not.
+    """
+    wrong = ""
+    if scaler is not None:
+        wrong = "scaler= checks each gradient for overflow"
+    elif getattr(optimizer, "check_overflow", False):
+        wrong = "check_overflow=True checks each gradient"
+    elif optimizer.rule().needs_norms:
+        wrong = f"{type(optimizer).__name__} needs the norms of whole tensors"
+    elif optimizer.max_grad_norm is not None and clip == "parameter":
+        wrong = 'clip="parameter" clips by the norm of a whole tensor'
+    if wrong:
+        raise ValueError(
+            f"release=True: {wrong}, and a hook sees only this process's shard of a DTensor; take "
+            'clip="previous" to clip by the last step\'s norm, leave it out, or attach without '
+            "release"
+        )

@@ -1,0 +1,83 @@
+"""Statistics of a step's tensors over all processes that hold a part of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.sharding.reduction import Reduction
+
+
+class WholeStatistics:
+    """Turns the statistics of a step's shards into those of the whole tensors.
+
+    Every process gathers the same rows at every step, those of parameters without a gradient too.
+    """
+
+    def __init__(
+        self,
+        buckets: list[tuple[torch.device, list[int]]],
+        params: list[Tensor],
+        process_groups: Sequence[Any],
+    ) -> None:
+        """buckets: the device of each, and where its parameters are among all parameters."""
+        self._devices = [device for device, _ in buckets]
+        self._device = self._devices[0] if buckets else torch.device("cpu")
+        self._reduction = Reduction(params, process_groups, self._device)
+        self._count = len(params)
+        self._places = [self._place(indices) for _, indices in buckets]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether other processes hold a part of anything."""
+        return self._reduction.is_needed
+
+    def totals(self, found: list[_C.Measurement]) -> list[_C.Measurement]:
+        """For each bucket a measurement with a total alone; together they are that of everything.
+
+        found: of the buckets' gradients on this process.
+        """
+        return self._split(None, self._reduction.total(self._all([each.rows for each in found])))
+
+    def of_tensors(
+        self, found: list[_C.Measurement], weights: list[_C.Measurement]
+    ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
+        """The same with a row for each whole tensor, of the gradients and of the masters."""
+        own = [self._all([each.rows for each in part]) for part in (found, weights)]
+        both = self._reduction.of_tensors(torch.cat(own, 1))
+        grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
+        total = self._reduction.total_of_whole(grads)
+        return self._split(grads, total), self._split(masters, torch.zeros_like(total))
+
+    def updates(self, bucket: int, rows: Tensor) -> Tensor:
+        """The rows [n, 3] of a bucket's whole tensors, from those of its shards."""
+        place = self._places[bucket]
+        whole = self._reduction.of_tensors(self._spread(rows, place))
+        return (whole if place is None else whole[place]).to(rows.device)
+
+    def _place(self, indices: list[int]) -> Tensor | None:
+        """A bucket's parameters among all; None where it has all of them."""
+        if len(indices) == self._count:
+            return None
+        return torch.tensor(indices, dtype=torch.long, device=self._device)
+
+    def _spread(self, rows: Tensor, place: Tensor | None) -> Tensor:
+        """A bucket's rows as rows of all parameters, 0 for the others."""
+        rows = rows.to(self._device)
+        return rows if place is None else rows.new_zeros(self._count, 3).index_copy(0, place, rows)
+
+    def _all(self, rows: list[Tensor]) -> Tensor:
+        parts = [self._spread(r[:-1], place) for r, place in zip(rows, self._places, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _split(self, rows: Tensor | None, total: Tensor) -> list[_C.Measurement]:
+        """A measurement for each bucket; the total stands in the first."""
+        found = []
+        for number, (device, place) in enumerate(zip(self._devices, self._places, strict=True)):
+            last = (total if number == 0 else torch.zeros_like(total))[None]
+            own = rows if rows is None or place is None else rows[place]
+            known = last if own is None else torch.cat([own, last])
+            found.append(_C.Measurement(known.to(device)))
+        return found

@@ -1,0 +1,133 @@
+"""Adds statistics of shards over the processes that hold them.
+
+Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.sharding.shards import split_groups
+
+# A process group, and the rows of tensors that are split over it; None for all of them.
+Member = tuple[Any, Tensor | None]
+
+
+def checked_groups(process_groups: Any) -> tuple[Any, ...]:
+    """The argument of this name as a tuple: None, a ProcessGroup, a DeviceMesh, or several.
+
+    A mesh stands for the groups of its dimensions. TypeError for anything else.
+    """
+    if process_groups is None:
+        return ()
+    several = isinstance(process_groups, tuple | list)
+    found: list[Any] = []
+    for each in process_groups if several else [process_groups]:
+        if hasattr(each, "get_all_groups"):
+            found += each.get_all_groups()
+        elif hasattr(each, "group_name") and hasattr(each, "size"):
+            found.append(each)
+        else:
+            raise TypeError(
+                "process_groups must be torch.distributed process groups or device meshes, found "
+                f"{type(each).__name__}"
+            )
+    return tuple(found)
+
+
+class Reduction:
+    """Gathers the rows of shards, once for each process group over which tensors are split.
+
+    Every process has to hold the same tensors in the same order, and calls the same methods in the
+    same order. Which groups are gathered depends on the tensors alone, never on what is in them:
+    else one process would wait for ever. Replicated and plain tensors count once. All processes get
+    the same bits: rows are gathered, and then added in the order of ranks.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], process_groups: Sequence[Any], device: torch.device
+    ) -> None:
+        """params: DTensors and plain tensors. process_groups: those that no mesh knows, added last.
+
+        device: of the rows.
+        """
+        groups: dict[str, Any] = {}
+        keys: dict[tuple[str, ...], list[int]] = {}
+        for index, param in enumerate(params):
+            own = {group.group_name: group for group in split_groups(param)}
+            groups |= own
+            keys.setdefault(tuple(own), []).append(index)
+        self._device = device
+        self._process_groups = list(process_groups)
+        self._keys = [self._selection(indices, len(params)) for indices in keys.values()]
+        self._of_keys, self._of_tensors = [], []
+        for name, group in groups.items():
+            numbers = [n for n, key in enumerate(keys) if name in key]
+            rows = sorted(i for key, indices in keys.items() if name in key for i in indices)
+            self._of_keys.append((group, self._selection(numbers, len(keys))))
+            self._of_tensors.append((group, self._selection(rows, len(params))))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether other processes hold a part of anything."""
+        return bool(self._of_keys or self._process_groups)
+
+    def total(self, rows: Tensor) -> Tensor:
+        """float64 [3]: the statistics of all tensors together, on all processes."""
+        sums = [_added(rows if which is None else rows[which]) for which in self._keys]
+        of_keys = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
+        return self._over_process_groups(_added(_gathered(of_keys, self._of_keys)))
+
+    def of_tensors(self, rows: Tensor) -> Tensor:
+        """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
+        return _gathered(rows, self._of_tensors)
+
+    def total_of_whole(self, rows: Tensor) -> Tensor:
+        """As `total`, from what of_tensors has returned."""
+        return self._over_process_groups(_added(rows))
+
+    def _over_process_groups(self, total: Tensor) -> Tensor:
+        for group in self._process_groups:
+            total = _added(_all_gather(total[None], group)[:, 0])
+        return total
+
+    def _selection(self, indices: list[int], count: int) -> Tensor | None:
+        if len(indices) == count:
+            return None
+        return torch.tensor(indices, dtype=torch.long, device=self._device)
+
+
+def _added(rows: Tensor) -> Tensor:
+    """The statistics [3] of rows [n, 3] together."""
+    return rows[0] if len(rows) == 1 else _C.combine(rows.contiguous())[-1]
+
+
+def _gathered(rows: Tensor, members: list[Member]) -> Tensor:
+    """The rows [n, 3 k], each added over the groups that its tensor is split over."""
+    for group, which in members:
+        parts = _all_gather(rows if which is None else rows[which], group)
+        parts = parts.view(parts.shape[0], parts.shape[1], -1, 3)
+        sums = (parts[..., 0].sum(0), parts[..., 1].amax(0), parts[..., 2].sum(0))
+        added = torch.stack(sums, -1).flatten(1)
+        rows = added if which is None else rows.index_copy(0, which, added)
+    return rows
+
+
+def _all_gather(rows: Tensor, group: Any) -> Tensor:
+    """The rows of every process in the group, [processes, *rows.shape]."""
+    import torch.distributed as dist
+
+    found = rows.new_empty(group.size() * rows.numel())
+    try:
+        dist.all_gather_into_tensor(found, rows.flatten(), group=group)
+    except RuntimeError as error:
+        if "No backend type associated" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the parameters are on {rows.device.type}, and the process group has no backend for "
+            'it; with CPU offload call init_process_group(backend="cpu:gloo,cuda:nccl")'
+        ) from error
+    return found.view(group.size(), *rows.shape)

@@ -1,0 +1,177 @@
+"""The norm of sharded gradients is that of the whole model, and costs one collective a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layouts import NORM_ERROR, Bag, Net, differences, local, noise, placed_as, set_grads, shard
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+import amp_mp as amp
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+SHAPES = [(96, 64), (33, 96), (33,), (3, 64), (1,)]
+NETS = [("fsdp", 2), ("hsdp", 4), ("tp", 2), ("tp fsdp", 4), ("sp fsdp", 4)]
+# Collectives of a step that measures: one for each set of ranks over which a parameter is split.
+COLLECTIVES = [
+    *[("fsdp", 2, 1), ("fsdp", 4, 1), ("hsdp", 4, 1), ("rows", 2, 1), ("columns", 2, 1)],
+    *[("columns fsdp", 4, 2), ("rows fsdp", 4, 2)],
+]
+
+
+def norms(layout: str, max_grad_norm: float) -> tuple[list[Any], float, float]:
+    """What a step reports, what torch finds for the whole gradients, and the last gradient alone.
+
+    The last parameter is plain or split over fewer ranks than the others in some layouts.
+    """
+    params = list(shard(Bag(SHAPES, torch.float32), layout).parameters())
+    optimizer = amp.optim.SGD(params, lr=0.0, max_grad_norm=max_grad_norm)
+    wholes = set_grads(params, 5)
+    optimizer.step()
+    report = optimizer.last_report()
+    assert report is not None
+    found = [optimizer.grad_norm, report.grad_norm, report.max_abs, optimizer.step_was_skipped]
+    for param in params[:-1]:
+        param.grad = None
+    optimizer.step()
+    alone = optimizer.grad_norm
+    expected = float(torch.cat([g.double().reshape(-1) for g in wholes]).norm())
+    assert alone == pytest.approx(float(wholes[-1].double().norm()), rel=NORM_ERROR)
+    return found, expected, max(float(g.abs().max()) for g in wholes)
+
+
+@pytest.mark.parametrize(("layout", "world"), [(name, n) for name, n, _ in COLLECTIVES])
+def test_the_norm_is_that_of_the_whole_model(layout: str, world: int) -> None:
+    ranks = on_ranks(world, norms, layout, 1.0)
+    assert all(found == ranks[0][0] for found, *_ in ranks)
+    (norm, reported, max_abs, skipped), expected, largest = ranks[0]
+    assert norm == pytest.approx(expected, rel=NORM_ERROR)
+    assert (reported, max_abs, skipped) == (norm, largest, False)
+
+
+def collectives(layout: str) -> list[dict[str, int]]:
+    """The collectives of one step, for optimizers that measure, and for one that does not."""
+    params = list(shard(Bag(SHAPES, torch.bfloat16), layout).parameters())
+    counts = []
+    for more in ({"max_grad_norm": 1.0}, {"check_overflow": True}, {}):
+        optimizer = amp.optim.AdamW(params, lr=1e-3, **more)
+        set_grads(params, 5)
+        optimizer.step()
+        with CommDebugMode() as mode:
+            optimizer.step()
+        counts.append({str(name): n for name, n in mode.get_comm_counts().items() if n})
+    return counts
+
+
+@pytest.mark.parametrize(("layout", "world", "expected"), COLLECTIVES)
+def test_collectives_of_a_step(layout: str, world: int, expected: int) -> None:
+    for clips, checks, neither in on_ranks(world, collectives, layout):
+        assert sum(clips.values()) == expected, clips
+        assert sum(checks.values()) == expected, checks
+        assert neither == {}
+
+
+def test_collectives_do_not_depend_on_which_gradients_there_are() -> None:
+    assert on_ranks(4, collectives_without_gradients) == [[2, 2, 2]] * 4
+
+
+def collectives_without_gradients() -> list[int]:
+    """One step with all gradients, one without the first parameter's, one without any."""
+    params = list(shard(Bag(SHAPES, torch.bfloat16), "columns fsdp").parameters())
+    optimizer = amp.optim.AdamW(params, lr=1e-3, max_grad_norm=1.0)
+    set_grads(params, 5)
+    counts = []
+    for missing in ([], params[:1], params):
+        for param in missing:
+            param.grad = None
+        with CommDebugMode() as mode:
+            optimizer.step()
+        counts.append(sum(mode.get_comm_counts().values()))
+    return counts
+
+
+def trained(layout: str) -> list[tuple[list[float], list[Tensor]]]:
+    """Norms and whole weights after five clipped steps of a sharded net, and of a plain one."""
+    runs = []
+    for net in (shard(Net(), layout), Net()):
+        optimizer = amp.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, max_grad_norm=0.01)
+        found = []
+        for step in range(5):
+            optimizer.zero_grad()
+            net(noise((4, 8, 32), step)).square().mean().backward()
+            optimizer.step()
+            assert optimizer.grad_norm is not None
+            found.append(optimizer.grad_norm)
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+        runs.append((found, [w.detach() for w in weights]))
+    return runs
+
+
+@pytest.mark.parametrize(("layout", "world"), [*NETS, ("sp", 2)])
+def test_a_sharded_net_trains_with_the_norms_of_a_plain_one(layout: str, world: int) -> None:
+    ranks = on_ranks(world, trained, layout)
+    for (found, weights), (expected, plain) in ranks:
+        # Matrix products of parts of the numbers add up in another order.
+        assert found == pytest.approx(expected, rel=1e-5)
+        for own, whole in zip(weights, plain, strict=True):
+            torch.testing.assert_close(own, whole, rtol=1e-5, atol=1e-6)
+        assert found == ranks[0][0][0], "the ranks have different norms"
+
+
+def partial_gradients(preset: str) -> tuple[list[str], float, float]:
+    """Steps of a sequence-parallel norm, whose gradient is a sum that no rank has yet.
+
+    Returns where the rank parts from one process that is given the summed gradient, and the norms.
+    """
+    net, norm = shard(Net(torch.bfloat16), "sp"), nn.LayerNorm(32, dtype=torch.bfloat16)
+    split, plain = list(net.norm.parameters()), list(norm.parameters())
+    optimizers = [
+        amp.optim.AdamW(params, lr=0.01, max_grad_norm=0.5, memory=preset)
+        for params in (split, plain)
+    ]
+    for step in range(3):
+        net.zero_grad()
+        net(noise((4, 8, 32), step).bfloat16()).float().square().mean().backward()
+        for param, whole in zip(split, plain, strict=True):
+            assert isinstance(param.grad, DTensor)
+            assert param.grad.placements == (Partial(),)
+            whole.grad = param.grad.full_tensor().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    found, expected = (float(optimizer.grad_norm or 0.0) for optimizer in optimizers)
+    return differences(split, optimizers[0], plain, optimizers[1]), found, expected
+
+
+@pytest.mark.parametrize("preset", ["exact", "tiny"])
+def test_a_partial_gradient_is_summed_before_it_is_used(preset: str) -> None:
+    for parts, found, expected in on_ranks(2, partial_gradients, preset):
+        assert parts == []
+        assert found == expected  # replicated: every rank has all of it, and counts it once
+
+
+def plain_gradient() -> list[Any]:
+    """The error of a step whose second gradient is a plain tensor, and whether it changed a byte.
+
+    Autograd lets a plain tensor of the whole shape be assigned.
+    """
+    params = list(shard(Bag([(8, 4), (4, 4)], torch.float32), "fsdp").parameters())
+    optimizer = amp.optim.AdamW(params, lr=0.1)
+    before = [local(p).clone() for p in params]
+    params[0].grad, params[1].grad = placed_as(params[0], torch.ones(8, 4)), torch.ones(4, 4)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        optimizer.step()
+    same = all(torch.equal(a, local(p)) for a, p in zip(before, params, strict=True))
+    return [str(caught.value), same]
+
+
+def test_a_plain_gradient_of_a_dtensor_is_refused_by_name() -> None:
+    for message, same in on_ranks(2, plain_gradient):
+        assert "parameter 1" in message
+        assert "DTensor" in message
+        assert same

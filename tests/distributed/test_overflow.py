@@ -1,0 +1,225 @@
+"""An inf or NaN in one rank's shard: no rank steps, no byte changes, and all ranks say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from layouts import Bag, digests, disagreements, local, noise, parts_of, placed_as, shard
+from ranks import on_ranks
+from torch import Tensor
+
+import amp_mp as amp
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+SHAPES = [(33,), (96, 64), (1, 33), (3, 64), (5,)]
+SPLITS = [("fsdp", 2), ("hsdp", 4), ("rows", 2), ("columns fsdp", 4), ("rows fsdp", 4)]
+INF, NAN = float("inf"), float("nan")
+
+
+class Loop:
+    """A training loop's way to go from a loss to a step; `skipped` and `scale` are of the last."""
+
+    skipped: Any = None  # None where there is no way to ask
+    scale: float = 1.0
+    halves = 1.0  # what an overflow multiplies the scale by
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+        self.optimizer = self.make()
+
+    def make(self) -> Any:
+        return amp.optim.AdamW(self.params, lr=0.01, memory="lean", check_overflow=True)
+
+    def run(self, loss: Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+        self.skipped = self.optimizer.step_was_skipped
+
+
+class Clips(Loop):
+    def make(self) -> Any:
+        return amp.optim.AdamW(self.params, lr=0.01, memory="tiny", max_grad_norm=1.0)
+
+
+class Scaled(Loop):
+    """amp.GradScaler with an amp_mp optimizer."""
+
+    halves = 0.5
+
+    def make(self) -> Any:
+        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
+        return amp.optim.AdamW(self.params, lr=0.01, memory="exact")
+
+    def run(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scale = self.scaler.get_scale()
+        self.skipped = self.optimizer.step_was_skipped
+
+
+class Unscaled(Scaled):
+    """The same, where the script calls unscale_ to look at the gradients."""
+
+    def run(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scale = self.scaler.get_scale()
+
+
+class ScaledTorch(Scaled):
+    """amp.GradScaler with torch's optimizer."""
+
+    def make(self) -> Any:
+        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
+        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
+
+    def run(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scale = self.scaler.get_scale()
+
+
+class UnscaledTorch(Unscaled):
+    def make(self) -> Any:
+        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
+        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
+
+
+class Wrapped(Loop):
+    """amp.FP16_Optimizer around an amp_mp optimizer."""
+
+    halves = 0.5
+
+    def run(self, loss: Tensor) -> None:
+        self.wrapper.backward(loss)
+        self.wrapper.step()
+        self.scale, self.skipped = self.wrapper.loss_scale, self.wrapper.overflow
+
+    def make(self) -> Any:
+        optimizer = amp.optim.AdamW(self.params, lr=0.01)
+        args = {"init_scale": 2.0**40}
+        self.wrapper = amp.FP16_Optimizer(
+            optimizer, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
+        )
+        return optimizer
+
+
+class Handle(Loop):
+    """handle.scale_loss, as scripts written for Apex have it."""
+
+    handle: Any
+    halves = 0.5
+
+    def make(self) -> Any:
+        return amp.optim.AdamW(self.params, lr=0.01)
+
+    def run(self, loss: Tensor) -> None:
+        with self.handle.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        self.scale = self.handle.loss_scaler.scale
+
+
+@contextmanager
+def started(kind: type[Loop]) -> Iterator[None]:
+    """Casts on, for the loop that needs amp.init."""
+    if kind is not Handle:
+        yield
+        return
+    Handle.handle = amp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale="dynamic")
+    try:
+        yield
+    finally:
+        Handle.handle._deactivate()
+        amp.uninstall()
+
+
+def loss_of(params: list[Any], grads: list[Tensor]) -> Tensor:
+    """A loss whose gradients are `grads`; a rank's loss is of its own shards alone."""
+    parts = []
+    for param, grad in zip(params, grads, strict=True):
+        own = param.to_local() if hasattr(param, "to_local") else param
+        parts.append((own.float() * local(placed_as(param, grad))).sum())
+    return torch.stack(parts).sum()
+
+
+def overflows(layout: str, name: str) -> list[tuple[str, Any, float, bool, Any]]:
+    """Overflows in each parameter's first and last element, then a step without.
+
+    Returns for each: what overflowed, the loop's `skipped` and `scale`, whether any byte of this
+    rank changed, and a digest of its tensors.
+    """
+    kind: type[Loop] = globals()[name]
+    params = list(shard(Bag(SHAPES, torch.bfloat16), layout).parameters())
+    parts, found = parts_of(params), []
+    with started(kind):
+        loop = kind(params)
+        grads = [noise(shape, i) for i, shape in enumerate(SHAPES)]
+        loop.run(loss_of(params, grads))  # makes the states
+        cases = [(i, at, v) for i in range(len(SHAPES)) for at, v in ((0, NAN), (-1, INF))]
+        for index, at, value in [*cases, (0, 0, 1.0)]:
+            loop.optimizer.zero_grad()
+            before = digests(params, loop.optimizer, parts)
+            now = [grad.clone() for grad in grads]
+            now[index].view(-1)[at] = value
+            loop.run(loss_of(params, now))
+            after = digests(params, loop.optimizer, parts)
+            label = f"{value} in element {at} of parameter {index}"
+            found.append((label, loop.skipped, loop.scale, before != after, after))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+@pytest.mark.parametrize(
+    "kind", [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, Handle]
+)
+def test_no_rank_steps_on_one_ranks_overflow(kind: type[Loop], layout: str, world: int) -> None:
+    ranks = on_ranks(world, overflows, layout, kind.__name__)
+    scale = ranks[0][0][2] / kind.halves
+    for cases in zip(*ranks, strict=True):
+        label, skipped, *_ = cases[0]
+        last = cases[0] == ranks[0][-1]
+        assert [changed for *_, changed, _ in cases] == [last] * world, label
+        assert [case[1] for case in cases] == [skipped] * world, label
+        assert skipped in (None, not last), label
+        scale *= 1.0 if last else kind.halves
+        assert [case[2] for case in cases] == [scale] * world, label
+        assert disagreements([held for *_, held in cases]) == [], label
+
+
+def policies(layout: str | None) -> list[tuple[float, bool]]:
+    """LogMax moves the scale by the largest gradient, which one rank alone has.
+
+    layout: None for a plain model.
+    """
+    bag = Bag(SHAPES, torch.bfloat16)
+    params = list((bag if layout is None else shard(bag, layout)).parameters())
+    optimizer = amp.optim.AdamW(params, lr=0.01)
+    scaler = amp.GradScaler("cpu", loss_scale="LogMax")
+    found = []
+    for step in range(12):
+        grads = [noise(shape, step) * 1e-3 for shape in SHAPES]
+        grads[step % len(SHAPES)].view(-1)[-1] = INF if step % 5 == 4 else 10.0 ** (step % 3)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(params, grads)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.get_scale(), optimizer.step_was_skipped))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+def test_a_policy_that_needs_the_largest_gradient_sees_all_ranks(layout: str, world: int) -> None:
+    plain = policies(None)
+    assert len(set(plain)) > 4
+    for found in on_ranks(world, policies, layout):
+        assert found == plain

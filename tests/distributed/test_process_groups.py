@@ -1,0 +1,120 @@
+"""process_groups=: one norm and one decision where no DTensor says that processes belong together.
+
+ZeroRedundancyOptimizer gives each process its own parameters; so does a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raw_bytes
+from layouts import Bag, set_grads
+from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import amp_mp as amp
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+LOW = torch.bfloat16
+SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (64, 8, 2, 2), (1,)]
+STEPS = 4
+NAN_AT = 2  # the step that overflows
+
+
+def weights(optimizer_class: Any, zero: bool, **options: Any) -> list[Any]:
+    """Bits of the weights after each step, one of which has a NaN in the first parameter."""
+    model = Bag(SHAPES, LOW)
+    params = list(model.parameters())
+    if zero:
+        groups = {"process_groups": dist.group.WORLD}
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, **groups, **options)
+    else:
+        optimizer = optimizer_class(params, **options)
+    found = []
+    for step in range(STEPS):
+        set_grads(params, 100 * step)
+        if step == NAN_AT:
+            params[0].grad[0] = float("nan")
+        optimizer.step()
+        found.append([raw_bytes(p) for p in params])
+    return found
+
+
+def compare(name: str, preset: str) -> list[bool]:
+    kind, options = getattr(amp.optim, name), {"lr": 1e-2, "memory": preset, "max_grad_norm": 0.5}
+    plain, zero = weights(kind, False, **options), weights(kind, True, **options)
+    assert plain[NAN_AT] == plain[NAN_AT - 1], "the step with the NaN was not skipped"
+    return [a == b for a, b in zip(plain, zero, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB"])
+@pytest.mark.parametrize("preset", ["float32", "exact"])
+def test_zero_clips_and_skips_as_one_process(name: str, preset: str) -> None:
+    assert on_ranks(2, compare, name, preset) == [[True] * STEPS] * 2
+
+
+def refused(**options: Any) -> str:
+    try:
+        ZeroRedundancyOptimizer(Bag(SHAPES, LOW).parameters(), amp.optim.AdamW, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"check_overflow": True}])
+def test_zero_without_process_groups_is_refused(options: dict[str, Any]) -> None:
+    assert all("process_groups" in text for text in on_ranks(2, refused, **options))
+    assert on_ranks(2, refused) == ["", ""]  # without clipping each process may step alone
+
+
+def pipeline(through_mesh: bool) -> tuple[float, float, bool, bool]:
+    """Each rank has one stage. Returns two norms, and whether two steps were skipped."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    stage = torch.nn.Parameter(torch.ones(8, 8, dtype=LOW))
+    groups = mesh if through_mesh else [mesh.get_group()]
+    optimizer = amp.optim.AdamW([stage], max_grad_norm=1.0, process_groups=groups)
+    stage.grad = torch.full_like(stage, dist.get_rank() + 1)
+    optimizer.step()
+    first, skipped = optimizer.grad_norm, optimizer.step_was_skipped
+    before = raw_bytes(stage)
+    stage.grad = torch.full_like(stage, float("inf") if dist.get_rank() == 1 else 1.0)
+    optimizer.step()
+    assert raw_bytes(stage) == before
+    return first, optimizer.grad_norm, skipped, optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("through_mesh", [True, False])
+def test_stages_of_a_pipeline_have_one_norm(through_mesh: bool) -> None:
+    norm = 8 * (1 + 4 + 9 + 16) ** 0.5
+    assert on_ranks(4, pipeline, through_mesh) == [(norm, float("inf"), False, True)] * 4
+
+
+def scaled(kind: Any, **options: Any) -> tuple[float, bool]:
+    """The scale after an iteration in which one stage overflows, and whether weights changed."""
+    stage = torch.nn.Parameter(torch.ones(4))
+    groups = {"process_groups": dist.group.WORLD}
+    own = groups if kind.__module__.startswith("amp_mp") else {}
+    optimizer = kind([stage], lr=0.1, **own, **options)
+    scaler = amp.GradScaler("cpu", init_scale=8.0, **groups)
+    scaler.scale((stage * (float("inf") if dist.get_rank() == 0 else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), bool((stage != 1).any())
+
+
+@pytest.mark.parametrize("kind", [amp.optim.SGD, torch.optim.SGD, torch.optim.AdamW])
+def test_a_scaler_backs_off_on_every_stage(kind: Any) -> None:
+    assert on_ranks(2, scaled, kind) == [(4.0, False)] * 2
+
+
+def test_what_is_no_group_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"process_groups must be .* found str"):
+        amp.optim.AdamW([param], process_groups="world")
+    with pytest.raises(TypeError, match=r"process_groups must be .* found int"):
+        amp.GradScaler("cpu", process_groups=[3])

@@ -1,0 +1,63 @@
+"""Tests of the processes that the other tests in this folder run in."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+
+def gathered(values: Tensor) -> tuple[int, Tensor]:
+    own = values[dist.get_rank()].clone()
+    dist.all_reduce(own)
+    return os.getpid(), own
+
+
+def test_every_rank_returns_its_result_and_processes_stay() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    first, second = (on_ranks(4, gathered, values) for _ in range(2))
+    assert [float(total) for _, total in first] == [15.0] * 4
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+    assert [float(total) for _, total in on_ranks(2, gathered, values)] == [3.0] * 2
+
+
+def fails(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("the argument")
+    dist.barrier()
+
+
+def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
+    with pytest.raises(KeyError, match="the argument") as caught:
+        on_ranks(2, fails, 1)
+    assert "rank 1" in caught.value.__notes__[0]
+    assert "in fails" in caught.value.__notes__[0]
+    assert len(on_ranks(2, gathered, torch.ones(2))) == 2  # by other processes
+
+
+def dies() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def test_a_process_that_dies_is_named() -> None:
+    with pytest.raises(RuntimeError, match="the process of rank 1 ended with 3"):
+        on_ranks(2, dies)
+
+
+def waits_for_rank_0() -> None:
+    if dist.get_rank() != 0:
+        dist.barrier()
+
+
+def test_a_rank_that_waits_for_ever_is_an_error_that_shows_where() -> None:
+    with pytest.raises(TimeoutError, match=r"the ranks \[1\] have not ended in 1.0 s") as caught:
+        on_ranks(2, waits_for_rank_0, limit_s=1.0)
+    assert "waits_for_rank_0" in str(caught.value).split("rank 1:")[1]
+    assert len(on_ranks(2, gathered, torch.ones(2))) == 2

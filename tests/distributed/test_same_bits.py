@@ -1,0 +1,192 @@
+"""A sharded run has the bits of one process: weights and every state, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from layouts import (
+    NORM_ERROR,
+    REPLICATED,
+    Bag,
+    differences,
+    digests,
+    disagreements,
+    local,
+    same_elements,
+    set_grads,
+    shard,
+)
+from ranks import on_ranks
+from rules import RULES, STORAGES
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import amp_mp as amp
+from amp_mp.optim.rule import kinds_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
+
+LOW = torch.bfloat16
+# The last one stays plain under tensor parallelism. Some shards are empty.
+SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (3, 64), (1, 32), (64, 8, 2, 2), (1,)]
+STEPS = 6
+SPLITS = [
+    *[("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("rows", 2), ("columns", 2)],
+    *[("columns fsdp", 4), ("rows fsdp", 4)],
+]
+if LARGE:
+    SPLITS += [("fsdp", 1), ("rows", 4), ("columns", 4)]
+BY_LAYER = [name for name, (kind, _) in RULES.items() if kind.rules[0].needs_norms]
+BY_ELEMENT = [name for name in RULES if name not in BY_LAYER]
+SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "tiny"]
+DTYPES = (LOW, torch.float16, torch.float32) if LARGE else (LOW, torch.float32)
+
+
+def has_m8(param: Tensor) -> bool:
+    """Whether a state of 8 bits fits: a group of 32 lies in one row, and in one shard of it."""
+    rows = [n for n in param.shape if n > 1]
+    if len(rows) < 2:
+        return False
+    cut = [1] * param.dim()
+    if isinstance(param, DTensor):
+        for size, at in zip(param.device_mesh.shape, param.placements, strict=True):
+            if not at.is_replicate():
+                cut[at.dim] *= size
+    if param.shape[-1] % (32 * cut[-1]) == 0:
+        return True
+    return param[0].numel() % 32 == 0 and not any(n > 1 for n in cut[1:])
+
+
+def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -> tuple[Any, ...]:
+    """A sharded run and one of a single process after the same steps.
+
+    Returns the optimizer and the parameters of each, and the norm that each step found.
+    """
+    kind, numbers = RULES[rule]
+    split, whole = list(shard(Bag(SHAPES, dtype), layout).parameters()), Bag(SHAPES, dtype)
+    groups = [{"params": [p]} for p in split]
+    moments = [n for n, k in kinds_of(kind.rules).items() if k == "moment"]
+    plain_groups: list[dict[str, Any]] = [{"params": [p]} for p in whole.parameters()]
+    for group, param in zip(plain_groups, split, strict=True):
+        if preset == "tiny" and not has_m8(param):
+            group.update(dict.fromkeys(moments, "bfloat16"))
+    found: list[Any] = []
+    for made in (groups, plain_groups):
+        optimizer = kind(made, **numbers, **STORAGES[preset], **more)
+        params, norms = [group["params"][0] for group in made], []
+        for step in range(STEPS):
+            set_grads(params, 100 * step)
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+        found += [optimizer, params, norms]
+    return tuple(found)
+
+
+def compare(layout: str, rules: list[str], presets: list[str]) -> list[str]:
+    found = []
+    for dtype in DTYPES:
+        for rule in rules:
+            for preset in presets:
+                optimizer, split, _, plain, whole, _ = both(layout, dtype, rule, preset)
+                label = f"{rule}, {preset}, {dtype}: "
+                found += [label + text for text in differences(split, optimizer, whole, plain)]
+                found += [label + text for text in misplaced(optimizer)]
+    return found
+
+
+def misplaced(optimizer: Any) -> list[str]:
+    """States that are not DTensors placed as their parameters are."""
+    found = []
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            wanted = isinstance(param, DTensor) and name not in REPLICATED
+            if isinstance(value, DTensor) != wanted:
+                found.append(f"{name} is a {type(value).__name__} beside a {type(param).__name__}")
+            elif wanted and (value.device_mesh, value.placements) != (
+                param.device_mesh,
+                param.placements,
+            ):
+                found.append(f"{name} is placed as {value.placements}, not {param.placements}")
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
+    for rank in on_ranks(world, compare, layout, ["adamw"], list(STORAGES)):
+        assert rank == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("rows fsdp", 4), ("columns fsdp", 4)]
+)
+def test_every_rule_has_the_bits_of_one_process(layout: str, world: int) -> None:
+    for rank in on_ranks(world, compare, layout, BY_ELEMENT, SOME_PRESETS, limit_s=250):
+        assert rank == []
+
+
+def stochastic(layout: str) -> list[str]:
+    """bfloat16 weights without a master, rounded by counter."""
+    runs = []
+    for params in (
+        list(shard(Bag(SHAPES, LOW), layout).parameters()),
+        list(Bag(SHAPES, LOW).parameters()),
+    ):
+        optimizer = amp.optim.AdamW(params, lr=1e-3, master="none", rounding="stochastic", seed=7)
+        for step in range(STEPS):
+            set_grads(params, 100 * step)
+            optimizer.step()
+        runs += [params, optimizer]
+    return differences(*runs)
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+def test_stochastic_rounding_has_the_bits_of_one_process(layout: str, world: int) -> None:
+    for rank in on_ranks(world, stochastic, layout):
+        assert rank == []
+
+
+def clipped(layout: str, rules: list[str], max_grad_norm: float | None) -> list[Any]:
+    """For each rule and preset: norms of both runs, digests, and how far the weights are apart."""
+    found = []
+    for rule in rules:
+        for preset in SOME_PRESETS:
+            for dtype in (LOW, torch.float32):
+                optimizer, split, norms, _, whole, plain_norms = both(
+                    layout, dtype, rule, preset, max_grad_norm=max_grad_norm
+                )
+                for param, single in zip(split, whole, strict=True):
+                    if preset in ("float32", "exact"):  # others may round a state the other way
+                        own, expected = local(param), same_elements("weight", param, single)
+                        torch.testing.assert_close(own.view(-1), expected, **tolerances(dtype))
+                found.append((norms, plain_norms, digests(split, optimizer)))
+    return found
+
+
+def tolerances(dtype: torch.dtype) -> dict[str, float]:
+    """How far a weight may be from that of a run whose norm differs by NORM_ERROR of itself.
+
+    The float32 multiplier may then be its neighbour, 2^-23 of itself away, and so may each of the
+    STEPS updates, of at most lr = 0.05 times a gradient of less than 8; a few roundings more add as
+    much again. A bfloat16 weight may be rounded to the neighbour.
+    """
+    away = 2 * STEPS * 0.05 * 8 * 2.0**-23
+    return {"rtol": 2.0**-7 if dtype == LOW else 2.0**-22, "atol": away}
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+@pytest.mark.parametrize(
+    ("rules", "max_grad_norm"), [(["adamw", "sgd"], 0.5), (BY_LAYER, None)], ids=["clip", "layers"]
+)
+def test_norms_are_those_of_one_process(
+    layout: str, world: int, rules: list[str], max_grad_norm: float | None
+) -> None:
+    ranks = on_ranks(world, clipped, layout, rules, max_grad_norm, limit_s=250)
+    for runs in zip(*ranks, strict=True):
+        norms, plain, _ = runs[0]
+        assert norms == pytest.approx(plain, rel=NORM_ERROR, abs=0)
+        assert all(own == norms for own, _, _ in runs), "ranks have different norms"
+        assert disagreements([held for *_, held in runs]) == []

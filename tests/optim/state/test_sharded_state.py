@@ -1,0 +1,365 @@
+"""State beside DTensors, in two processes that compare what they hold with one process's state."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import distributed
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import raw_bytes
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import amp_mp as amp
+from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.sharding.shards import local_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+PRESETS = ("float32", "exact", "lean", "tiny")
+MATRICES = ((96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32), (1, 64), (1, 32))
+SHAPES = (*MATRICES, (33,), (64,), (1,))
+# The shapes whose first moments "tiny" stores as m8, where parameters are split by rows, as by
+# fully_shard, and by columns; in one process as by rows.
+BY_ROWS = {(96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32)}
+BY_COLUMNS = {(96, 64), (3, 64)}
+
+
+class Bag(nn.Module):
+    """Parameters of all the shapes, bfloat16 and every third one float16."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for i, shape in enumerate(SHAPES):
+            dtype = torch.float16 if i % 3 == 2 else torch.bfloat16
+            value = torch.randn(shape, generator=generator).to(dtype)
+            self.register_parameter(f"p{i}", nn.Parameter(value))
+
+
+def trained(preset: str) -> tuple[Bag, amp.optim.AdamW]:
+    """A model of one process after three steps, and its optimizer; new ones at every call."""
+    return copy.deepcopy(trained_once(preset))
+
+
+@cache
+def trained_once(preset: str) -> tuple[Bag, amp.optim.AdamW]:
+    model = Bag(0)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory=preset, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+    for param in model.parameters():
+        param.grad = None
+    return model, optimizer
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+
+
+def split(model: nn.Module, layout: str) -> nn.Module:
+    """A copy of a model, split by rows with fully_shard, by columns, or replicated."""
+    made = copy.deepcopy(model)
+    if layout == "rows":
+        return fully_shard(made, mesh=mesh())  # type: ignore[return-value]
+    for name, param in [*made.named_parameters()]:
+        size, last = param.shape[-1], max(param.dim() - 1, 0)
+        place = Shard(last) if layout == "columns" and size % 2 == 0 else Replicate()
+        placed = distribute_tensor(param.detach(), mesh(), [place])
+        made.register_parameter(name, nn.Parameter(placed))
+    return made
+
+
+def adamw(model: nn.Module, preset: str) -> amp.optim.AdamW:
+    return amp.optim.AdamW(model.parameters(), lr=0.01, memory=preset)
+
+
+def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors."""
+    return {
+        number: {name: distributed.whole(value) for name, value in state.items()}
+        for number, state in state_dict["state"].items()
+    }
+
+
+def check_placing(optimizer: torch.optim.Optimizer) -> None:
+    """Everything but the clock is a DTensor that is split as its parameter is."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if name in ("step", "beta_powers", "layer"):
+                assert type(value) is Tensor, name
+                continue
+            assert isinstance(value, DTensor), name
+            assert value.placements == param.placements, name
+            if name.endswith("_scale"):
+                counts = [local_of(value).numel(), local_of(param).numel() // 32]
+                assert counts[0] == counts[1], name
+            else:
+                assert value.shape == param.shape, name
+                assert local_of(value).shape == local_of(param).shape, name
+                assert value.stride() == param.stride(), name
+
+
+def has_m8(layout: str, shape: tuple[int, ...]) -> bool:
+    return shape in (BY_COLUMNS if layout == "columns" else BY_ROWS)
+
+
+def check_same(found: dict[str, Any], wanted: dict[str, Any], skipped: set[int]) -> None:
+    """Bit for bit, but for parameters whose first moment fell back to bfloat16."""
+    for number, state in wanted.items():
+        names = {n for n in state if not (number in skipped and n.startswith("exp_avg_m8"))}
+        extra = {"exp_avg"} if number in skipped else set()
+        assert set(found[number]) == names | extra, number
+        for name in names:
+            assert raw_bytes(found[number][name]) == raw_bytes(state[name]), (number, name)
+
+
+def fell_back(layout: str, preset: str) -> set[int]:
+    if preset != "tiny":
+        return set()
+    here = BY_ROWS - (BY_COLUMNS if layout == "columns" else BY_ROWS)
+    return {i for i, shape in enumerate(SHAPES) if shape in here}
+
+
+def whole_tensors(layout: str, preset: str) -> None:
+    """A file of one process is read by two, and their state dict by one."""
+    model, optimizer = trained(preset)
+    saved = copy.deepcopy(optimizer.state_dict())
+    sharded = split(model, layout)
+    other = adamw(sharded, preset)
+    other.load_state_dict(saved)
+    check_placing(other)
+    for param in sharded.parameters():
+        if preset == "tiny":
+            assert ("exp_avg_m8" in other.state[param]) == has_m8(layout, tuple(param.shape))
+    skipped = fell_back(layout, preset)
+    check_same(gathered(other.state_dict()), saved["state"], skipped)
+    for number in skipped:
+        moments = gathered(other.state_dict())[number]["exp_avg"].float()
+        codes = [saved["state"][number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        wanted = amp.formats.decode(codes, "m8")
+        assert bool(((moments - wanted).abs() <= 2.0**-7 * wanted.abs()).all())
+
+    shown = other.state_dict()
+    for state in shown["state"].values():
+        assert not [n for n, v in state.items() if v.dtype == torch.int16]
+    alone = adamw(copy.deepcopy(model), preset)
+    alone.load_state_dict(shown)
+    whole = alone.state_dict()["state"]
+    if not skipped:
+        check_same(whole, saved["state"], skipped)
+    for number in skipped:  # bfloat16 there, m8 here
+        parts = [whole[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        moments = gathered(shown)[number]["exp_avg"].float().reshape(-1, 32)
+        off = (amp.formats.decode(parts, "m8").reshape(-1, 32) - moments).abs()
+        assert bool((off <= 3 / 127 * moments.abs().amax(1, keepdim=True)).all())
+    again = adamw(split(model, "rows" if layout == "columns" else "columns"), preset)
+    again.load_state_dict(shown)
+    check_placing(again)
+    third = adamw(split(model, layout), preset)
+    third.load_state_dict(shown)
+    assert raw_bytes(gathered(third.state_dict())) == raw_bytes(gathered(shown))
+
+
+def conversion(layout: str, source: str, target: str) -> None:
+    """Two processes draw the bits that one process draws."""
+    model, optimizer = trained(source)
+    saved = copy.deepcopy(optimizer.state_dict())
+    twin = copy.deepcopy(model)
+    alone = adamw(twin, target)
+    alone.load_state_dict(saved)
+    sharded = split(model, layout)
+    other = adamw(sharded, target)
+    other.load_state_dict(saved)
+    check_placing(other)
+    check_same(gathered(other.state_dict()), alone.state_dict()["state"], fell_back(layout, target))
+    weights = [distributed.whole(p) for p in sharded.parameters()]
+    assert raw_bytes(weights) == raw_bytes([p.detach() for p in twin.parameters()])
+    mine = adamw(split(model, layout), source)
+    mine.load_state_dict(saved)
+    from_shards = adamw(split(model, layout), target)
+    from_shards.load_state_dict(mine.state_dict())
+    check_placing(from_shards)
+    if not fell_back(layout, source):
+        found, wanted = gathered(from_shards.state_dict()), gathered(other.state_dict())
+        assert raw_bytes(found) == raw_bytes(wanted)
+
+
+def first_state(layout: str, preset: str) -> None:
+    """init_state makes what the state of one process is before its first step."""
+    model = Bag(0)
+    sharded = split(model, layout)
+    found = []
+    for each in (model, sharded):
+        optimizer = amp.optim.Adagrad(
+            each.parameters(), memory=preset, initial_accumulator_value=0.1
+        )
+        assert optimizer.init_state() is None
+        found.append(optimizer)
+    check_placing(found[1])
+    assert float(found[1].state[sharded.p0]["step"]) == 0
+    assert raw_bytes(gathered(found[1].state_dict())) == raw_bytes(found[0].state_dict()["state"])
+    held = sum(
+        local_of(t).untyped_storage().nbytes()
+        for p, state in found[1].state.items()
+        for n, t in state.items()
+        if n not in ("step", "beta_powers", "layer")
+    )
+    report = found[1].memory_report()
+    assert sum(n for k, n in report.bytes.items() if k not in ("weight", "step")) == held
+    assert report.parameters == sum(local_of(p).numel() for p in sharded.parameters())
+
+
+def masters(layout: str, preset: str) -> None:
+    model, optimizer = trained(preset)
+    sharded = split(model, layout)
+    other = adamw(sharded, preset)
+    other.load_state_dict(optimizer.state_dict())
+    for a, b in zip(model.parameters(), sharded.parameters(), strict=True):
+        wanted = master_of(a, optimizer.state[a])
+        found = master_of(b, other.state[b])
+        assert isinstance(found, DTensor)
+        assert raw_bytes(found.full_tensor()) == raw_bytes(wanted)
+        before = b._version
+        set_master("split32", b, other.state[b], found * 3)
+        assert b._version > before
+        assert raw_bytes(master_of(b, other.state[b]).full_tensor()) == raw_bytes(wanted * 3)
+        assert raw_bytes(b.full_tensor()) == raw_bytes((wanted * 3).to(b.dtype)) or (
+            preset != "float32"
+        )
+
+
+def parts_are_refused(layout: str, preset: str) -> None:
+    model, optimizer = trained(preset)
+    sharded = split(model, layout)
+    other = adamw(sharded, preset)
+    other.load_state_dict(optimizer.state_dict())
+    shown = other.state_dict()
+    for state in shown["state"].values():
+        state.update({n: local_of(v) for n, v in state.items()})
+    before = raw_bytes([local_of(v) for s in other.state.values() for v in s.values()])
+    with pytest.raises(ValueError, match=r"parameter 0 has shape .*one process's part"):
+        other.load_state_dict(shown)
+    assert raw_bytes([local_of(v) for s in other.state.values() for v in s.values()]) == before
+
+
+OPTIONS = {
+    "sharded": StateDictOptions(),
+    "cpu_offload": StateDictOptions(cpu_offload=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+}
+
+
+def torchs_helpers(options: str, preset: str) -> None:
+    model, optimizer = trained(preset)
+    sharded = split(model, "rows")
+    other = adamw(sharded, preset)
+    other.load_state_dict(optimizer.state_dict())
+    wanted = raw_bytes(gathered(other.state_dict()))
+    chosen = OPTIONS[options]
+    found = get_optimizer_state_dict(sharded, other, options=chosen)
+    fresh = split(model, "rows")
+    sink = adamw(fresh, preset)
+    sink.init_state()
+    assert all(float(state["step"]) == 0 for state in sink.state.values())
+    set_optimizer_state_dict(fresh, sink, found, options=chosen)
+    check_placing(sink)
+    assert raw_bytes(gathered(sink.state_dict())) == wanted
+
+
+def checkpoints(path: str, preset: str) -> None:
+    """torch's distributed checkpoint: the same preset bit for bit, another one is an error."""
+    model, optimizer = trained(preset)
+    sharded = split(model, "rows")
+    other = adamw(sharded, preset)
+    other.load_state_dict(optimizer.state_dict())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save(get_optimizer_state_dict(sharded, other, options=options), checkpoint_id=path)
+    fresh = split(model, "columns")
+    sink = adamw(fresh, preset)
+    sink.init_state()
+    if not fell_back("columns", preset):
+        template = get_optimizer_state_dict(fresh, sink, options=options)
+        dcp.load(template, checkpoint_id=path)
+        set_optimizer_state_dict(fresh, sink, template, options=options)
+        check_placing(sink)
+        found = raw_bytes(gathered(sink.state_dict()))
+        assert found == raw_bytes(gathered(other.state_dict()))
+    for preset_of_sink in set(PRESETS) - {preset}:
+        sink = adamw(split(model, "rows"), preset_of_sink)
+        sink.init_state()
+        template = get_optimizer_state_dict(sharded, other, options=options)
+        wrong = {f"state.p0.{n}": v for n, v in sink.state_dict()["state"][0].items()}
+        template = {k: v for k, v in template.items() if not k.startswith("state.p0.")} | wrong
+        with pytest.raises(BaseException, match="Missing key in checkpoint state_dict"):
+            dcp.load(template, checkpoint_id=path)
+
+
+CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    **{
+        f"{case.__name__}, {layout}, {preset}": (case, (layout, preset))
+        for case in (whole_tensors, first_state, masters)
+        for layout in ("rows", "columns", "replicated")
+        for preset in PRESETS
+    },
+    **{
+        f"conversion, {layout}, {a} to {b}": (conversion, (layout, a, b))
+        for layout in ("rows", "columns")
+        for a, b in [("exact", "tiny"), ("exact", "lean"), ("tiny", "exact"), ("lean", "tiny")]
+    },
+    **{f"parts, {preset}": (parts_are_refused, ("rows", preset)) for preset in ("exact", "tiny")},
+    **{
+        f"torch's helpers, {options}, {preset}": (torchs_helpers, (options, preset))
+        for options in OPTIONS
+        for preset in ("exact", "tiny")
+    },
+    **{f"checkpoints, {preset}": (checkpoints, ("", preset)) for preset in ("exact", "tiny")},
+}
+
+
+def run(rank: int, path: str) -> None:
+    """What each of two processes does: every case, and what went wrong in it."""
+    distributed.join(rank, 2, path)
+    found = {}
+    for number, (name, (case, arguments)) in enumerate(CASES.items()):
+        if case is checkpoints:
+            arguments = (f"{path}.{number}", *arguments[1:])
+        try:
+            case(*arguments)
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+    torch.save(found, f"{path}.{rank}")
+    distributed.leave()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    path = str(tmp_path_factory.mktemp("state") / "rank")
+    torch.multiprocessing.spawn(run, (path,), nprocs=2)
+    return [torch.load(Path(f"{path}.{rank}")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_hold_what_one_holds(results: list[dict[str, str]], case: str) -> None:
+    for rank, found in enumerate(results):
+        assert not found[case], f"rank {rank}: {found[case]}"
