@@ -17,6 +17,7 @@ WEIGHT_DTYPES = {
     "float16": torch.float16,
 }
 OPTIMIZERS = ("adamw", "adam", "sgd", "torch-adamw")
+PARALLEL = ("none", "ddp", "fsdp", "hsdp", "tp")
 MEMORY = ("float32", "exact", "lean", "tiny")
 
 
@@ -71,26 +72,39 @@ class Settings:
     )
     eval_every: int = field(default=50, metadata=_option("steps between validation losses"))
     checkpoint: Path | None = field(
-        default=None, metadata=_option("file to save the run to, during the run and at its end")
+        default=None,
+        metadata=_option(
+            "file to save the run to, during the run and at its end; a folder where the run is "
+            "parallel, which any number of processes can resume"
+        ),
     )
     checkpoint_every: int = field(default=100, metadata=_option("steps between checkpoints"))
     resume: bool = field(default=False, metadata=_option("continue from the checkpoint"))
     plot: Path | None = field(
         default=None, metadata=_option("file for a picture of the loss curve (.png or .svg)")
     )
+    parallel: str = field(
+        default="none",
+        metadata=_option(
+            "how the processes of torchrun share the work: ddp copies the model, fsdp shards it "
+            "(fully_shard), hsdp shards it within each replica, tp cuts every weight matrix",
+            PARALLEL,
+        ),
+    )
+    replicas: int = field(default=2, metadata=_option("copies of the model for parallel hsdp"))
     threads: int = field(default=0, metadata=_option("CPU threads; 0 leaves PyTorch's own choice"))
 
     def validate(self) -> None:
         """Raise SettingsError, naming the setting, if a value is invalid."""
-        positive = ("steps", "lr", "batch", "context", "layers", "width", "heads")
+        positive = ("steps", "lr", "batch", "context", "layers", "width", "heads", "replicas")
         for name in (*positive, "eval_every", "checkpoint_every"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("seed", "threads"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} must not be negative, got {getattr(self, name)}")
-        known = (("precision", WEIGHT_DTYPES), ("optimizer", OPTIMIZERS), ("memory", MEMORY))
-        for name, choices in known:
+        known = {"precision": WEIGHT_DTYPES, "optimizer": OPTIMIZERS, "memory": MEMORY}
+        for name, choices in (known | {"parallel": PARALLEL}).items():
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} must be one of {', '.join(choices)}")
         if self.width % self.heads:
@@ -100,5 +114,7 @@ class Settings:
             raise SettingsError(
                 "optimizer torch-adamw keeps no masters: use it with precision float32 or autocast"
             )
+        if self.optimizer == "torch-adamw" and self.parallel == "tp":
+            raise SettingsError("optimizer torch-adamw cannot mix whole and sharded parameters")
         if self.resume and self.checkpoint is None:
             raise SettingsError("resume needs a checkpoint to continue from")

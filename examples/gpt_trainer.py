@@ -10,13 +10,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import gpt_checkpoint
 import numpy as np
 import torch
 from corpus import load_text
 from gpt import GPT
 from gpt_settings import WEIGHT_DTYPES, Settings, SettingsError
 from memory import gradient_bytes, state_bytes
+from parallel import join
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import amp_mp as amp
@@ -65,6 +68,7 @@ class Trainer:
             torch.set_num_threads(settings.threads)
         self.settings = settings
         self.device = _device(settings.device)
+        self.processes = join(settings, self.device)
         self.text, held_out = load_text(sysconfig.get_paths()["stdlib"])
         if min(len(self.text), len(held_out)) <= settings.context:
             raise SettingsError(f"context {settings.context} is longer than the text")
@@ -76,8 +80,10 @@ class Trainer:
         self.model = GPT(settings.layers, settings.width, settings.heads, settings.context)
         self.model.to(self.device)
         dtype = WEIGHT_DTYPES[settings.precision]
+        self.processes.shard(self.model, _policy(settings))  # before prepare
         if dtype != torch.float32:
             amp.prepare(self.model, dtype, keep_fp32=KEEP_FLOAT32)
+        self.network = self.processes.wrap(self.model)  # after prepare
         self.optimizer = _optimizer(settings, self.model)
         # bfloat16 has float32's range, so only float16 needs loss scaling.
         self.scaler = amp.GradScaler(self.device.type) if dtype == torch.float16 else None
@@ -91,7 +97,10 @@ class Trainer:
         return len(self.run.train_loss)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a step, each (batch, context), chosen by the seed and the step."""
+        """Inputs and targets of a step, chosen by the seed and the step, for all processes.
+
+        Each has the shape (batch, context).
+        """
         random = np.random.default_rng((self.settings.seed, step))
         last = len(self.text) - self.settings.context
         starts = random.integers(0, last, size=self.settings.batch)
@@ -102,7 +111,7 @@ class Trainer:
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.steps_done, self.settings.steps, self.settings.lr)
-        loss = self._loss(*self.batch(self.steps_done))
+        loss = self._loss(*map(self.processes.own, self.batch(self.steps_done)))
         if self.scaler is not None:
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -115,7 +124,7 @@ class Trainer:
         run = self.run
         run.gradient_bytes = run.gradient_bytes or gradient_bytes(self.model)
         self.optimizer.zero_grad()
-        run.train_loss.append(loss.item())  # waits for the device
+        run.train_loss.append(self.processes.mean(loss))  # waits for the device
         run.step_seconds.append(time.perf_counter() - started)
         run.steps_skipped += getattr(self.optimizer, "step_was_skipped", False)
         finished = self.steps_done == self.settings.steps
@@ -127,7 +136,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean validation loss in nats per byte, over the same held-out windows every time."""
+        """Mean validation loss in nats per byte, over the same held-out windows every time.
+
+        Every process computes all of it, so that all of them run the model equally often.
+        """
         parts = zip(*(t.split(self.settings.batch) for t in self.held_out), strict=True)
         total = sum(self._loss(*part).item() * len(part[0]) for part in parts)
         return total / len(self.held_out[0])
@@ -137,52 +149,44 @@ class Trainer:
         return state_bytes(self.model, self.optimizer) + self.run.gradient_bytes
 
     def save(self) -> None:
-        """Write the checkpoint if the settings name one. A crash never leaves half a file."""
+        """Write the checkpoint if the settings name one: every process of a parallel run."""
         path = self.settings.checkpoint
         if path is None:
             return
-        content = {
-            "settings": {name: getattr(self.settings, name) for name in RESUMED_EXACTLY},
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
-            "train_loss": self.run.train_loss,
-            "validation": self.run.validation,
-            "steps_skipped": self.run.steps_skipped,
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renaming is atomic only within one file system, so the temporary file is in that folder.
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        gpt_checkpoint.save(
+            path,
+            self.model,
+            self.optimizer,
+            folder=self.processes.kind != "none" or path.is_dir(),
+            settings={name: getattr(self.settings, name) for name in RESUMED_EXACTLY},
+            scaler=self.scaler.state_dict() if self.scaler is not None else None,
+            train_loss=self.run.train_loss,
+            validation=self.run.validation,
+            steps_skipped=self.run.steps_skipped,
+        )
 
     def _load(self) -> None:
         path = self.settings.checkpoint
-        if path is None or not path.is_file():
-            raise FileNotFoundError(f"nothing to resume: no checkpoint at {path}")
-        content = torch.load(path, map_location=self.device, weights_only=True)
-        for name in RESUMED_EXACTLY:
-            saved, wanted = content["settings"][name], getattr(self.settings, name)
-            if saved != wanted:
-                raise SettingsError(f"checkpoint {path} has {name} {saved}, this run {wanted}")
-        self.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        content = gpt_checkpoint.load(
+            path, self.model, self.optimizer, self.device, self._check_settings
+        )
         if self.scaler is not None:
             self.scaler.load_state_dict(content["scaler"])
         self.run.train_loss = content["train_loss"]
         self.run.validation = content["validation"]
         self.run.steps_skipped = content["steps_skipped"]
 
+    def _check_settings(self, content: dict[str, Any]) -> None:
+        for name in RESUMED_EXACTLY:
+            saved, wanted = content["settings"][name], getattr(self.settings, name)
+            if saved != wanted:
+                path = self.settings.checkpoint
+                raise SettingsError(f"checkpoint {path} has {name} {saved}, this run {wanted}")
+
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         casts = self.settings.precision == "autocast"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=casts):
-            logits = self.model(inputs)
+            logits = self.network(inputs)
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _windows(
@@ -193,9 +197,19 @@ class Trainer:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+def _policy(settings: Settings) -> MixedPrecisionPolicy:
+    """How fully_shard gathers weights: float32 shards of an "autocast" run in bfloat16."""
+    if settings.precision == "autocast":
+        return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # set by torchrun
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(f"device {name} cannot be used: {error}") from error

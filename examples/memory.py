@@ -1,8 +1,9 @@
-"""How many bytes a training run holds, counted from its tensors."""
+"""How many bytes a training run holds in this process, counted from its tensors."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -20,4 +21,5 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)

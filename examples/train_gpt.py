@@ -1,4 +1,7 @@
-"""Train a small byte-level GPT on the Python standard library's source, in any precision."""
+"""Train a small byte-level GPT on the Python standard library's source, in any precision.
+
+On several processes: torchrun --nproc_per_node 2 examples/train_gpt.py --parallel fsdp
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import Any
 from curves import draw_curve, figure
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Run, Trainer
+from parallel import leave
+from torch import distributed
 from tqdm import tqdm
 
 
@@ -21,8 +26,11 @@ def train(settings: Settings, until: int | None = None) -> Run:
     FileNotFoundError for a missing checkpoint or text.
     """
     trainer = Trainer(settings)
+    quiet = trainer.processes.rank > 0
     stop = settings.steps if until is None else min(until, settings.steps)
-    with tqdm(total=stop, initial=trainer.steps_done, unit="step", dynamic_ncols=True) as bar:
+    with tqdm(
+        total=stop, initial=trainer.steps_done, unit="step", dynamic_ncols=True, disable=quiet
+    ) as bar:
         while trainer.steps_done < stop:
             shown = {"loss": f"{trainer.step():.3f}"}
             if trainer.scaler is not None:
@@ -68,10 +76,12 @@ def main() -> None:
         run = train(settings)
     except (SettingsError, FileNotFoundError) as error:
         command_line.error(str(error))
-    print(f"validation loss {run.validation[-1][1]:.4f} after {settings.steps} steps")
-    if settings.plot is not None:
-        plot(run, settings.plot)
-        print(f"loss curve in {settings.plot}")
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        print(f"validation loss {run.validation[-1][1]:.4f} after {settings.steps} steps")
+        if settings.plot is not None:
+            plot(run, settings.plot)
+            print(f"loss curve in {settings.plot}")
+    leave()
 
 
 if __name__ == "__main__":

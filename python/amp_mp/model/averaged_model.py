@@ -13,6 +13,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.decay import Decay, check_decay, decay_after
 from amp_mp.model.rests import rests_of
+from amp_mp.model.sharded import refuse_sharded
 from amp_mp.model.swapping import refuse_swapped, swapped
 from amp_mp.optim.state.formats import get, new_rest, split_name
 from amp_mp.optim.state.original_values import drop_original
@@ -53,11 +54,10 @@ class AveragedModel(nn.Module):
         device: where the averages are. Default: where the parameters are.
 
     `n_averaged` counts the updates; it stays on the CPU, so that no update waits for a GPU. The
-    state dict has all of it but decay, model and optimizer. A copied or unpickled AveragedModel
-    has no model and optimizer: call `follow`. Parameters of other dtypes than float32, float16 and
-    bfloat16 are averaged in their own, integers copied.
-
-    Raises TypeError or ValueError where an argument is of another kind or out of range.
+    state dict has all of it but decay, model and optimizer; copies have no model and optimizer:
+    call `follow`. Parameters of other dtypes than float32, float16 and bfloat16 are averaged in
+    their own, integers copied. Raises TypeError or ValueError for arguments of another kind or out
+    of range, and for sharded models.
     """
 
     n_averaged: Tensor
@@ -75,6 +75,7 @@ class AveragedModel(nn.Module):
     ) -> None:
         super().__init__()
         check_decay(decay, warmup)
+        refuse_sharded(model, "AveragedModel takes models that are whole on each process")
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
@@ -150,8 +151,7 @@ class AveragedModel(nn.Module):
     def float32_state_dict(self) -> dict[str, Tensor]:
         """The averaged module's state dict with every bit of the averages.
 
-        Low-precision floating-point tensors are float32 in it. The tensors are copies, which a
-        float32 model of the same shape loads.
+        Low-precision tensors are float32 in it; all are copies. A float32 model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
         rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))

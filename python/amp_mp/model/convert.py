@@ -6,12 +6,14 @@ from torch.nn.parameter import is_lazy
 
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
-from amp_mp.model.loading import track
+from amp_mp.model.loading import own_parameters, track
 from amp_mp.model.selection import Kept, named_tensors, select
+from amp_mp.model.sharded import check_units, local_values, update_units
 from amp_mp.optim.state.original_values import drop_original, keep_original, original_of
+from amp_mp.sharding.shards import is_dtensor, set_local
 
 # Class names, because importing torch.distributed.fsdp takes a second.
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 
 
 def prepare(
@@ -31,7 +33,8 @@ def prepare(
     Args:
         model: float32, or in low precision already. Integers and float64 stay. Parameter objects
             stay the same, so optimizers, ties and hooks live on. Prepare before wrapping in
-            DistributedDataParallel or FSDP.
+            DistributedDataParallel, and after fully_shard or parallelize_module, before the first
+            forward: then each process keeps the float32 values of its shards.
         dtype: torch.bfloat16 or torch.float16.
         keep_fp32: what is float32 besides the default: module types, and fnmatch patterns over the
             names of modules, parameters and buffers ("head", "blocks.*.norm1"). By default these
@@ -43,7 +46,8 @@ def prepare(
 
     Raises, before anything is changed:
         ValueError: dtype is another one; a pattern matches nothing (a typo would go unnoticed);
-            the model is or contains a wrapper; a parameter is lazy or an inference tensor.
+            the model is or contains a wrapper; a parameter is lazy or an inference tensor; a
+            fully_shard unit has run a forward, or would have parameters of two dtypes.
         TypeError: model is no module; keep_fp32 holds something that is neither type nor string.
         RuntimeError: called under torch.inference_mode().
     """
@@ -51,18 +55,25 @@ def prepare(
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
     _check("prepare", model)
     kept = select(model, keep_fp32, keep_fp32_only)
-    for tensor in _tensors(model):
-        target = torch.float32 if id(tensor) in kept.tensors else dtype
-        if tensor.dtype not in NATIVE or tensor.dtype == target:
-            continue
+    tensors = _tensors(model)
+    targets = {
+        id(t): (t, torch.float32 if id(t) in kept.tensors else dtype)
+        for t in tensors
+        if t.dtype in NATIVE
+    }
+    targets = {key: (t, target) for key, (t, target) in targets.items() if t.dtype != target}
+    check_units("prepare", model, targets)
+    owners = _owners(model)
+    for tensor, target in targets.values():
         values = original_of(tensor)
-        values = tensor.detach().float() if values is None else values
-        tensor.data = values if target == torch.float32 else rounded(values, target)
+        values = local_values(tensor) if values is None else values
+        set_local(tensor, values if target == torch.float32 else rounded(values, target))
         tensor.grad = None  # it has the old dtype
         if isinstance(tensor, nn.Parameter) and target == dtype:
-            keep_original(tensor, values)
+            keep_original(tensor, values, owners[id(tensor)])
         else:
             drop_original(tensor, forget=True)
+    update_units(model)
     for module in model.modules():
         if any(p.dtype in LOW_PRECISION for p in module.parameters(recurse=False)):
             track(module)
@@ -96,15 +107,19 @@ def convert_network(
         )
     _check("convert_network", model)
     kept = select(model, keep_fp32, keep_fp32_only)
+    targets = {}
     for tensor in _tensors(model):
         keeps = id(tensor) in kept.tensors
         target = torch.promote_types(tensor.dtype, torch.float32) if keeps else dtype
-        if not tensor.is_floating_point() or tensor.dtype == target:
-            continue
-        tensor.data = rounded(tensor.detach().float(), target)
+        if tensor.is_floating_point() and tensor.dtype != target:
+            targets[id(tensor)] = tensor, target
+    check_units("convert_network", model, targets)
+    for tensor, target in targets.values():
+        set_local(tensor, rounded(local_values(tensor), target))
         drop_original(tensor, forget=True)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(target)
+    update_units(model)
     _flatten_recurrent_weights(model)
     if dtype in LOW_PRECISION:
         compute_in_float32(kept.modules, _smallest_low_precision(model))
@@ -145,6 +160,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return list({id(t): t for t in named_tensors(model).values()}.values())
 
 
+def _owners(model: nn.Module) -> dict[int, nn.Module]:
+    """For each parameter, by id, a module that has it."""
+    return {id(p): module for module in model.modules() for p in own_parameters(module).values()}
+
+
 def _smallest_low_precision(model: nn.Module) -> LowPrecisionWeight | None:
     """The low-precision parameter of the model with the fewest elements."""
     found = [
@@ -158,5 +178,5 @@ def _smallest_low_precision(model: nn.Module) -> LowPrecisionWeight | None:
 
 def _flatten_recurrent_weights(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece, too

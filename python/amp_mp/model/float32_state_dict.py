@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.model.sharded import local_part
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.init import init_state
 from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.original_values import drop_original, original_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 
 def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Tensor]:
@@ -17,7 +19,8 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
 
     A parameter that has a master gives the master, exactly; before the first step after `prepare`
     it gives the values that were rounded. Others are cast up. The result is a
-    snapshot: copies, which a float32 model of the same shape loads.
+    snapshot: copies, which a float32 model of the same shape loads. DTensors give DTensors, placed
+    as they are; no process sends anything.
     """
     masters = {p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION}
     result = {}
@@ -25,7 +28,7 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
         master = masters.get(value) if isinstance(value, nn.Parameter) else None
         if master is None and value.dtype in LOW_PRECISION:
             master = original_of(value)
-        exact = value if master is None else master
+        exact = value if master is None else _placed(master, value)
         dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
         result[name] = exact.detach().to(dtype, copy=True)
     return result
@@ -38,7 +41,9 @@ def load_float32_state_dict(
     """Loads a float32 model's state dict; no bit is lost where the optimizer has masters.
 
     Weights become the rounded values, masters the values themselves. Other optimizer states stay.
-    Returns what Module.load_state_dict does, and raises what it does.
+    A sharded model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
+    set_model_state_dict makes them of whole tensors. Returns what Module.load_state_dict does, and
+    raises what it does.
     """
     result = model.load_state_dict(state_dict, strict=strict)
     groups = {p: g for g in optimizer.param_groups for p in g["params"]}
@@ -47,9 +52,15 @@ def load_float32_state_dict(
             continue
         state = optimizer.state[param]
         init_state(optimizer.rule(), groups[param], param, state)
-        values = torch.empty_like(param, dtype=torch.float32).copy_(state_dict[name])
+        weight, loaded = local_of(param), local_part(state_dict[name], param)
+        values = torch.empty_like(weight, dtype=torch.float32).copy_(loaded)
         if groups[param]["master"] != "none":
             set_master(groups[param]["master"], param, state, values)
             drop_original(param, forget=True)
     optimizer.forget()
     return result
+
+
+def _placed(master: Tensor, param: Tensor) -> Tensor:
+    """A parameter's float32 values as a DTensor where the parameter is one."""
+    return master if is_dtensor(master) else like(master, param)

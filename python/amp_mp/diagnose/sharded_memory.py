@@ -1,0 +1,174 @@
+"""Bytes that training with fully_shard takes and sends, a process, from the formats' widths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import optim
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.rule import kinds_of
+from amp_mp.optim.state.formats import NATIVE_FORMATS, native_name, split_name
+from amp_mp.text_table import aligned
+
+VERDICT_BYTES = 3 * 8  # sum of squares, largest |g|, number of inf and NaN, as float64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained with fully_shard.
+
+    weights: dtype of the shards. computes: dtype of the gathered weights, the policy's
+    param_dtype. memory: of amp_mp's optimizer.
+    """
+
+    name: str
+    weights: torch.dtype
+    computes: torch.dtype
+    memory: str
+
+
+RECIPES = (
+    Recipe("float32 shards, param_dtype=bfloat16", torch.float32, torch.bfloat16, "float32"),
+    Recipe('the same, memory="lean"', torch.float32, torch.bfloat16, "lean"),
+    Recipe('bfloat16 shards, memory="exact"', torch.bfloat16, torch.bfloat16, "exact"),
+    Recipe('bfloat16 shards, memory="lean"', torch.bfloat16, torch.bfloat16, "lean"),
+    Recipe('bfloat16 shards, memory="tiny"', torch.bfloat16, torch.bfloat16, "tiny"),
+)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one process, by recipe.
+
+    weights, gradients, masters, states: of its shards, held between backward and zero_grad.
+    gathered: the whole weights of the largest unit. all_gather, reduce: what the process receives
+    in a step for weights and gradients. verdict: what it receives so that all processes find the
+    same norm and overflow.
+    """
+
+    recipe: Recipe
+    weights: float
+    gradients: float
+    masters: float
+    states: float
+    gathered: float
+    all_gather: float
+    reduce: float
+    verdict: float
+
+    @property
+    def held(self) -> float:
+        """Of weights, gradients, masters, states and the largest unit's gathered weights."""
+        return self.weights + self.gradients + self.masters + self.states + self.gathered
+
+
+@dataclass(frozen=True)
+class ShardedMemory:
+    """What `sharded_memory` found, a row for each recipe; printed, a table in GiB."""
+
+    parameters: int
+    ranks: int
+    replicas: int
+    rows: tuple[RankBytes, ...]
+
+    def __str__(self) -> str:
+        header = ["", "weights", "gradients", "masters", "states", "gathered", "held", "received"]
+        rows = []
+        for row in self.rows:
+            sent = row.all_gather + row.reduce + row.verdict
+            own = (row.weights, row.gradients, row.masters, row.states, row.gathered)
+            cells = [f"{each / 2**30:.2f}" for each in (*own, row.held, sent)]
+            rows.append([row.recipe.name, *cells])
+        replicas = f" in {self.replicas} replicas" if self.replicas > 1 else ""
+        title = f"{self.parameters:,} parameters on {self.ranks} processes{replicas}, GiB each"
+        return f"{title}\n{aligned(header, rows)}"
+
+
+def sharded_memory(
+    parameters: int,
+    ranks: int,
+    *,
+    optimizer: str = "AdamW",
+    replicas: int = 1,
+    largest_unit: int = 0,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    keys: int = 1,
+    recipes: Sequence[Recipe] = RECIPES,
+    **options: Any,
+) -> ShardedMemory:
+    """Bytes that a process holds and receives in a training step with fully_shard, by recipe.
+
+    Counted from the formats of docs/formats.md, as if every parameter were in a weight matrix
+    whose rows are multiples of 32; activations and temporary buffers are not counted. FSDP2
+    gathers the next unit while one computes, so that `gathered` may be there twice.
+
+    Every collective is counted as a ring: of n processes each receives (n - 1) / n of what an
+    all-gather makes or a reduce-scatter takes, and twice that of what an all-reduce takes. A step
+    has an all-gather of all weights in forward, another in backward if units are resharded, a
+    reduce-scatter of all gradients over the shards and an all-reduce of the shard over replicas.
+
+    Args:
+        parameters: the model's number of parameters.
+        ranks: processes in all.
+        optimizer: the name of one of amp_mp.optim.
+        replicas: of HSDP; ranks / replicas processes share one copy of the model.
+        largest_unit: parameters of the largest module that fully_shard was called with.
+        reduce_dtype: the policy's reduce_dtype, in which gradients are sent.
+        reshard_after_forward: as for fully_shard.
+        keys: distinct groups of mesh dimensions that parameters are split over.
+        options: other arguments of the optimizer that decide which states it has (momentum).
+
+    Raises ValueError naming the argument for numbers that are not positive, replicas that do not
+    divide ranks, and an optimizer that amp_mp does not have.
+    """
+    for name, value in (("parameters", parameters), ("ranks", ranks), ("replicas", replicas)):
+        if value < 1:
+            raise ValueError(f"{name} must be positive, found {value}")
+    if ranks % replicas:
+        raise ValueError(f"replicas must divide ranks, found {replicas} of {ranks}")
+    if optimizer not in optim.__all__ or not hasattr(getattr(optim, optimizer), "step"):
+        raise ValueError(f"optimizer must be the name of one of amp_mp.optim, found {optimizer!r}")
+    shards = ranks // replicas
+    local, others = parameters / shards, (shards - 1) / shards
+    rows = []
+    for recipe in recipes:
+        width, computed = recipe.weights.itemsize, recipe.computes.itemsize
+        master, states = _master_and_states(recipe, optimizer, options)
+        gathers = 2 if reshard_after_forward else 1
+        sent = reduce_dtype.itemsize
+        scattered = others * parameters * sent
+        reduced = 2 * (replicas - 1) / replicas * local * sent
+        rows.append(
+            RankBytes(
+                recipe,
+                weights=local * width,
+                gradients=local * width,  # FSDP2 casts them to the shard's dtype
+                masters=local * master,
+                states=local * states,
+                gathered=largest_unit * computed if shards > 1 else 0,
+                all_gather=gathers * others * parameters * computed,
+                reduce=scattered + reduced,
+                verdict=(shards - 1) * VERDICT_BYTES * keys,
+            )
+        )
+    return ShardedMemory(parameters, ranks, replicas, tuple(rows))
+
+
+def _master_and_states(
+    recipe: Recipe, optimizer: str, options: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Bytes an element of the master, and of all states, as the optimizer itself chooses them."""
+    param: Tensor = nn.Parameter(torch.zeros(1, dtype=recipe.weights))
+    made = getattr(optim, optimizer)([param], lr=1.0, memory=recipe.memory, **options)
+    group, kinds = made.param_groups[0], kinds_of([made.rule()])
+    formats = [NATIVE_FORMATS[native_name(group[name])] for name in kinds]
+    states = sum(entry["width"] + entry["rest_width"] / entry["group"] for entry in formats)
+    if recipe.weights not in LOW_PRECISION or group["master"] == "none":
+        return 0, states
+    if group["master"] == "float32":
+        return torch.float32.itemsize, states
+    return NATIVE_FORMATS[split_name(group["master"], recipe.weights)]["rest_width"], states

@@ -1,0 +1,127 @@
+"""Sharded models while they are converted: what FSDP2 allows, and when."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.sharding.shards import is_dtensor, local_of
+
+
+def update_units(model: nn.Module) -> None:
+    """Tells FSDP2 that its parameters have new local tensors, as model.to() does."""
+    with torch.no_grad():
+        for _, _, group in _groups(model):
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.reset_sharded_param()
+
+
+def check_units(
+    function: str,
+    model: nn.Module,
+    targets: Mapping[int, tuple[Tensor, torch.dtype]],
+) -> None:
+    """Raises ValueError where FSDP2 could not go on with the new dtypes.
+
+    targets: by id, the tensors that get another dtype, and that dtype.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    owned: set[int] = set()
+    for name, state, group in _groups(model):
+        owned |= {id(p.sharded_param) for p in group.fsdp_params}
+        infos = [p._module_info for p in group.fsdp_params]
+        if not any(id(getattr(i.module, i.param_name)) in targets for i in infos):
+            continue
+        if state._is_root is not None or group._reset_sharded_params:
+            now = "" if group.is_sharded else ", and its parameters are gathered now"
+            raise ValueError(
+                f"model{name} has run a forward or unshard(){now}. fully_shard fixes the dtypes of "
+                f"its communication there; call {function} before, right after fully_shard"
+            )
+        _check_uniform(function, names, name, group, targets)
+    for name, module in model.named_modules():
+        managed = getattr(module, "_is_fsdp_managed_module", False)
+        for key, param in module.named_parameters(recurse=False):
+            if managed and id(param) in targets and is_dtensor(param) and id(param) not in owned:
+                raise ValueError(
+                    f"model.{name + '.' if name else ''}{key} belongs to a fully_shard unit "
+                    f"that is not in the given model; call {function} with the whole model, once"
+                )
+
+
+def _check_uniform(
+    function: str,
+    names: Mapping[int, str],
+    unit: str,
+    group: Any,
+    targets: Mapping[int, tuple[Tensor, torch.dtype]],
+) -> None:
+    """Raises ValueError where the trainable parameters of one unit would have several dtypes."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for each in group.fsdp_params:
+        param, owner = each.sharded_param, each._module_info.module
+        if param.requires_grad:
+            dtype = targets[id(param)][1] if id(param) in targets else param.dtype
+            by_dtype.setdefault(dtype, []).append(names.get(id(owner), ""))
+    if len(by_dtype) < 2:
+        return
+    kept = list(dict.fromkeys(by_dtype.pop(torch.float32, [])))
+    found = ", ".join(name or "the model itself" for name in kept)
+    text = (
+        f"model{unit} is one fully_shard unit, whose parameters must have one dtype, and "
+        f"{function} would keep these in float32 and convert the rest: {found}. "
+    )
+    others = {name for names in by_dtype.values() for name in names}
+    if kept and others.isdisjoint(kept):
+        text += (
+            f"Make them a unit of their own, before the fully_shard of any module around them: "
+            f"fully_shard([{', '.join(map(_access, kept))}], reshard_after_forward=False). "
+        )
+    raise ValueError(f"{text}To convert all: {function}(..., keep_fp32_only=[])")
+
+
+def _access(name: str) -> str:
+    """The Python expression for a module of the variable `model`: model.blocks[0].norm."""
+    parts = name.split(".") if name else []
+    return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Each unit of fully_shard once: the module's name as an attribute, FSDP's state and group."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        get_state = getattr(module, "_get_fsdp_state", None)
+        if get_state is None:
+            continue
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.13 has at most one
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        for group in groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield name and "." + name, state, group
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """The float32 values of a tensor's memory on this process, detached."""
+    return local_of(tensor).detach().float()
+
+
+def local_part(value: Any, param: Any) -> Tensor:
+    """The part of a whole or a sharded tensor that a parameter has on this process.
+
+    A DTensor that is sharded otherwise is gathered as far as needed: on all processes alike.
+    """
+    if is_dtensor(value) and is_dtensor(param):
+        value = value.redistribute(param.device_mesh, param.placements)
+    return local_of(value)
+
+
+def refuse_sharded(model: nn.Module, what: str) -> None:
+    """Raises ValueError where a model has a DTensor or is a module of fully_shard."""
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if hasattr(module, "_get_fsdp_state") or any(map(is_dtensor, own)):
+            raise ValueError(f"model{name and '.' + name} is sharded: {what}")

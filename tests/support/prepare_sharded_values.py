@@ -1,0 +1,132 @@
+"""What tests/distributed/test_prepare_sharded.py runs in each process: values and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_networks import BF16, Found, batch, locals_of, network, originals, sharded
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import amp_mp as amp
+
+
+def loading() -> Found:
+    """Values that a state dict brings: after prepare, after a forward, on the meta device."""
+    values = {n: torch.randn_like(p) for n, p in network().named_parameters()}
+
+    def load(model: nn.Module) -> dict[str, Tensor | None]:
+        params = dict(model.named_parameters())
+        part = {
+            n: distribute_tensor(v, params[n].device_mesh, params[n].placements)
+            for n, v in values.items()
+        }
+        model.load_state_dict(part)
+        return originals(model)
+
+    after = amp.prepare(sharded(), BF16)
+    ran = amp.prepare(sharded(), BF16)
+    names = [n for n, _ in ran.named_parameters()]
+    shapes = {n: p.shape for n, p in ran.named_parameters()}
+    with torch.no_grad():
+        ran(batch())  # leaves the root's parameters gathered
+    mesh = init_device_mesh("cpu", (2,))
+    part = {n: distribute_tensor(values[n], mesh, [Shard(0)]) for n in names}
+    ran.load_state_dict(part)
+    prepared_first = sharded(amp.prepare(network(), BF16))
+    with torch.device("meta"):
+        first = network()
+        second = network()
+    first = sharded(amp.prepare(first, BF16)).to_empty(device="cpu")
+    second = amp.prepare(sharded(second), BF16).to_empty(device="cpu")
+    return {
+        "shapes": shapes,
+        "wanted": {n: v.to_local() for n, v in part.items()},
+        "after prepare": load(after),
+        "after a forward": originals(ran),
+        "prepared first": load(prepared_first),
+        "meta, prepared first": load(first),
+        "meta, sharded first": load(second),
+    }
+
+
+def float32_weights() -> Found:
+    """float32_state_dict before a step: the originals, as DTensors."""
+    model = sharded()
+    before = locals_of(model)
+    amp.prepare(model, BF16)
+    found = amp.float32_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return {
+        "before": before,
+        "kinds": {type(v) for v in found.values()} == {DTensor},
+        "found": {n: v.to_local() for n, v in found.items()},
+    }
+
+
+def masters() -> Found:
+    """Masters after steps that change nothing, after training, and after loading others."""
+    batches = [batch() for _ in range(3)]
+    found: Found = {}
+    for lr in (0.0, 0.01):
+        model = sharded()
+        found["before"] = locals_of(model)
+        amp.prepare(model, BF16)
+        optimizer = amp.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, memory="exact")
+        for x in batches:
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = amp.float32_state_dict(model, optimizer)
+        found[f"lr {lr}"] = {n: v.to_local() for n, v in state.items()}
+        found[f"whole {lr}"] = {n: v.full_tensor() for n, v in state.items()}
+    others = {n: torch.randn_like(v) for n, v in state.items()}
+    amp.load_float32_state_dict(model, optimizer, others)
+    state = amp.float32_state_dict(model, optimizer)
+    found["others"] = {n: v.to_local() for n, v in others.items()}
+    found["loaded"] = {n: v.to_local() for n, v in state.items()}
+    return found
+
+
+def measured_bytes() -> Found:
+    """Bytes of the shards, and what forward and backward receive, for float32 and bf16 shards."""
+    found = {}
+    for name in ("float32", "bfloat16"):
+        model = nn.Linear(64, 96, bias=False)
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+        if name == "bfloat16":
+            amp.prepare(model, BF16)
+        gather = Counted(dist.all_gather_into_tensor, "output_tensor")
+        scatter = Counted(dist.reduce_scatter_tensor, "input_tensor")
+        model.set_custom_all_gather(gather)
+        model.set_custom_reduce_scatter(scatter)
+        model(torch.ones(4, 64, dtype=BF16)).float().sum().backward()
+        local = model.weight.to_local()
+        gradient = model.weight.grad.to_local()
+        found[name] = {
+            "all_gather": gather.bytes,
+            "reduce": scatter.bytes,
+            "weights": local.nbytes,
+            "gradients": gradient.nbytes,
+        }
+    return found
+
+
+class Counted:
+    """FSDP2's own collective, counting what a ring brings to this process."""
+
+    def __init__(self, collective: Callable[..., object], whole: str) -> None:
+        self.collective, self.whole, self.bytes = collective, whole, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, **tensors: Any) -> object:
+        self.bytes += tensors[self.whole].nbytes // 2  # of two processes
+        output, source = tensors.pop("output_tensor"), tensors.pop("input_tensor")
+        return self.collective(output, source, **tensors)
