@@ -1,7 +1,4 @@
-"""process_groups=: one norm and one decision where no DTensor says that processes belong together.
-
-ZeroRedundancyOptimizer gives each process its own parameters; so does a pipeline.
-"""
+"""process_groups= with ZeroRedundancyOptimizer, and GradScaler around stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import torch.distributed as dist
 from helpers import raw_bytes
 from layouts import Bag, set_grads
 from ranks import on_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import amp_mp as amp
@@ -72,28 +68,6 @@ def test_zero_without_process_groups_is_refused(options: dict[str, Any]) -> None
     assert on_ranks(2, refused) == ["", ""]  # without clipping each process may step alone
 
 
-def pipeline(through_mesh: bool) -> tuple[float, float, bool, bool]:
-    """Each rank has one stage. Returns two norms, and whether two steps were skipped."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    stage = torch.nn.Parameter(torch.ones(8, 8, dtype=LOW))
-    groups = mesh if through_mesh else [mesh.get_group()]
-    optimizer = amp.optim.AdamW([stage], max_grad_norm=1.0, process_groups=groups)
-    stage.grad = torch.full_like(stage, dist.get_rank() + 1)
-    optimizer.step()
-    first, skipped = optimizer.grad_norm, optimizer.step_was_skipped
-    before = raw_bytes(stage)
-    stage.grad = torch.full_like(stage, float("inf") if dist.get_rank() == 1 else 1.0)
-    optimizer.step()
-    assert raw_bytes(stage) == before
-    return first, optimizer.grad_norm, skipped, optimizer.step_was_skipped
-
-
-@pytest.mark.parametrize("through_mesh", [True, False])
-def test_stages_of_a_pipeline_have_one_norm(through_mesh: bool) -> None:
-    norm = 8 * (1 + 4 + 9 + 16) ** 0.5
-    assert on_ranks(4, pipeline, through_mesh) == [(norm, float("inf"), False, True)] * 4
-
-
 def scaled(kind: Any, **options: Any) -> tuple[float, bool]:
     """The scale after an iteration in which one stage overflows, and whether weights changed."""
     stage = torch.nn.Parameter(torch.ones(4))
@@ -110,11 +84,3 @@ def scaled(kind: Any, **options: Any) -> tuple[float, bool]:
 @pytest.mark.parametrize("kind", [amp.optim.SGD, torch.optim.SGD, torch.optim.AdamW])
 def test_a_scaler_backs_off_on_every_stage(kind: Any) -> None:
     assert on_ranks(2, scaled, kind) == [(4.0, False)] * 2
-
-
-def test_what_is_no_group_is_refused() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match=r"process_groups must be .* found str"):
-        amp.optim.AdamW([param], process_groups="world")
-    with pytest.raises(TypeError, match=r"process_groups must be .* found int"):
-        amp.GradScaler("cpu", process_groups=[3])
