@@ -106,6 +106,9 @@ class Slots:
     def set_gradient(self, i: int, local: Tensor) -> None:
         """The shard of a DTensor's gradient in the next step."""
 
+    def drop_gradients(self) -> None:
+        """Forgets what find_gradients has found; a step does it itself."""
+
     def measure(self) -> Measurement:
         """Of the parameters' gradients, absent ones counting as empty."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -243,3 +244,22 @@ def test_shards_that_are_kept_on_the_host(preset: str) -> None:
     for losses in on_ranks(2, offloaded, preset):
         assert losses[:4] == losses[4:]
         assert len(set(losses)) == 4
+
+
+def gradients_left(layout: str) -> list[bool]:
+    """Whether a gradient's shard is still alive after measuring and zero_grad, without a step."""
+    model = shard(Bag(SHAPES[:3], torch.bfloat16), layout)
+    params = list(model.parameters())
+    optimizer = amp.optim.AdamW(params, lr=0.01, max_grad_norm=1.0)
+    set_grads(params, 0)
+    optimizer.step()
+    set_grads(params, 1)
+    alive = [weakref.ref(param.grad._local_tensor) for param in params[:2]]
+    optimizer.measure_gradients()
+    optimizer.zero_grad()
+    return [ref() is not None for ref in alive]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "rows"])
+def test_zero_grad_frees_gradients_that_were_only_measured(layout: str) -> None:
+    assert on_ranks(2, gradients_left, layout) == [[False] * 2] * 2

@@ -45,6 +45,7 @@ class Slots {
   // Shards::find_gradients says.
   std::vector<int64_t> find_gradients() { return shards_.find_gradients(own_.names); }
   void set_gradient(int64_t i, const at::Tensor& shard) { shards_.set_gradient(i, shard); }
+  void drop_gradients() { shards_.drop_gradients(); }
 
   // The parameters' current gradients, undefined if a parameter has none.
   Tensors grads() const;

@@ -42,7 +42,11 @@ class StepRunner:
     def measure(self, optimizer: Steppable) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
         rule = optimizer.rule()
-        return _measured(optimizer, self._gather(optimizer, rule), rule)
+        gathered = self._gather(optimizer, rule)
+        found = _measured(optimizer, gathered, rule)
+        for bucket in gathered.buckets:
+            bucket.slots.drop_gradients()  # there may be no step, and zero_grad should free them
+        return found
 
     def run(self, optimizer: Steppable, handed: Handed) -> None:
         """Measures, decides and applies: in one native call where there is one device."""
