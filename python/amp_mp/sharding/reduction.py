@@ -71,6 +71,11 @@ class Reduction:
             self._of_tensors.append((group, self._selection(rows, len(params))))
 
     @property
+    def splits_differ(self) -> bool:
+        """Whether one all-reduce over the groups of any one tensor would miss other processes."""
+        return self.is_needed and (len(self._keys) > 1 or bool(self._process_groups))
+
+    @property
     def is_needed(self) -> bool:
         """Whether other processes hold a part of anything."""
         return bool(self._of_keys or self._process_groups)
