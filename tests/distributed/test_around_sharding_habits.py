@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -160,8 +161,8 @@ def with_a_loop(loop: str, worlds: int) -> float:
         optimizer = make(list(model.parameters())[: 3 if loop == "part" else 8], lr=0.1)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
         for _ in range(3):
-            for micro in range(2 if loop in ("sync", "no sync") else 1):
-                if loop == "no sync" and make is adamw:
+            for micro in range(2 if loop in ("sync", "no-sync") else 1):
+                if loop == "no-sync" and make is adamw:
                     model.set_requires_gradient_sync(micro == 1)
                 loss_of(model).backward()
             if before is not None:
@@ -174,13 +175,10 @@ def with_a_loop(loop: str, worlds: int) -> float:
     return apart(run(fsdp(net()), adamw), run(net(), torch.optim.AdamW))
 
 
-LOOPS = ["norm", "value", "clone", "compile", "frozen", "hooks", "part", "sync"] + [
-    "no sync",
-    "zeros",
-]
+LOOPS = "norm value clone compile frozen hooks part sync no-sync zeros"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", LOOPS.split())
 @pytest.mark.parametrize("world", [2, 4] if LARGE else [2])
 def test_a_loop_on_shards_is_that_of_one_process(loop: str, world: int) -> None:
     assert max(on_ranks(world, with_a_loop, loop, world)) < CLOSE
@@ -193,7 +191,7 @@ def reports() -> dict[str, Any]:
     with amp.diagnose.watch(model) as seen, amp.diagnose.UpdateRatios(optimizer) as ratios:
         loss_of(model).backward()
         optimizer.step()
-        counted = sum(row.updates for row in ratios.report())
+        counted = sum(row.elements for row in ratios.report())
         poison(model, 1, float("nan"))
         ratios.reset()
         optimizer.step()  # nothing is updated, on the rank with finite gradients neither
@@ -235,6 +233,18 @@ def calls_on_rank_0() -> list[float]:
         copy.deepcopy(optimizer)
     train(model, optimizer, 1)
     return steps_of(optimizer)
+
+
+def measured_step() -> list[str]:
+    model = fsdp(net())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(model, adamw(model.parameters(), max_grad_norm=1.0), 1)
+    return [str(each.message) for each in found if "all_gather" in str(each.message)]
+
+
+def test_a_step_that_measures_uses_nothing_deprecated() -> None:
+    assert on_ranks(2, measured_step) == [[], []]
 
 
 def test_questions_to_one_rank_wait_for_no_other() -> None:

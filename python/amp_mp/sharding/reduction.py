@@ -127,7 +127,9 @@ def _all_gather(rows: Tensor, group: Any) -> Tensor:
 
     found = rows.new_empty(group.size() * rows.numel())
     try:
-        dist.all_gather_into_tensor(found, rows.flatten(), group=group)
+        # Since torch 2.13 the older name warns.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found, rows.flatten(), group=group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):
             raise
