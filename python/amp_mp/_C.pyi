@@ -213,7 +213,7 @@ def update_scale_(
 def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Tensors]) -> bool:
     """Whether dicts[i][keys[k]] is values[k][i] for all i and k; None means absent."""
 
-def same_items(lists: Sequence[Sequence[Tensor]], items: Sequence[Tensor]) -> bool:
+def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
 
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:

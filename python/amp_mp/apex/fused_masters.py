@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from amp_mp.apex.gradients import clip_gradients
 from amp_mp.apex.masters import Masters
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
@@ -65,10 +66,11 @@ class FusedMasters(Masters):
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
-            norm = nn.utils.clip_grad_norm_(self.params(), max_norm * self._scale, norm_type)
+            groups = self._optimizer.process_groups
+            norm = clip_gradients(self.params(), max_norm * self._scale, norm_type, groups)
             if self._measured is not None:
                 self._measured = self._optimizer.measure()  # the gradients have changed
-            return float(norm) / self._scale
+            return norm / self._scale
         self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
         if self._measured is None:
             self._measured = self._optimizer.measure()

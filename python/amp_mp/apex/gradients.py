@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isinf
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.scaling.observe import by_device, measure
 from amp_mp.sharding.gradients import GradientStatistics, place_gradient
+from amp_mp.sharding.reduction import Reduction
 from amp_mp.sharding.shards import is_dtensor, local_of
 
 
@@ -37,6 +40,40 @@ def measure_gradients(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
         return measure(gradients_of(params))
     total = GradientStatistics(params).total([next(iter(gradients_of([p])), None) for p in params])
     return {total.device: total}
+
+
+def clip_gradients(
+    params: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    process_groups: Sequence[Any] = (),
+) -> float:
+    """torch.nn.utils.clip_grad_norm_; returns the norm as a number.
+
+    Of DTensors, and with process_groups, all processes get the norm of the whole gradients, for
+    which every process has to pass the same parameters. ValueError for a norm_type that is not
+    above 0 there.
+    """
+    if not process_groups and not any(is_dtensor(param) for param in params):
+        return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0 for sharded gradients, found {norm_type}")
+    grads = [next(iter(gradients_of([param])), None) for param in params]
+    device = local_of(params[0]).device
+    rows = torch.zeros(len(grads), 3, dtype=torch.float64, device=device)
+    for row, grad in zip(rows, grads, strict=True):
+        if grad is not None and grad.numel():
+            absolute = grad.abs()
+            row[0] = 0.0 if isinf(norm_type) else absolute.double().pow(norm_type).sum()
+            row[1] = absolute.max()
+    total = Reduction(params, process_groups, device).total(rows)
+    norm = float(total[1]) if isinf(norm_type) else float(total[0]) ** (1.0 / norm_type)
+    coefficient = max_norm / (norm + 1e-6)
+    if not coefficient >= 1.0:
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(coefficient)
+    return norm
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.sharding.shards import other_rank
 
 
 class Masters(ABC):
@@ -123,6 +124,13 @@ class Masters(ABC):
 
     def check(self, saved: list[list[Tensor]]) -> None:
         """Raises ValueError if a snapshot of the masters has other groups or shapes."""
+        for values in saved:
+            for value in values:
+                if (rank := other_rank(value)) is not None:
+                    raise ValueError(
+                        f"state_dict: fp32_from_fp16 has the masters' parts of rank {rank}; load "
+                        "on each rank the file that the same rank has saved; nothing was loaded"
+                    )
         shapes = [[tuple(m.shape) for m in group] for group in saved]
         own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
         if shapes != own:

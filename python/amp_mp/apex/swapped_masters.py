@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.apex.gradients import (
+    clip_gradients,
     copy_all_,
     gradients_of,
     make_gradient,
@@ -23,8 +24,9 @@ from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.optim.state.masters import master_of
 from amp_mp.optim.state.original_values import take_original
 from amp_mp.optim.step.decide import decide, decide_inputs
+from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.scaling.observe import observe
-from amp_mp.sharding.shards import local_of
+from amp_mp.sharding.shards import like, local_of
 
 
 class SwappedMasters(Masters):
@@ -34,6 +36,7 @@ class SwappedMasters(Masters):
         self._optimizer = optimizer
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
+        self._replaced = ReplacedCheck()
         self._pending = False  # whether gradients of float32 parameters still carry the scale
         self.refresh()
 
@@ -50,7 +53,7 @@ class SwappedMasters(Masters):
         state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
         own = master_of(param, state) if state and fused else None  # amp_mp's has one already
-        master = nn.Parameter(take_original(param) if own is None else own)
+        master = nn.Parameter(like(local_of(take_original(param) if own is None else own), param))
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
             if not fused:  # amp_mp's says in which format each is stored
@@ -121,6 +124,8 @@ class SwappedMasters(Masters):
         """Copies the gradients to the masters, divided by the scale; on overflow copies nothing."""
         pairs, own = self.pairs(), gradients_of(self._float32_params())
         sources = gradients_of(p for p, _ in pairs) + own
+        if not sources:
+            self._replaced.check([{"params": list(map(self.model_param, self.params()))}])
         overflow, max_abs = False, 0.0
         if checks:
             params = [*(p for p, _ in pairs), *self._float32_params()]
@@ -139,7 +144,7 @@ class SwappedMasters(Masters):
         masters = self.params()
         grads = gradients_of(masters)
         if norm_type != 2 or len({g.device for g in grads}) != 1:
-            return float(nn.utils.clip_grad_norm_(masters, max_norm, norm_type))
+            return clip_gradients(masters, max_norm, norm_type)
         device = grads[0].device
         total = measure_gradients(masters)[device]
         verdict = decide(device, [total[None]], decide_inputs(device, max_norm=max_norm))

@@ -15,8 +15,9 @@ Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     """Which gradients have inf or NaN now; call it between backward and the step.
 
-    Every element is read, of a sparse gradient its values. Absent gradients, tensor subclasses, and
-    dtypes other than float32, float16 and bfloat16 are skipped.
+    Every element is read, of a sparse gradient its values, of a DTensor this process's shard.
+    Absent gradients, other tensor subclasses, and dtypes other than float32, float16 and bfloat16
+    are skipped.
 
     params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the
     gradients, for the advice: anything that `watch` takes; default: None, no scale. Raises
@@ -76,7 +77,7 @@ class OverflowTracker:
         start = (self.steps, report.scale)
         self._began = {row.name: self._began.get(row.name, start) for row in report}
         rows = (row._replace(since=self._began[row.name][0]) for row in report)
-        self.report = OverflowReport(rows, report.scale)
+        self.report = OverflowReport(rows, report.scale, of_shards=report.of_shards)
         return self.report
 
     @property

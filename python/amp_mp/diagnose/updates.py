@@ -14,6 +14,7 @@ from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.diagnose.histogram import limits
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.state.masters import master_of
+from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, percent
 
 Source = Optimizer | FP16_Optimizer | nn.Module | None
@@ -68,7 +69,8 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     Of a low-precision parameter without a master the table shows what really happened: an update is
     lost where the weight stayed the same although its gradient is not zero. Not counted: a step
     that changed nothing because of inf or NaN in the gradients, and the step in which an amp_mp
-    optimizer makes a parameter's master. Weights are copied during each step.
+    optimizer makes a parameter's master. Weights are copied during each step. Of
+    DTensors the shards of this process are counted.
 
     Args:
         source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of
@@ -147,8 +149,12 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         steps = [(name, param, old, _weight(optimizer, param)) for name, param, old in before]
         # Another dtype means that this step has made the parameter's master.
         steps = [step for step in steps if step[2].dtype == step[3].dtype]
+        sharded = any(is_dtensor(param) for _, param, *_ in steps)
+        if sharded and getattr(optimizer, "step_was_skipped", False):
+            return  # perhaps because of another process's gradients
         unchanged = all(torch.equal(old, new) for *_, old, new in steps)
-        if unchanged and not all(p.grad is None or p.grad.isfinite().all() for _, p, *_ in steps):
+        grads = [local_of(p.grad) for _, p, *_ in steps if p.grad is not None]
+        if unchanged and not all(grad.isfinite().all() for grad in grads):
             return
         layers: dict[str, list[Tensor]] = {}
         for name, param, old, new in steps:
@@ -163,7 +169,9 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         size = old.double().abs()
         moved = change > 0
         if param.grad is not None and not param.grad.is_sparse:
-            moved |= param.grad != 0
+            grad = local_of(param.grad)
+            if grad.shape == moved.shape:  # otherwise it is placed in another way than the weight
+                moved |= grad != 0
         low = self._dtype or (param.dtype if param.dtype in LOW_PRECISION else torch.float16)
         if old.dtype in LOW_PRECISION:
             low = old.dtype
@@ -181,9 +189,12 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
 
 
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
-    """What the update changes: the float32 master in the optimizer's state, or the parameter."""
+    """What the update changes: the float32 master in the optimizer's state, or the parameter.
+
+    Of a DTensor this process's shard.
+    """
     master = master_of(param, optimizer.state.get(param, {}))
-    return param if master is None else master
+    return local_of(param if master is None else master)
 
 
 def _layer(name: str) -> str:

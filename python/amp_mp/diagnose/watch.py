@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
 from amp_mp.scaling.observe import dense_values
 from amp_mp.scaling.policies import check_scale
+from amp_mp.sharding.shards import is_dtensor
 from amp_mp.text_table import aligned, dtype_name, percent, scale_text
 
 
@@ -40,8 +41,11 @@ class GradientReport(list[Row]):
 
     weights, activations: ExponentHistograms of unscaled gradients, by name as arguments, added up
     as attributes. The diagnoses are of these gradients times `scale` in `dtype`. left_out: why
-    tensors were not counted, by name.
+    tensors were not counted, by name. of_shards: whether weights are DTensors, of whose gradients
+    only this process's shards were counted.
     """
+
+    of_shards = False
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class GradientReport(list[Row]):
             f"Gradients, and what becomes of them in {name} at loss scale {scale}",
             "(shares of the elements that are not 0, inf or NaN; log2 of the unscaled largest)",
             aligned((*header, "inf", "NaN", "log2 largest", "headroom"), map(Row.cells, self)),
+            *(["Of sharded weights only this process's shards were counted."] * self.of_shards),
             *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
         ]
         if (safe := self.safe_log2_scale) is not None:
@@ -119,6 +124,7 @@ class Watch(AbstractContextManager["Watch"]):
         if not params:
             raise ValueError("the model has no parameter that requires a gradient")
         self.scaler, self.every = scaler, every
+        self._of_shards = any(is_dtensor(param) for _, param in params)
         self.reset()
         self._model = weakref.ref(model)
         self._outputs: weakref.WeakSet[RemovableHandle] = weakref.WeakSet()
@@ -154,7 +160,9 @@ class Watch(AbstractContextManager["Watch"]):
     ) -> GradientReport:
         """What was counted so far, judged by ExponentHistogram.at; default: the scaler's scale."""
         scale = scale_of(self.scaler) if scale is None else scale
-        return GradientReport(self.weights, self.activations, scale, dtype, self.left_out)
+        report = GradientReport(self.weights, self.activations, scale, dtype, self.left_out)
+        report.of_shards = self._of_shards
+        return report
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The names and unscaled gradients that the parameters have now, in float32."""

@@ -25,6 +25,7 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     if any(grad is not None for grad in grads):
         return
+    optimizer.refuse_replaced()
     if optimizer.attachment is None or not optimizer.attachment.has_released():
         raise AssertionError(
             "No inf checks were recorded for this optimizer: none of its parameters has a "

@@ -11,7 +11,7 @@ from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.init import init_state
 from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.original_values import drop_original, original_of
-from amp_mp.sharding.shards import is_dtensor, like, local_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of, other_rank
 
 
 def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Tensor]:
@@ -43,8 +43,15 @@ def load_float32_state_dict(
     Weights become the rounded values, masters the values themselves. Other optimizer states stay.
     A sharded model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
     set_model_state_dict makes them of whole tensors. Returns what Module.load_state_dict does, and
-    raises what it does.
+    raises what it does; ValueError for DTensors that another rank has saved.
     """
+    for name, value in state_dict.items():
+        if (rank := other_rank(value)) is not None:
+            raise ValueError(
+                f"state_dict: {name!r} is the part of rank {rank}, which has saved it; load on "
+                "each rank the file that the same rank has saved, or use amp_mp.checkpoint; "
+                "nothing was loaded"
+            )
     result = model.load_state_dict(state_dict, strict=strict)
     groups = {p: g for g in optimizer.param_groups for p in g["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -113,6 +113,8 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
             loss = None if closure is None else closure()
         handed = handed_to(self)
         if isinstance(self.attachment, Release):
+            if self._runner.replaced.is_due():
+                self.refuse_replaced()
             self.attachment.finish(handed)
         else:
             self._runner.run(self, handed)
@@ -171,6 +173,10 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         """Whether gradients are stepped and freed during backward (attach)."""
         return isinstance(self.attachment, Release)
 
+    def refuse_replaced(self) -> None:
+        """Raises ValueError, by name, for parameters whose modules have DTensors in their place."""
+        self._runner.replaced.check(self.param_groups)
+
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.
 
@@ -181,6 +187,7 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         trained = [(p, info) for p, info in param_infos(self.param_groups) if p.requires_grad]
         refuse_new_state({local_of(param).device for param, _ in trained})
         rule = self.rule()
+        self.refuse_replaced()
         for param, info in trained:
             refuse_param(param, info.label)
             refuse_state(rule, param, self.state.get(param, {}), info.label)

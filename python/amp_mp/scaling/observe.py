@@ -125,12 +125,13 @@ class NonFinite(NamedTuple):
 class OverflowReport(list[NonFinite]):
     """The parameters with non-finite gradients, in the model's order; empty if there are none.
 
-    scale: the loss scale that the gradients were computed with. Prints as a table and what to try.
+    scale: the loss scale that the gradients were computed with. of_shards: whether some parameters
+    are DTensors, of which the shards on this process were read. Prints as a table and what to try.
     """
 
-    def __init__(self, rows: Iterable[NonFinite], scale: float) -> None:
+    def __init__(self, rows: Iterable[NonFinite], scale: float, *, of_shards: bool = False) -> None:
         super().__init__(rows)
-        self.scale = scale
+        self.scale, self.of_shards = scale, of_shards
 
     @property
     def advice(self) -> str:
@@ -156,9 +157,12 @@ class OverflowReport(list[NonFinite]):
 
     def __str__(self) -> str:
         if not self:
-            return "every gradient is finite"
+            where = " on this process" if self.of_shards else ""
+            rest = "; the shards of other processes were not read" if self.of_shards else ""
+            return f"every gradient{where} is finite{rest}"
         header = ("parameter", "shape", "elements", "inf", "NaN", "since step")
-        return f"{aligned(header, self)}\n{self.advice}"
+        shards = "\nOnly the shards of this process were read." if self.of_shards else ""
+        return f"{aligned(header, self)}{shards}\n{self.advice}"
 
 
 @torch.no_grad()
@@ -168,9 +172,10 @@ def nonfinite_gradients(params: Iterable[tuple[str, Tensor]], scale: float) -> O
     Each device reads all its gradients in one native pass; gradients with inf or NaN are read again
     to count both. `dense_values` says which gradients are skipped.
     """
+    given = list(params)
     found = [
         (name, param.shape, values)
-        for name, param in params
+        for name, param in given
         if param.grad is not None and isinstance(values := dense_values(param.grad), Tensor)
     ]
     bad: list[int] = []
@@ -181,7 +186,7 @@ def nonfinite_gradients(params: Iterable[tuple[str, Tensor]], scale: float) -> O
         NonFinite(name, tuple(shape), x.numel(), int(x.isinf().sum()), int(x.isnan().sum()))
         for name, shape, x in (found[i] for i in sorted(bad))
     )
-    return OverflowReport(rows, scale)
+    return OverflowReport(rows, scale, of_shards=any(is_dtensor(param) for _, param in given))
 
 
 def describe_nonfinite(

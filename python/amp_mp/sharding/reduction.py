@@ -3,6 +3,7 @@
 Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.sharding.shards import split_groups
+from amp_mp.sharding.shards import is_dtensor, split_groups
 
 # A process group, and the rows of tensors that are split over it; None for all of them.
 Member = tuple[Any, Tensor | None]
@@ -38,6 +39,28 @@ def checked_groups(process_groups: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def refuse_meshes(process_groups: Sequence[Any], params: Sequence[Any]) -> None:
+    """Raises ValueError for process_groups in which other processes have parts of these DTensors.
+
+    Their statistics would be added twice.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_dtensor(p)}
+    if not process_groups or not meshes:
+        return
+    import torch.distributed as dist
+
+    for group in process_groups:
+        others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+        for mesh in meshes.values():
+            if common := sorted(others.intersection(mesh.mesh.flatten().tolist())):
+                raise ValueError(
+                    f"process_groups has ranks that hold parts or copies of the same parameters, "
+                    f"{common[:8]}: those over which DTensors are split are known, and would be "
+                    "counted twice. Name only groups whose processes hold other parameters, as "
+                    "pipeline stages do"
+                )
+
+
 class Reduction:
     """Gathers the rows of shards, once for each process group over which tensors are split.
 
@@ -52,8 +75,9 @@ class Reduction:
     ) -> None:
         """params: DTensors and plain tensors. process_groups: those that no mesh knows, added last.
 
-        device: of the rows.
+        device: of the rows. ValueError for process_groups of processes that share a DTensor.
         """
+        refuse_meshes(process_groups, params)
         groups: dict[str, Any] = {}
         keys: dict[tuple[str, ...], list[int]] = {}
         for index, param in enumerate(params):
@@ -62,6 +86,7 @@ class Reduction:
             keys.setdefault(tuple(own), []).append(index)
         self._device = device
         self._process_groups = list(process_groups)
+        self._looked = False  # whether other processes' gradients are copies
         self._keys = [self._selection(indices, len(params)) for indices in keys.values()]
         self._of_keys, self._of_tensors = [], []
         for name, group in groups.items():
@@ -69,6 +94,11 @@ class Reduction:
             rows = sorted(i for key, indices in keys.items() if name in key for i in indices)
             self._of_keys.append((group, self._selection(numbers, len(keys))))
             self._of_tensors.append((group, self._selection(rows, len(params))))
+
+    @property
+    def splits_differ(self) -> bool:
+        """Whether one all-reduce over the groups of any one tensor would miss other processes."""
+        return self.is_needed and (len(self._keys) > 1 or bool(self._process_groups))
 
     @property
     def is_needed(self) -> bool:
@@ -91,13 +121,31 @@ class Reduction:
 
     def _over_process_groups(self, total: Tensor) -> Tensor:
         for group in self._process_groups:
-            total = _added(_all_gather(total[None], group)[:, 0])
+            rows = _all_gather(total[None], group)[:, 0]
+            if not self._looked:
+                _warn_of_copies(rows)
+            total = _added(rows)
+        self._looked = True
         return total
 
     def _selection(self, indices: list[int], count: int) -> Tensor | None:
         if len(indices) == count:
             return None
         return torch.tensor(indices, dtype=torch.long, device=self._device)
+
+
+def _warn_of_copies(rows: Tensor) -> None:
+    """Warns where all processes have the same statistics, which different gradients never have."""
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    squares = rows[:, 0].tolist()
+    if len(squares) > 1 and len(set(squares)) == 1 and 0 < squares[0] < float("inf"):
+        warnings.warn(
+            "amp_mp: all processes of process_groups have the same gradients, which are counted "
+            f"{len(squares)} times. The argument is for processes that hold other parameters "
+            "(pipeline stages); leave it out for copies, as of DistributedDataParallel",
+            stacklevel=2,
+        )
 
 
 def _added(rows: Tensor) -> Tensor:
@@ -122,7 +170,9 @@ def _all_gather(rows: Tensor, group: Any) -> Tensor:
 
     found = rows.new_empty(group.size() * rows.numel())
     try:
-        dist.all_gather_into_tensor(found, rows.flatten(), group=group)
+        # Since torch 2.13 the older name warns.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found, rows.flatten(), group=group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):
             raise

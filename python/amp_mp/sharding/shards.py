@@ -117,6 +117,21 @@ def like(local: Tensor, param: Any, shape: tuple[int, ...] | None = None) -> Ten
     return made
 
 
+def other_rank(tensor: Any) -> int | None:
+    """The process that has pickled a DTensor, where it is another than this one; else None.
+
+    An unpickled DTensor has that process's part, which is placed as this process's part would be.
+    """
+    if not is_dtensor(tensor):
+        return None
+    import torch.distributed as dist
+
+    rank = getattr(tensor.device_mesh, "_rank", None)
+    if rank is None or not dist.is_initialized() or rank == dist.get_rank():
+        return None
+    return int(rank)
+
+
 def split_groups(tensor: Any) -> list[Any]:
     """The process groups over which the tensor is split, in the order of its mesh's dimensions."""
     if not is_dtensor(tensor):

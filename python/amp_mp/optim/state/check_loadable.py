@@ -27,7 +27,7 @@ from amp_mp.optim.state.formats import (
     scale_name,
 )
 from amp_mp.optim.state.init import CLOCK
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import is_dtensor, local_of, other_rank
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -78,6 +78,11 @@ def _wrong(
     if not isinstance(value, Tensor):
         needed = value is not None and (name is not None or entry in known)
         return f"is no tensor: {value!r}" if needed else ""
+    if (rank := other_rank(value)) is not None:
+        return (
+            f"is the part of rank {rank}, which has saved it; load on each rank the file that the "
+            "same rank has saved, or use amp_mp.checkpoint, which takes any number of ranks"
+        )
     shape, dtype = tuple(value.shape), value.dtype
     if entry in CLOCK:
         fits = shape == (2,) if entry == "beta_powers" else value.numel() == 1

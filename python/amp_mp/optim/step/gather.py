@@ -145,17 +145,23 @@ class Gathered:
             else:
                 members[local_of(param).device].append((param, info))
         self.buckets = [Bucket(d, own, rule, groups, states) for d, own in members.items()]
+        self._states = list(states.values())  # a parameter's may be replaced or deleted
         held = [(b.device, [info.tensor_index for info in b.infos]) for b in self.buckets]
         whole = WholeStatistics(held, self._params, process_groups)
         self.whole = whole if whole.is_needed else None
 
-    def is_current(self, rule: Rule, groups: list[Group]) -> bool:
+    def is_current(self, rule: Rule, groups: list[Group], states: States) -> bool:
         """Whether gathering again would find the same tensors in the same places."""
         return (
             _C.same_items([group["params"] for group in groups], self._params)
+            and _C.same_items([list(states.values())], self._states)
             and all(bucket.is_current(rule) for bucket in self.buckets)
             and all(param.grad is None for param in self._dormant)
         )
+
+    def has_no_gradient(self) -> bool:
+        """Whether no parameter has one."""
+        return all(param.grad is None for param in self._params)
 
     def check_capture(self) -> None:
         """Raises ValueError during capture for a parameter without state: no replay would step it.

@@ -49,6 +49,8 @@ class Handed:
     scale_updated: bool = False
     # The gradients that carry the scale, where it is handed before the step; see handed_to.
     marks: GradientMarks | None = None
+    # Whether it is from a torch.amp.GradScaler, which does not know all processes.
+    from_stock: bool = False
     # Whether a step has used them.
     used: bool = False
 
@@ -92,4 +94,5 @@ def handed_to(optimizer: TakesHanded) -> Handed:
     if handed is not None and (handed.marks is None or carries_scale(optimizer)):
         handed.used = True
         return handed
-    return Handed(getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return Handed(scale, found_inf, from_stock=found_inf is not None)

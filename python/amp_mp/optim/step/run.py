@@ -13,6 +13,7 @@ from amp_mp.optim.step.decide import decide, decide_inputs
 from amp_mp.optim.step.gather import Bucket, Gathered
 from amp_mp.optim.step.handed import Handed, Measured
 from amp_mp.optim.step.protocols import Steppable
+from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.optim.step.step_report import StepLog
 from amp_mp.scaling.observe import describe_nonfinite
 
@@ -23,6 +24,7 @@ class StepRunner:
     def __init__(self) -> None:
         self.log = StepLog()
         self._gathered: Gathered | None = None
+        self.replaced = ReplacedCheck()
         self._hypers: dict[int, tuple[dict[str, Any], _C.Hyper]] = {}  # by the group's index
 
     def forget(self) -> None:
@@ -53,6 +55,8 @@ class StepRunner:
         rule, groups = optimizer.rule(), optimizer.param_groups
         gathered = self._gather(optimizer, rule)
         buckets, whole = gathered.buckets, gathered.whole
+        if handed.from_stock and whole is not None:
+            whole.refuse_stock_scaler()
         one_device = len(buckets) == 1
         device = buckets[0].device if buckets else torch.device("cpu")
         measures = handed.measure or optimizer.measures()
@@ -93,13 +97,16 @@ class StepRunner:
     def _gather(self, optimizer: Steppable, rule: Rule) -> Gathered:
         """The tensors, gathered anew where one was replaced; Gathered has the errors."""
         groups = optimizer.param_groups
-        if self._gathered is None or not self._gathered.is_current(rule, groups):
-            process_groups = optimizer.process_groups
-            self._gathered = Gathered(rule, groups, optimizer.state, process_groups)
-        self._gathered.check_capture()
-        for bucket in self._gathered.buckets:
+        known, states = self._gathered, optimizer.state
+        if known is None or self.replaced.is_due() or not known.is_current(rule, groups, states):
+            self.replaced.check(groups)
+            known = self._gathered = Gathered(rule, groups, states, optimizer.process_groups)
+        elif known.has_no_gradient():
+            self.replaced.check(groups)
+        known.check_capture()
+        for bucket in known.buckets:
             bucket.find_gradients()
-        return self._gathered
+        return known
 
 
 def _measured(optimizer: Steppable, gathered: Gathered, rule: Rule) -> Measured:

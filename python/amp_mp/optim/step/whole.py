@@ -34,6 +34,18 @@ class WholeStatistics:
         """Whether other processes hold a part of anything."""
         return self._reduction.is_needed
 
+    def refuse_stock_scaler(self) -> None:
+        """Raises RuntimeError where torch's GradScaler would not see an overflow on all processes.
+
+        It reduces what it finds over the mesh of the first gradient alone.
+        """
+        if self._reduction.splits_differ:
+            raise RuntimeError(
+                "torch.amp.GradScaler misses overflows on other processes where parameters are not "
+                "all split over the same processes (tensor parallel, process_groups): some "
+                "would skip the step and the others not. Use amp_mp.GradScaler in its place"
+            )
+
     def totals(self, found: list[_C.Measurement]) -> list[_C.Measurement]:
         """For each bucket a measurement with a total alone; together they are that of everything.
 

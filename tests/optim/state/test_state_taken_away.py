@@ -1,0 +1,43 @@
+"""A parameter whose entry in optimizer.state is deleted or replaced starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_mp as amp
+
+
+def deleted(state: Any, param: nn.Parameter) -> None:
+    del state[param]
+
+
+def emptied(state: Any, param: nn.Parameter) -> None:
+    state[param] = {}
+
+
+def cleared(state: Any, _: nn.Parameter) -> None:
+    state.clear()
+
+
+@pytest.mark.parametrize("take", [deleted, emptied, cleared])
+@pytest.mark.parametrize("memory", ["float32", "tiny"])
+def test_the_next_step_is_a_first_step(device: str, take: Callable[..., None], memory: Any) -> None:
+    params = [nn.Parameter(torch.randn(5, 32, device=device)) for _ in range(2)]
+    fresh = nn.Parameter(torch.zeros(5, 32, device=device))
+    optimizer = amp.optim.AdamW(params, lr=0.1, memory=memory)
+    for step in range(2):
+        for param in params:
+            param.grad = torch.full_like(param, 1.0 + step)
+        if step == 1:
+            take(optimizer.state, params[0])
+            fresh.data.copy_(params[0])
+        optimizer.step()
+    fresh.grad = torch.full_like(fresh, 2.0)
+    amp.optim.AdamW([fresh], lr=0.1, memory=memory).step()
+    assert float(optimizer.state[params[0]]["step"]) == 1
+    assert torch.equal(params[0], fresh)
