@@ -52,8 +52,10 @@ class Contents:
         weights = Counter(start for key in self.keys for start in _starts(key, known))
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
-        if not states:  # as of SGD without momentum
-            states = Counter(start for key in self.keys for start, _ in _groups(key))
+        if not states:  # as of SGD without momentum; but no states by numbers in place of names
+            by_number = {start for key in self.keys for start, _, _ in _states(key)}
+            groups = Counter(start for key in self.keys for start, _ in _groups(key))
+            states = Counter({s: count for s, count in groups.items() if s not in by_number})
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
         self.states: dict[str, dict[str, str]] = {}
         for key in sorted(self.keys):  # in the same order on all processes

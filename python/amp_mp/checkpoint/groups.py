@@ -94,7 +94,6 @@ def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> No
     params = [param for group in optimizer.param_groups for param in group["params"]]
     kind = type(optimizer).__name__
     if isinstance(optimizer, FusedOptimizer):
-        check_loadable(packed, params, optimizer.rules)
         kinds = kinds_of(optimizer.rules)
         beside = {
             *CLOCK,
@@ -110,6 +109,7 @@ def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> No
                     f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
                     f"{kind} keeps: another optimizer saved it; nothing was loaded"
                 )
+        check_loadable(packed, params, optimizer.rules)
         return
     for number, state in packed["state"].items():
         codes = [n for n in state if n in MASTER_ENTRIES or n.endswith(tuple(CODES))]

@@ -67,11 +67,11 @@ def load(
         groups = [] if optimizer is None else names_of_groups(model, optimizer)
         names = {name for group in groups for name in group}
         _check_more(contents, more)
-        if optimizer is not None:
-            check_has_optimizer(contents, names, strict)
     targets = get_model_state_dict(model)
     with all_or_none():
         weights = model_template(contents, targets, strict)
+        if optimizer is not None:
+            check_has_optimizer(contents, names, strict)
         states = {
             name: state_template(contents, name, param, None if name in names else MASTER_ENTRIES)
             for name, param in params.items()

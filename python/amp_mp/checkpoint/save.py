@@ -75,7 +75,7 @@ def save(
         raise understood(error, f"{path} was not written") from error
     with all_or_none():
         if is_first_process():
-            _replace(target, partial)
+            _put_in_place(target, partial)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _refuse_other_files(target: Path) -> None:
         )
 
 
-def _replace(target: Path, partial: Path) -> None:
+def _put_in_place(target: Path, partial: Path) -> None:
     """Puts the new checkpoint in the place of the earlier one, which is deleted last."""
     previous = target.with_name(target.name + PREVIOUS)
     if target.exists():
