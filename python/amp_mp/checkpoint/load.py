@@ -40,9 +40,9 @@ def load(
     optimizer that takes its first step later.
 
     Every process calls it and reads its own shards. For that it needs memory beside the model and
-    the optimizer: the file's tensors of these shards, and while the optimizer takes them over, its
-    new state; the one of before is freed then. Nothing is whole on a process but small numbers,
-    `more`, and moments stored as `m8` whose groups of 32 the shards would cut.
+    the optimizer: the file's tensors of these shards and the new state, about twice their bytes;
+    where formats or dtypes differ also float32 copies, up to three times. Nothing is read whole
+    but small numbers, `more`, and moments stored as `m8` whose groups of 32 the shards would cut.
 
     Args:
         path: the directory. Load only files that you trust: `more` is unpickled.
