@@ -9,10 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from layouts import Bag, differences, digests, disagreements, local, placed_as, set_grads, shard
+from layouts import (
+    Bag,
+    differences,
+    digest,
+    digests,
+    disagreements,
+    local,
+    placed_as,
+    set_grads,
+    shard,
+)
 from ranks import on_ranks
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
@@ -24,6 +37,8 @@ LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 LOW = torch.bfloat16
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (3, 64), (64, 8, 2, 2), (1,)]
+HALF = torch.float16
+FLOAT = torch.float32
 PRESETS = ("float32", "exact", "lean", "tiny")
 PLACES = [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("columns fsdp", 4), ("hsdp", 4)]
 PAIRS = [*itertools.product(PLACES, repeat=2)]
@@ -61,7 +76,7 @@ def load(layout: str, preset: str, path: str) -> list[str]:
     return found + [f"after: {d}" for d in differences(params, optimizer, whole, plain_optimizer)]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS if LARGE else FEW)
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS if LARGE else FEW, ids=str)
 def test_training_goes_on_with_the_same_bits_on_other_ranks(
     saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path
 ) -> None:
@@ -72,49 +87,66 @@ def test_training_goes_on_with_the_same_bits_on_other_ranks(
         assert found == [[]] * loaded[1], preset
 
 
-def convert(layout: str, preset: str, path: str, saved: str) -> Any:
+def save_kind(path: str, preset: str, dtype: torch.dtype) -> None:
+    amp.checkpoint.save(path, *trained("fsdp", preset, 3, dtype))
+
+
+def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dtype) -> Any:
     """Loads a file of another format; returns what is wrong with the masters, and digests."""
-    model, optimizer = trained(layout, preset, 0)
+    model, optimizer = trained("fsdp", preset, 0, dtype)
     amp.checkpoint.load(path, model, optimizer)
-    plain, plain_optimizer = trained(None, saved, 3)
-    bits = 16 if {saved, preset} & {"lean", "tiny"} else 24
+    plain, plain_optimizer = trained(None, saved, 3, of)
+    short = [p in ("lean", "tiny") for p, d in ((saved, of), (preset, dtype)) if d != FLOAT]
+    bound, least = (2.0**-16 if any(short) else 0.0), 1e-38
+    if HALF in (of, dtype) and (saved, of) != (preset, dtype):
+        # Below 2^-14 float16 has places of 2^-24, which a remainder divides by 2^16 or 2^8.
+        least = 2.0 ** -(24 + (8 if any(short) else 16))
     wanted = amp.float32_state_dict(plain, plain_optimizer)
     found = []
     masters = amp.float32_state_dict(model, optimizer)
     for (name, values), param in zip(wanted.items(), model.parameters(), strict=True):
         own = local(placed_as(param, values.detach()))
         error = (local(masters[name]).float() - own).abs()
-        if not bool((error <= own.abs() * (2.0**-bits if bits < 24 else 0) + 1e-38).all()):
-            found.append(f"{saved} to {preset}: {name} is {float(error.max())} off")
+        if not bool((error <= own.abs() * bound + least).all()):
+            found.append(f"{saved} {of} to {preset} {dtype}: {name} is {float(error.max())} off")
     return found, digests(list(model.parameters()), optimizer)
+
+
+KINDS = [(preset, LOW) for preset in PRESETS] + [("exact", FLOAT), ("tiny", FLOAT)]
+KINDS += [(preset, HALF) for preset in PRESETS if LARGE or preset == "lean"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_format_is_read_into_any_other_with_the_same_bits_on_all_ranks(
     world: int, tmp_path: Path
 ) -> None:
-    for saved in PRESETS:
-        path = str(tmp_path / saved)
-        on_ranks(2, save, "fsdp", saved, path)
-        for preset in PRESETS:
-            ranks = on_ranks(world, convert, "fsdp", preset, path, saved)
+    for number, saved in enumerate(KINDS):
+        path = str(tmp_path / str(number))
+        on_ranks(2, save_kind, path, *saved)
+        for kind in KINDS:
+            ranks = on_ranks(world, convert, path, *kind, *saved)
             assert [found for found, _ in ranks] == [[]] * world
             assert disagreements([digest for _, digest in ranks]) == []
 
 
-def save_theirs(layout: str | None, path: str) -> None:
-    """What a script around torch.optim.AdamW and torch's own checkpoints writes."""
-    model: Any = Bag(SHAPES, torch.float32)
+def save_theirs(layout: str | None, path: str, full: bool) -> None:
+    """What a script around torch.optim.AdamW and torch's own checkpoints writes.
+
+    full: rank 0 alone writes whole tensors.
+    """
+    model: Any = Bag(SHAPES, FLOAT)
     model = model if layout is None else shard(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         set_grads(list(model.parameters()), 100 * step)
         optimizer.step()
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     state = {
-        "model": get_model_state_dict(model),
-        "optim": get_optimizer_state_dict(model, optimizer),
+        "model": get_model_state_dict(model, options=options),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    dcp.save(state, checkpoint_id=path)
+    if not full or dist.get_rank() == 0:
+        dcp.save(state, checkpoint_id=path, no_dist=full)
 
 
 def read_theirs(layout: str, preset: str, path: str) -> list[str]:
@@ -141,14 +173,48 @@ def read_theirs(layout: str, preset: str, path: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("theirs", "ours"), [(None, 2), (1, 1), (2, 4), (4, 2)])
 def test_what_torch_wrote_is_read_into_every_preset(
-    theirs: int | None, ours: int, tmp_path: Path
+    theirs: int | None, ours: int, full: bool, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "c")
-    if theirs is None:
-        save_theirs(None, path)
-    else:
-        on_ranks(theirs, save_theirs, "fsdp", path)
+    on_ranks(theirs or 1, save_theirs, "fsdp" if theirs else None, path, full)
     for preset in PRESETS:
         assert on_ranks(ours, read_theirs, "fsdp", preset, path) == [[]] * ours
+
+
+def in_ddp(path: str, saving: bool) -> list[str]:
+    """A DistributedDataParallel on one side, the plain model of one process on the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3))
+    amp.prepare(model, LOW)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = amp.optim.AdamW(wrapped.parameters(), lr=1e-2, memory="tiny")
+    if not saving:
+        amp.checkpoint.load(path, wrapped, optimizer)
+        amp.checkpoint.load(path, wrapped)
+        return [digest(p) for p in model.parameters()] + state_digests(optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(torch.ones(4, 64, dtype=LOW)).float().square().mean().backward()
+        optimizer.step()
+    amp.checkpoint.save(path, wrapped, optimizer)
+    return [digest(p) for p in model.parameters()] + state_digests(optimizer)
+
+
+def state_digests(optimizer: Any) -> list[str]:
+    states = optimizer.state.values()
+    return [f"{n} {digest(state[n].reshape(-1))}" for state in states for n in sorted(state)]
+
+
+def test_ddp_on_either_side(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    saved = on_ranks(2, in_ddp, path, True)
+    assert on_ranks(2, in_ddp, path, False) == saved
+    assert on_ranks(1, in_ddp, path, False) == saved[:1]
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3))
+    amp.prepare(model, LOW)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, memory="tiny")
+    amp.checkpoint.load(path, model, optimizer)
+    assert [digest(p) for p in model.parameters()] + state_digests(optimizer) == saved[0]

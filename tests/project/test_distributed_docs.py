@@ -14,10 +14,8 @@ import pytest
 import sharded_memory
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -89,9 +87,8 @@ def trained(names: dict[str, Any], code: str, folder: Path) -> list[float]:
 def run_block(number: int, folder: Path) -> list[float]:
     """Runs one of the page's blocks with the names that it needs."""
     names = {
-        **{"torch": torch, "amp": amp, "dist": dist, "dcp": dcp, "device": torch.device("cpu")},
+        **{"torch": torch, "amp": amp, "dist": dist, "device": torch.device("cpu")},
         **{"fully_shard": fully_shard, "MixedPrecisionPolicy": MixedPrecisionPolicy},
-        **{"get_state_dict": get_state_dict, "set_state_dict": set_state_dict},
         **{"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "model": Model()},
         "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
     }

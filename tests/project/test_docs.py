@@ -101,5 +101,8 @@ def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_whole_programs_in_the_documentation_run(program: str) -> None:
+def test_whole_programs_in_the_documentation_run(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(program, {})

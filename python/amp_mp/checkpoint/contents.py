@@ -1,13 +1,15 @@
 """What is in a checkpoint directory, from its metadata alone: no data is read."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-TRIED = 8  # how many names are looked for to find where names begin
+PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
+STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers: structure.py
 
 
 class Entry(NamedTuple):
@@ -20,106 +22,127 @@ class Entry(NamedTuple):
 class Contents:
     """The names of everything in a directory of torch.distributed.checkpoint.
 
+    keys: of everything. tensors: those of them that are tensors. parts: the names at the top.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
-    the keys, such as "model." and "optimizer."; None where there is no such part. So files are read
-    that were written as dcp.save({"model": ..., "optim": ...}), whatever the two are called there.
+    the keys, such as "model." and "optimizer."; None where there is no such part. They are found by
+    the parameters' names, so the file may call the two as it likes.
+    states: the keys of each parameter's optimizer state, by the parameter's name and by entry.
+    paths: how each key was nested.
     """
 
     def __init__(self, path: str | PathLike[str], names: Iterable[str]) -> None:
-        """names: of the model's parameters. FileNotFoundError where there is no checkpoint."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        """names: of the model's parameters.
+
+        Raises FileNotFoundError where there is no complete checkpoint, ValueError where several
+        parts of it have the model's parameters.
+        """
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        if not (Path(path) / ".metadata").exists():
-            raise FileNotFoundError(
-                f"{path} is no directory of torch.distributed.checkpoint, or its save was "
-                "interrupted: there is no file .metadata in it"
-            )
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = _read(Path(path))
         self.keys = set(metadata.state_dict_metadata)
         self.tensors = {
             key: Entry(tuple(found.size), found.properties.dtype)
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
-        self._paths: dict[str, Any] = metadata.planner_data or {}
-        names = list(names)
-        starts = {key[: key.rindex(n)] for n in names[:TRIED] for key in self.keys if _ends(key, n)}
-        self.model = self._most(
-            starts, lambda start: sum(start + name in self.keys for name in names)
-        )
-        marks = [f"state.{name}." for name in names[:TRIED]]
-        starts = {key[: key.index(m)] for m in marks for key in self.keys if f".{m}" in f".{key}"}
-        states = {key.rpartition(".")[0] for key in self.tensors}
-        self.optimizer = self._most(
-            starts, lambda start: sum(f"{start}state.{name}" in states for name in names)
-        )
+        self.paths: dict[str, Any] = {key: (key,) for key in self.keys}
+        self.paths |= metadata.planner_data or {}
+        self.parts = {str(self.paths[key][0]) for key in self.keys - {STRUCTURE}}
+        known = set(names)
+        weights = Counter(start for key in self.keys for start in _starts(key, known))
+        self.model = _chosen(weights, ("model",), "the model's parameters")
+        states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
+        if not states:  # as of SGD without momentum; but no states by numbers in place of names
+            by_number = {start for key in self.keys for start, _, _ in _states(key)}
+            groups = Counter(start for key in self.keys for start, _ in _groups(key))
+            states = Counter({s: count for s, count in groups.items() if s not in by_number})
+        self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
+        self.states: dict[str, dict[str, str]] = {}
+        for key in sorted(self.keys):  # in the same order on all processes
+            for start, name, entry in _states(key):
+                if start == self.optimizer:
+                    self.states.setdefault(name, {})[entry] = key
 
-    def _most(self, starts: set[str], count: Callable[[str], int]) -> str | None:
-        """The start under which most names are found, of several the shortest."""
-        return max(starts, key=lambda start: (count(start), -len(start)), default=None)
+    def weight(self, name: str) -> str:
+        """The key of a parameter or buffer of the model."""
+        return f"{self.model}{name}"
 
-    def states(self, name: str) -> dict[str, str]:
-        """The keys of a parameter's optimizer state, by entry."""
-        if self.optimizer is None:
-            return {}
-        start = f"{self.optimizer}state.{name}."
-        found = {key.removeprefix(start): key for key in self.tensors if key.startswith(start)}
-        return {entry: key for entry, key in found.items() if "." not in entry}
+    def groups(self) -> dict[str, tuple[str, str]]:
+        """The keys of the optimizer's param_groups, each with the group's number and the setting.
 
-    def stepped(self) -> set[str]:
-        """The names of the parameters that have an optimizer's state."""
-        if self.optimizer is None:
-            return set()
-        start = f"{self.optimizer}state."
-        own = (key.removeprefix(start) for key in self.tensors if key.startswith(start))
-        return {key.rpartition(".")[0] for key in own}
-
-    def entry_of(self, key: str) -> str:
-        """The entry of a key of `states`: exp_avg, remainder16."""
-        return key.rpartition(".")[2]
-
-    def keys_of_groups(self) -> list[str]:
-        """The keys of the optimizer's param_groups."""
-        return sorted(key for key in self.keys if key.startswith(f"{self.optimizer}param_groups."))
-
-    def settings(self, values: dict[str, Any], names: list[str]) -> dict[str, Any]:
-        """The numbers of the param_group that holds these parameters.
-
-        values: what was read of keys_of_groups. ValueError where they are in several groups.
+        In files of flattened state dicts there is a parameter's name in place of a number.
         """
-        start = f"{self.optimizer}param_groups."
-        groups: dict[str, dict[str, Any]] = {}
-        for key in self.keys_of_groups():
-            owner, _, setting = key.removeprefix(start).rpartition(".")
-            groups.setdefault(owner, {})[setting] = values[key]
-        flat = [groups[name] for name in names if name in groups]  # one entry a parameter
-        if flat:
-            return dict(flat[0])
-        found = [own for own in groups.values() if set(names) & set(own.get("params", ()))]
-        if names and (len(found) != 1 or not set(names) <= set(found[0]["params"])):
-            raise ValueError(
-                f"the param_group of {names[0]!r} has other parameters in the checkpoint than here;"
-                " make the optimizer with the groups that it was saved with"
-            )
-        return {k: v for own in found for k, v in own.items() if k != "params"}
+        found = ((key, rest) for key in self.keys for start, rest in _groups(key))
+        own = {key: rest for key, rest in found if key.startswith(f"{self.optimizer}param_groups.")}
+        return {key: _split(own[key]) for key in sorted(own)}
 
-    def parts(self) -> set[str]:
-        """The names at the top: "model", "optimizer" and more."""
-        return {str(path[0]) for path in self._paths.values()}
-
-    def keys_of_more(self) -> list[str]:
+    def others(self) -> list[str]:
         """The keys of what is neither the model's nor the optimizer's."""
+        if "" in (self.model, self.optimizer):
+            return []
         own = tuple(start for start in (self.model, self.optimizer) if start)
-        bare = "" in (self.model, self.optimizer)
-        return [] if bare else [key for key in self._paths if not key.startswith(own)]
-
-    def nested(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Values by key as the dicts and lists that were saved."""
-        from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-
-        return unflatten_state_dict(values, {key: self._paths[key] for key in values})
+        return sorted(key for key in self.keys if not key.startswith(own))
 
 
-def _ends(key: str, name: str) -> bool:
-    return f".{key}".endswith(f".{name}") and ".state." not in f".{key}"
+def _read(path: Path) -> Any:
+    """The metadata of a directory."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if (path / ".metadata").exists():
+        return FileSystemReader(path).read_metadata()
+    wrong = "is no directory" if path.exists() and not path.is_dir() else "has no file .metadata"
+    message = f"{path} {wrong}: it is no checkpoint, or saving it was interrupted"
+    kept = path.with_name(path.name + PREVIOUS)
+    if (kept / ".metadata").exists():
+        message += f". The checkpoint of before is in {kept}"
+    raise FileNotFoundError(message)
+
+
+def _chosen(starts: Counter[str], preferred: tuple[str, ...], what: str) -> str | None:
+    """The start under which most names were found; of several the one with a preferred name."""
+    most = [start for start, count in starts.items() if count == max(starts.values())]
+    for name in preferred:
+        named = [start for start in most if start.rstrip(".").rpartition(".")[2] == name]
+        most = named or most
+    if len(most) > 1:
+        raise ValueError(
+            f"the checkpoint has {what} under {', '.join(map(repr, sorted(most)))}, and none of "
+            f"them is named {preferred[0]!r}; nothing was loaded"
+        )
+    return most[0] if most else None
+
+
+def _starts(key: str, names: set[str]) -> Iterator[str]:
+    """What stands in a key before one of the names, for every name that it ends with."""
+    at = 0
+    while at >= 0:
+        if key[at:] in names:
+            yield key[:at]
+        at = key.find(".", at) + 1 or -1
+
+
+def _states(key: str) -> Iterator[tuple[str, str, str]]:
+    """Every way to read a key as START state.NAME.ENTRY."""
+    for start, rest in _after(key, "state"):
+        name, entry = _split(rest)
+        if name:
+            yield start, name, entry
+
+
+def _groups(key: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a key as START param_groups.REST."""
+    return _after(key, "param_groups")
+
+
+def _after(key: str, word: str) -> Iterator[tuple[str, str]]:
+    """What stands before and after a word between dots, wherever it is in the key."""
+    at = f".{key}".find(f".{word}.")
+    while at >= 0:
+        yield key[:at], key[at + len(word) + 1 :]
+        at = f".{key}".find(f".{word}.", at + 1)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """What stands before and after the last dot."""
+    before, _, after = text.rpartition(".")
+    return before, after

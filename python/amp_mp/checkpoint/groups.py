@@ -2,38 +2,130 @@
 
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from amp_mp.checkpoint.contents import Contents
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.rule import kinds_of
+from amp_mp.optim.state.check_loadable import check_loadable
+from amp_mp.optim.state.entries import OLD_REMAINDERS, entries_of, scales_of
+from amp_mp.optim.state.formats import CODES, MASTER_ENTRIES
+from amp_mp.optim.state.init import CLOCK
 
 
-def saved_groups(
+def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
+    """Raises ValueError where the file has no optimizer.
+
+    So it does, with strict, where the file has states of parameters that are not among `names`.
+    """
+    if contents.optimizer is None:
+        raise ValueError(
+            "the checkpoint has no optimizer's state by the names of the model's parameters (names "
+            "are in what amp_mp.checkpoint.save and torch's get_optimizer_state_dict write, not in "
+            "optimizer.state_dict()); nothing was loaded"
+        )
+    others = sorted(contents.states.keys() - names)
+    if strict and others:
+        raise ValueError(
+            f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
+            "others, which this optimizer does not have; nothing was loaded (strict=False leaves "
+            "them out)"
+        )
+
+
+def packed_state(
     contents: Contents,
     values: dict[str, Any],
+    optimizer: Optimizer,
     groups: list[list[str]],
     states: dict[str, dict[str, Any]],
     strict: bool,
 ) -> dict[str, Any]:
-    """The state dict to load.
+    """The state dict for an optimizer to load.
 
     values: what was read, by key. groups: the names of the optimizer's parameters, group by group.
-    states: of each parameter. Raises ValueError where the file has no optimizer, groups the
-    parameters otherwise, or (strict) has states of other parameters.
+    states: of each parameter. Raises ValueError where the file groups the parameters otherwise, or
+    the optimizer cannot load the states; nothing is changed.
     """
-    if contents.optimizer is None:
-        raise ValueError("the checkpoint has no optimizer's state of the model's parameters")
-    names = {name for group in groups for name in group}
-    others = sorted(contents.stepped() - names)
-    if strict and others:
-        raise ValueError(
-            f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
-            "others, which this optimizer does not have; strict=False leaves them out"
-        )
+    saved: dict[str, dict[str, Any]] = {}
+    for key, (owner, setting) in contents.groups().items():
+        saved.setdefault(owner, {})[setting] = values[key]
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
-    for own in groups:
-        settings = contents.settings(values, own)
-        packed["param_groups"].append({**settings, "params": [*range(number, number + len(own))]})
-        for name in own:
-            if states.get(name):
-                packed["state"][number] = states[name]
-            number += 1
+    for own, names in zip(optimizer.param_groups, groups, strict=True):
+        numbers = [*range(number, number + len(names))]
+        packed["param_groups"].append({**own, **_settings(saved, names, strict), "params": numbers})
+        packed["state"] |= {n: states[k] for n, k in zip(numbers, names, strict=True) if states[k]}
+        number += len(names)
+    _check(optimizer, packed, [name for names in groups for name in names])
     return packed
+
+
+def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) -> dict[str, Any]:
+    """The numbers of the file's param_group that holds these parameters.
+
+    saved: groups by number, with the names in "params", or settings by each parameter's name.
+    """
+    groups = [group for group in saved.values() if set(names) & set(group.get("params", ()))]
+    known = {name for group in groups for name in group["params"]}
+    for name in names:
+        if name in saved and "params" not in saved[name]:
+            known.add(name)
+            if saved[name] not in groups:
+                groups.append(saved[name])
+    lacking = [name for name in names if name not in known]
+    if strict and lacking:
+        raise ValueError(
+            f"{lacking[0]!r} and {len(lacking) - 1} others are in no param_group of the checkpoint;"
+            " nothing was loaded (strict=False leaves them out)"
+        )
+    if len(groups) > 1:
+        raise ValueError(
+            f"the parameters of the group of {names[0]!r} are in {len(groups)} param_groups of the "
+            "checkpoint; make the optimizer with the groups that it was saved with; nothing was "
+            "loaded"
+        )
+    return {k: v for group in groups for k, v in group.items() if k != "params"}
+
+
+def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
+    """Raises ValueError where the optimizer cannot load the state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, FusedOptimizer):
+        kinds = kinds_of(optimizer.rules)
+        beside = {
+            *CLOCK,
+            *MASTER_ENTRIES,
+            *OLD_REMAINDERS,
+            *(s for k in kinds for s in scales_of(k)),
+        }
+        known = beside | {entry for name in kinds for entry in entries_of(name)}
+        for number, state in packed["state"].items():
+            strange = sorted(n for n, v in state.items() if _is_state(v) and n not in known)
+            if strange and set(state) <= {*strange, *beside}:
+                raise ValueError(
+                    f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
+                    f"{kind} keeps: another optimizer saved it; nothing was loaded"
+                )
+        check_loadable(packed, params, optimizer.rules)
+        return
+    for number, state in packed["state"].items():
+        codes = [n for n in state if n in MASTER_ENTRIES or n.endswith(tuple(CODES))]
+        if codes:
+            raise ValueError(
+                f"the checkpoint has {codes[0]!r}, which {kind} does not know; load it into an "
+                "optimizer of amp_mp; nothing was loaded"
+            )
+        for entry, value in state.items():
+            shape = tuple(params[number].shape)
+            if entry not in CLOCK and _is_state(value) and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{entry!r} of {names[number]!r} has shape {tuple(value.shape)} in the "
+                    f"checkpoint, the parameter {shape}; nothing was loaded"
+                )
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_mp.apex.fp16_state import WrappedOptimizer
+from amp_mp.sharding.shards import is_dtensor
 
 # What torch.compile, activation checkpointing and FSDP1 put into names.
 PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -22,14 +23,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def named_params(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter by its name; one with several names has its first."""
-    found: dict[str, Tensor] = {}
-    for name, param in unwrapped(model).named_parameters():
-        for part in PARTS:
-            name = name.replace(part, "")
-        found[name] = param
-    return found
+def named_params(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """Every parameter by its name. One with several names has its first, or all of them."""
+    named = unwrapped(model).named_parameters(remove_duplicate=not every_name)
+    return {without_wrappers(name): param for name, param in named}
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's or module's name as the plain model has it."""
+    for part in PARTS:
+        name = f"{name}.".replace(part, "").removesuffix(".")
+    return name
+
+
+def refuse_sharded(more: dict[str, Any]) -> None:
+    """TypeError for an optimizer of sharded parameters among other objects to save or load."""
+    for name, each in more.items():
+        groups = each.param_groups if isinstance(each, Optimizer) else []
+        if any(is_dtensor(param) for group in groups for param in group["params"]):
+            raise TypeError(
+                f"{name} is an optimizer of sharded parameters; save it with its model in a "
+                "directory of its own"
+            )
 
 
 def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:

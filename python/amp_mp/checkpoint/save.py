@@ -1,16 +1,23 @@
 """Writes a checkpoint."""
 
 import shutil
+import warnings
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_mp.checkpoint.names import names_of_groups
+from amp_mp.checkpoint.contents import PREVIOUS
+from amp_mp.checkpoint.names import names_of_groups, refuse_sharded
+from amp_mp.checkpoint.processes import all_or_none, is_distributed, is_first_process
+from amp_mp.checkpoint.structure import with_structure
+from amp_mp.checkpoint.templates import EXTRA
 from amp_mp.optim.base import FusedOptimizer
+
+INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
 
 
 def save(
@@ -29,35 +36,49 @@ def save(
     save leaves an earlier one as it was.
 
     Args:
-        path: the directory; one that is there already is replaced.
+        path: the directory, which all processes see; a checkpoint that is there is replaced.
         model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
             compiled.
         optimizer: of amp_mp or torch.optim, over the model's own parameters.
-        more: numbers, strings, tensors, containers of them, or objects with a state_dict.
+        more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
+            on all processes, of which one writes it.
 
-    Raises TypeError or ValueError for an optimizer that is not over the model's parameters.
+    Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
+    parameters, FileExistsError where path is a file or a directory with other files in it, and
+    RuntimeError where a process cannot write. If a process does not call it, the others wait for
+    the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        state["optimizer"] = by_name(model, optimizer)
-    for name, value in more.items():
-        state[name] = value.state_dict() if hasattr(value, "state_dict") else value
     target = Path(path)
-    partial = target.with_name(f"{target.name}.incomplete")
-    if is_first_process():
-        shutil.rmtree(partial, ignore_errors=True)
-    wait_for_all()
-    state_dict_saver.save(state, checkpoint_id=partial, no_dist=not is_distributed())
-    if is_first_process():
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    wait_for_all()
+    partial = target.with_name(target.name + INCOMPLETE)
+    with all_or_none():
+        refuse_sharded(more)
+        by_name = None if optimizer is None else named_state(model, optimizer)
+        if is_first_process():
+            _refuse_other_files(target)
+            shutil.rmtree(partial, ignore_errors=True)
+    weights: dict[str, Any] = {**get_model_state_dict(model)}
+    for name, value in weights.items():
+        if name.endswith(EXTRA) and isinstance(value, dict | list):
+            weights[name] = (value,)  # stored as one value
+    state: dict[str, Any] = {"model": weights}
+    if by_name is not None:
+        state["optimizer"] = by_name
+    with all_or_none():
+        kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
+        state = with_structure(state | kept, kept)
+    try:
+        quietly(state_dict_saver.save, state, checkpoint_id=partial)
+    except BaseException as error:
+        raise understood(error, f"{path} was not written") from error
+    with all_or_none():
+        if is_first_process():
+            _put_in_place(target, partial)
 
 
-def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict with names in place of numbers, as torch's checkpoints have it."""
     names = names_of_groups(model, optimizer)
     if isinstance(optimizer, FusedOptimizer):
@@ -72,17 +93,46 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def is_distributed() -> bool:
-    """Whether there are other processes to save and load with."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def quietly(run: Callable[..., Any], state: dict[str, Any], **arguments: Any) -> None:
+    """Calls torch's save or load, without its warning that there is one process only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        run(state, no_dist=not is_distributed(), **arguments)
 
 
-def is_first_process() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return not is_distributed() or torch.distributed.get_rank() == 0
+def understood(error: BaseException, what: str) -> BaseException:
+    """An error of torch's save or load: its CheckpointException, no Exception, as a RuntimeError.
+
+    That is what all processes raise where one cannot read or write.
+    """
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict):
+        return error
+    rank, (cause, _) = next(iter(failures.items()))
+    if not isinstance(cause, Exception):
+        return error  # KeyboardInterrupt
+    return RuntimeError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}")
 
 
-def wait_for_all() -> None:
-    """Returns when every process is here."""
-    if is_distributed():
-        torch.distributed.barrier()
+def _refuse_other_files(target: Path) -> None:
+    """FileExistsError where something is there that is no checkpoint."""
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; a checkpoint is a directory")
+    own = (".metadata", ".distcp")
+    found = sorted(target.iterdir()) if target.exists() else []
+    others = [each.name for each in found if not each.name.endswith(own)]
+    if others:
+        raise FileExistsError(
+            f"{target} holds {others[0]!r}, which is not of a checkpoint; saving would delete it. "
+            "Name a directory of its own for each checkpoint"
+        )
+
+
+def _put_in_place(target: Path, partial: Path) -> None:
+    """Puts the new checkpoint in the place of the earlier one, which is deleted last."""
+    previous = target.with_name(target.name + PREVIOUS)
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    partial.rename(target)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -1,25 +1,39 @@
-"""Empty tensors, as a file stores them, for torch.distributed.checkpoint to fill."""
+"""Empty tensors, as a file stores them, for torch.distributed.checkpoint to fill.
 
+A template has the file's dtype, and is split over processes as the tensor that it is for, so that
+every process reads its own shard. Three things are read whole on every process: numbers such as the
+step count; codes of groups that the shards here would cut, with their scales; and what is neither
+the model's nor the optimizer's.
+"""
+
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_mp.checkpoint.contents import Contents, Entry
-from amp_mp.optim.state.formats import GROUP, MASTER_ENTRIES
+from amp_mp.optim.state.formats import has_groups, scale_name, scale_shape
 from amp_mp.optim.state.init import CLOCK
-from amp_mp.sharding.shards import is_dtensor, like, local_of, shards_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of
+
+EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
+# The layout of codes that were not row-major, by the number of dimensions: the only dense one for
+# 2, the one that torch has a name for with more.
+OTHER_LAYOUTS = {2: (1, 0), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 
 
 def model_template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """By key, an empty tensor in the file's dtype for every tensor of the model.
+    """By key, an empty tensor for every tensor of the model, None for what is no tensor.
 
     targets: the model's state dict. Raises ValueError for a tensor that is missing (with strict,
     also one that only the file has) or has another shape.
     """
     if contents.model is None:
-        raise ValueError("the checkpoint has none of the model's parameters, by their names")
-    own = {f"{contents.model}{name}": value for name, value in targets.items()}
+        raise ValueError(
+            "the checkpoint has none of the model's parameters, by their names; nothing was loaded"
+        )
+    own = {contents.weight(name): value for name, value in targets.items()}
     if strict:
         missing = sorted(own.keys() - contents.keys)
         beside = {key for key in contents.tensors if key.startswith(contents.model)}
@@ -33,12 +47,13 @@ def model_template(contents: Contents, targets: dict[str, Any], strict: bool) ->
     found: dict[str, Any] = {}
     for key, value in own.items():
         entry = contents.tensors.get(key)
-        if entry is None:
-            if key in contents.keys:
-                found[key] = None
+        if key not in contents.keys:
             continue
-        if not isinstance(value, Tensor) or tuple(value.shape) != entry.shape:
-            shape = tuple(getattr(value, "shape", ()))
+        if entry is None or key.endswith(EXTRA):
+            found[key] = empty(contents, key)
+            continue
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape != entry.shape:
             raise ValueError(
                 f"{key!r} has shape {entry.shape} in the checkpoint, {shape} in the model; nothing "
                 "was loaded"
@@ -48,49 +63,59 @@ def model_template(contents: Contents, targets: dict[str, Any], strict: bool) ->
 
 
 def state_template(
-    contents: Contents, name: str, param: Tensor, *, all_entries: bool
+    contents: Contents, name: str, param: Tensor, wanted: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """By key, an empty tensor for every entry of a parameter's optimizer state.
+    """By entry, an empty tensor for what the file has of a parameter's optimizer state.
 
-    all_entries: else only those that belong to the weight's master, where the file has the weight
-    in another dtype.
+    wanted: the entries to read, all by default. Raises ValueError for codes in an unknown layout.
     """
-    weight = contents.tensors.get(f"{contents.model}{name}")
-    keys = contents.states(name)
-    if not all_entries:
-        differs = weight is not None and weight.dtype != param.dtype
-        keys = {entry: key for entry, key in keys.items() if differs and entry in MASTER_ENTRIES}
-    whole = not _splits_groups(contents, param, keys)
+    keys = contents.states.get(name, {})
+    keys = {entry: key for entry, key in keys.items() if wanted is None or entry in wanted}
+    found: dict[str, Any] = {}
+    for entry, key in keys.items():
+        scales = contents.tensors.get(keys.get(scale_name(entry), ""))
+        if key not in contents.tensors or entry in CLOCK:
+            found[entry] = empty(contents, key, local_of(param).device)
+        elif scales is not None:
+            data = contents.tensors[key]
+            found |= _grouped(entry, data, scales, param)
+        elif entry not in found and contents.tensors[key].shape == tuple(param.shape):
+            found[entry] = _empty_like(param, contents.tensors[key])
+        elif entry not in found:
+            found[entry] = empty(contents, key, local_of(param).device)
+    return found
+
+
+def empty(contents: Contents, key: str, device: torch.device | None = None) -> Tensor | None:
+    """A whole tensor, or None for what is no tensor."""
+    entry = contents.tensors.get(key)
+    return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+
+
+def _grouped(entry: str, data: Entry, scales: Entry, param: Tensor) -> dict[str, Tensor]:
+    """Empty codes and their scales: cut as the parameter is where that cuts between groups."""
+    local, second = local_of(param), scale_name(entry)
+    if scales.shape == scale_shape(param) and (has_groups(param) or not is_dtensor(param)):
+        own = torch.empty(
+            scale_shape(param, tuple(local.shape)), dtype=scales.dtype, device=local.device
+        )
+        return {entry: _empty_like(param, data), second: like(own, param, scales.shape)}
+    row_major = scale_shape(torch.empty(data.shape, device="meta"))
+    order = tuple(range(len(data.shape)))
+    if len(scales.shape) == 1 and row_major != scales.shape:
+        # Groups are of neighbours in memory, and flat scales say that this was not row-major.
+        order = OTHER_LAYOUTS.get(len(data.shape), ())
+        if not order:
+            raise ValueError(
+                f"{entry!r} of a parameter of shape {data.shape} was saved in a layout that is not "
+                "row-major; load it into a parameter of the same layout; nothing was loaded"
+            )
+    codes = torch.empty([data.shape[d] for d in order], dtype=data.dtype, device=local.device)
+    codes = codes.permute([order.index(d) for d in range(len(order))])
     return {
-        key: _empty_state(contents.tensors[key], param, whole, plain=entry in CLOCK)
-        for entry, key in keys.items()
+        entry: codes,
+        second: torch.empty(scales.shape, dtype=scales.dtype, device=local.device),
     }
-
-
-def _splits_groups(contents: Contents, param: Tensor, keys: dict[str, str]) -> bool:
-    """Whether the codes and scales of the file can be cut where the parameter is cut."""
-    scales = [contents.tensors[key] for entry, key in keys.items() if entry.endswith("_scale")]
-    counts = shards_of(param)
-    return all(
-        len(each.shape) == len(counts)
-        and each.shape[-1] * GROUP == param.shape[-1]
-        and param.shape[-1] % (GROUP * counts[-1]) == 0
-        for each in scales
-    )
-
-
-def _empty_state(entry: Entry, param: Tensor, whole: bool, plain: bool) -> Tensor:
-    device = local_of(param).device
-    if plain:  # the same on all processes, whatever the parameter's shape
-        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-    codes = not entry.dtype.is_floating_point
-    if entry.shape == tuple(param.shape) and not (whole and codes):
-        return _empty_like(param, entry)
-    local = local_of(param).shape
-    if is_dtensor(param) and not whole and len(entry.shape) == param.dim() > 0:
-        own = torch.empty((*local[:-1], local[-1] // GROUP), dtype=entry.dtype, device=device)
-        return like(own, param, entry.shape)
-    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
 def _empty_like(value: Any, entry: Entry) -> Tensor:

@@ -1,0 +1,64 @@
+"""What the processes that save or load together tell each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MISSING = (
+    "every process has to call amp_mp.checkpoint.save and load; here one did not, or ended before"
+)
+
+
+def is_distributed() -> bool:
+    """Whether there are other processes to save and load with."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_first_process() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not is_distributed() or torch.distributed.get_rank() == 0
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Raises on every process where the block raises on any; returns when every process is here.
+
+    The process whose block failed raises its own error, the others the first rank's. The block must
+    not wait for other processes. Where a process never gets here, the others wait until the process
+    group's timeout and raise an error that says so.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    found = _gathered(own)
+    if own is not None:
+        raise own
+    for rank, other in enumerate(found):
+        if other is not None:
+            other.add_note(f"Raised on rank {rank}.")
+            raise other
+
+
+def _gathered(own: Exception | None) -> list[Exception | None]:
+    """The errors of all ranks."""
+    if not is_distributed():
+        return [own]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    try:
+        torch.distributed.all_gather_object(found, _sendable(own))
+    except RuntimeError as error:
+        error.add_note(MISSING)
+        raise
+    return [None if each is None else each[0](*each[1]) for each in found]
+
+
+def _sendable(error: Exception | None) -> tuple[type[Exception], tuple[str]] | None:
+    """An error as its class and message: those of Python's own classes, which take one string."""
+    if error is None:
+        return None
+    kinds = (FileNotFoundError, FileExistsError, OSError, TypeError, ValueError)
+    return next((k for k in kinds if isinstance(error, k)), RuntimeError), (str(error),)
