@@ -95,6 +95,8 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
 // those of its place in the whole tensor: sharding does not change them.
 class Bytes {
  public:
+  // `origin` is referred to, and must outlive this object. A copy would cost 16 ns a parameter: the
+  // compiler then puts the whole Slot on the stack, and reads it in other pieces than it wrote.
   AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
       : stream_(stream), origin_(origin) {}
 
@@ -163,7 +165,7 @@ class Bytes {
   }
 
   RandomStream stream_;
-  Origin origin_;
+  const Origin& origin_;
   int64_t begin_ = int64_t(1) << 62;  // of the window, in the whole tensor
   alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
   uint8_t tile_[kTile];

@@ -121,8 +121,10 @@ def _all_gather(rows: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 
     found = rows.new_empty(group.size() * rows.numel())
+    # torch 2.13 has renamed it, and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     try:
-        dist.all_gather_into_tensor(found, rows.flatten(), group=group)
+        gather(found, rows.flatten(), group=group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):
             raise

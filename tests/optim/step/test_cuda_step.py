@@ -9,16 +9,15 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import cuts
 import numpy as np
 import pytest
 import torch
-from gpu_counts import counting
 from helpers import PRETEND_GPU, raw_bytes
 from torch import Tensor, nn
+from watching import watching
 
 import amp_mp as amp
 from amp_mp import _C
@@ -32,34 +31,6 @@ pytestmark = pytest.mark.usefixtures("cuda")
 def cuda(request: pytest.FixtureRequest) -> str:
     """In the names of all tests here, for those who choose by device."""
     return request.param
-
-
-@dataclass
-class Seen:
-    """What a piece of code has done to the device."""
-
-    kernels: int = 0
-    others: int = 0  # kernels or copies that are not amp_mp's
-    waits: int = 0
-
-
-@contextmanager
-def watching() -> Iterator[Seen]:
-    """Counts; complete at its end."""
-    seen = Seen()
-    if PRETEND_GPU:
-        from pretend_gpu.device import ledger
-
-        with ledger() as found:
-            yield seen
-        seen.kernels, seen.others, seen.waits = found.launches, len(found.operators), found.waits
-        return
-    with counting(DEVICE) as counts:
-        yield seen
-    (found,) = counts
-    seen.kernels = sum(n for name, n in found.kernels.items() if "amp_mp" in name)
-    seen.others = found.launches - seen.kernels
-    seen.waits = found.waits + found.to_host
 
 
 class Training:
