@@ -1,4 +1,4 @@
-"""What DTensor parameters cost a step beside plain ones, and what the one collective costs.
+"""What DTensor parameters cost a step beside plain ones.
 
 One process in a group of its own: the tensors are the same, so the difference is the host's work
 for each parameter. torch's fused AdamW beside it, on plain parameters and on DTensors.
@@ -9,13 +9,16 @@ for each parameter. torch's fused AdamW beside it, on plain parameters and on DT
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import Candidate, medians
+from rich.console import Console
+from rich.table import Table
+from timing import Candidate, samples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -44,32 +47,46 @@ def theirs(mesh: Any, count: int, size: int) -> Callable[[], None]:
     return torch.optim.AdamW(params_of(count, size, mesh, torch.float32), fused=True).step
 
 
+def quartiles(values: list[float]) -> str:
+    """The median, and the quartiles in brackets."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def show(title: str, found: dict[str, list[float]], count: int) -> None:
+    """A row for each pair of steps: microseconds a parameter, and what DTensors add in a turn."""
+    table = Table(title=title, title_justify="left")
+    for column in ("", "plain", "DTensors", "DTensors - plain"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in dict.fromkeys(name.rsplit(", ", 1)[0] for name in found):
+        plain, sharded = (
+            [1e6 * seconds / count for seconds in found[f"{name}, {kind}"]]
+            for kind in ("plain", "DTensors")
+        )
+        more = [b - a for a, b in zip(plain, sharded, strict=True)]
+        table.add_row(name, *map(quartiles, (plain, sharded, more)))
+    Console(width=110).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--size", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--turns", type=int, default=201)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    sizes = (arguments.count, arguments.size)
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,))
-        sizes = (arguments.count, arguments.size)
-        steps = {
-            "amp_mp, plain": ours(None, *sizes),
-            "amp_mp, DTensor": ours(mesh, *sizes),
-            "amp_mp with max_grad_norm, plain": ours(None, *sizes, max_grad_norm=1.0),
-            "amp_mp with max_grad_norm, DTensor": ours(mesh, *sizes, max_grad_norm=1.0),
-            "torch fused AdamW, plain": theirs(None, *sizes),
-            "torch fused AdamW, DTensor": theirs(mesh, *sizes),
-        }
-        elements = 28 * arguments.count * arguments.size
-        found = medians(
-            [Candidate(name, step, elements) for name, step in steps.items()], arguments.turns
-        )
-    print(f"{arguments.count} parameters of {arguments.size} elements, microseconds a parameter")
-    for name, seconds in found.items():
-        print(f"{name:36} {1e6 * seconds / arguments.count:8.2f}")
+        steps: dict[str, Callable[[], None]] = {}
+        for kind, mesh in (("plain", None), ("DTensors", init_device_mesh("cpu", (1,)))):
+            steps[f"amp_mp, {kind}"] = ours(mesh, *sizes)
+            steps[f"amp_mp with max_grad_norm, {kind}"] = ours(mesh, *sizes, max_grad_norm=1.0)
+            steps[f"torch's fused AdamW, {kind}"] = theirs(mesh, *sizes)
+        found = samples([Candidate(name, step, 0) for name, step in steps.items()], arguments.turns)
+        dist.destroy_process_group()
+    title = f"{sizes[0]} parameters of {sizes[1]} elements: microseconds a parameter, median"
+    show(f"{title} (quartiles) of {arguments.turns} steps in turns", found, arguments.count)
 
 
 if __name__ == "__main__":

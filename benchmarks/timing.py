@@ -19,10 +19,10 @@ class Candidate:
     moved: int
 
 
-def medians(
+def samples(
     candidates: list[Candidate], rounds: int, device: str = "cpu", warm_up: int = 2
-) -> dict[str, float]:
-    """Seconds per call of each candidate: all of them once a round, in turn, then the median."""
+) -> dict[str, list[float]]:
+    """Seconds of each call of each candidate: all of them once a round, in turn."""
     finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {c.name: [] for c in candidates}
     for number in range(warm_up + rounds):
@@ -34,7 +34,15 @@ def medians(
             elapsed = time.perf_counter() - start
             if number >= warm_up:
                 times[candidate.name].append(elapsed)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def medians(
+    candidates: list[Candidate], rounds: int, device: str = "cpu", warm_up: int = 2
+) -> dict[str, float]:
+    """Seconds per call of each candidate: the median of its samples."""
+    found = samples(candidates, rounds, device, warm_up)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def in_place(elements: int, device: str = "cpu") -> Candidate:

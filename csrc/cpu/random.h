@@ -95,50 +95,54 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
 // those of its place in the whole tensor: sharding does not change them.
 class Bytes {
  public:
+  // `origin` is referred to, and must outlive this object. A copy would cost 16 ns a parameter: the
+  // compiler then puts the whole Slot on the stack, and reads it in other pieces than it wrote.
   AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
       : stream_(stream), origin_(origin) {}
 
   // Bytes of elements [at, at + kTile). `at` is a multiple of kTile; calls go upwards.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
     if (origin_.row_length > 0) {
-      collect(at, kTile, tile_);
+      collect(stream_, origin_, at, row_begin_, bytes_, tile_);
       return tile_;
     }
     const int64_t place = origin_.first + at;
-    if (!holds(place, kTile)) open(place);
+    if (!holds(begin_, place, kTile)) {
+      begin_ = place;
+      fill(stream_, uint64_t(place), bytes_);
+    }
     return bytes_ + begin_ % kDraw + (place - begin_);
   }
 
  private:
-  // Whether the window has the bytes of n elements of the whole tensor.
-  AMP_MP_BOTH bool holds(int64_t place, int64_t n) const {
-    return place >= begin_ && place + n <= begin_ + kDrawnElements;
+  // Whether a window that begins at `begin` has the bytes of n elements of the whole tensor.
+  AMP_MP_BOTH static bool holds(int64_t begin, int64_t place, int64_t n) {
+    return place >= begin && place + n <= begin + kDrawnElements;
   }
 
-  AMP_MP_BOTH void open(int64_t place) {
-    begin_ = place;
-    fill(stream_, uint64_t(place), bytes_);
-  }
-
-  // Bytes of n elements of a shard that has gaps between its rows, from `at` on. A short piece of a
-  // row that the window does not have is drawn by itself: a window would be drawn for every row.
-  AMP_MP_OWN void collect(int64_t at, int64_t n, uint8_t* bytes) {
+  // Fills `tile` with the bytes of a shard that has gaps between its rows, from element `at` on. A
+  // short piece of a row that the window does not have is drawn by itself: a window would be drawn
+  // for every row. A static function with a window's begin of its own, because what a function out
+  // of line may change has to be in memory, and the other path would be slower.
+  AMP_MP_OWN static void collect(RandomStream stream, const Origin& origin, int64_t at,
+                                 int64_t& begin, uint8_t* window, uint8_t* tile) {
     constexpr int64_t kShort = kTile / 2;
-    int64_t column = at % origin_.row_length,
-            row = origin_.first + at / origin_.row_length * origin_.row_stride;
-    while (n > 0) {
-      const int64_t left = origin_.row_length - column, piece = n < left ? n : left,
+    int64_t column = at % origin.row_length,
+            row = origin.first + at / origin.row_length * origin.row_stride;
+    for (int64_t n = kTile; n > 0;) {
+      const int64_t left = origin.row_length - column, piece = n < left ? n : left,
                     place = row + column;
-      if (!holds(place, piece) && piece < kShort) {
-        draw_few(stream_, uint64_t(place), int(piece), bytes);
+      const bool held = holds(begin, place, piece);
+      if (!held && piece < kShort) {
+        draw_few(stream, uint64_t(place), int(piece), tile);
       } else {
-        if (!holds(place, piece)) open(place);
-        memcpy(bytes, bytes_ + begin_ % kDraw + (place - begin_), size_t(piece));
+        if (!held) fill(stream, uint64_t(begin = place), window);
+        memcpy(tile, window + begin % kDraw + (place - begin), size_t(piece));
       }
-      bytes += piece;
+      tile += piece;
       n -= piece;
       column = 0;
-      row += origin_.row_stride;
+      row += origin.row_stride;
     }
   }
 
@@ -163,8 +167,9 @@ class Bytes {
   }
 
   RandomStream stream_;
-  Origin origin_;
-  int64_t begin_ = int64_t(1) << 62;  // of the window, in the whole tensor
+  const Origin& origin_;
+  // Where the window begins in the whole tensor, of a contiguous shard and of rows.
+  int64_t begin_ = int64_t(1) << 62, row_begin_ = int64_t(1) << 62;
   alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
   uint8_t tile_[kTile];
 };

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from layouts import Bag, Net, differences, local, noise, placed_as, set_grads, shard
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 SHAPES = [(96, 64), (33,), (1, 33), (3, 64), (1,)]
 SPLITS = [("fsdp", 2), ("rows", 2), ("columns fsdp", 4)]

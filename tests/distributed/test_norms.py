@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import NORM_ERROR, Bag, Net, differences, local, noise, placed_as, set_grads, shard
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -55,45 +58,96 @@ def test_the_norm_is_that_of_the_whole_model(layout: str, world: int) -> None:
     assert (reported, max_abs, skipped) == (norm, largest, False)
 
 
-def collectives(layout: str) -> list[dict[str, int]]:
-    """The collectives of one step, for optimizers that measure, and for one that does not."""
-    params = list(shard(Bag(SHAPES, torch.bfloat16), layout).parameters())
-    counts = []
-    for more in ({"max_grad_norm": 1.0}, {"check_overflow": True}, {}):
-        optimizer = amp.optim.AdamW(params, lr=1e-3, **more)
-        set_grads(params, 5)
-        optimizer.step()
-        with CommDebugMode() as mode:
-            optimizer.step()
-        counts.append({str(name): n for name, n in mode.get_comm_counts().items() if n})
-    return counts
+def adamw(params: list[Any], **options: Any) -> Any:
+    return amp.optim.AdamW(params, lr=1e-3, **options).step
+
+
+def scaled(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """amp.GradScaler's step and update."""
+
+    def made(params: list[Any]) -> Any:
+        optimizer, scaler = make(params), amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return made
+
+
+# A step of each, and its collectives for each set of ranks over which a parameter is split.
+STEPS: dict[str, tuple[Callable[[list[Any]], Any], int]] = {
+    "neither": (adamw, 0),
+    "clips": (partial(adamw, max_grad_norm=1.0), 1),
+    "checks": (partial(adamw, check_overflow=True), 1),
+    "scaled": (scaled(amp.optim.AdamW), 1),
+    "scaled and clips": (scaled(partial(amp.optim.AdamW, max_grad_norm=1.0)), 1),
+    "scaled, torch's": (scaled(partial(torch.optim.AdamW, foreach=False)), 1),
+    "LARS": (lambda params: amp.optim.LARS(params, lr=0.1).step, 1),
+    "LARS clips": (lambda params: amp.optim.LARS(params, lr=0.1, max_grad_norm=1.0).step, 1),
+    "NovoGrad": (lambda params: amp.optim.NovoGrad(params, lr=0.1).step, 1),
+    "LAMB": (lambda params: amp.optim.LAMB(params, lr=0.1).step, 2),
+}
+
+
+def collectives(layout: str) -> dict[str, list[int]]:
+    """The collectives of each kind of step, by the gradients that the second half of ranks lacks.
+
+    These are: none, the first parameter's, and all but the last parameter's.
+    """
+    found = {}
+    for name, (make, _) in STEPS.items():
+        params = list(shard(Bag(SHAPES, torch.bfloat16), layout).parameters())
+        step = make(params)
+        counts = []
+        for lacking in ([], params[:1], params[:-1]):
+            set_grads(params, 5)
+            step()
+            if dist.get_rank() >= dist.get_world_size() // 2:
+                for param in lacking:
+                    param.grad = None
+            with CommDebugMode() as mode:
+                step()
+            counts.append(sum(mode.get_comm_counts().values()))
+        found[name] = counts
+    return found
 
 
 @pytest.mark.parametrize(("layout", "world", "expected"), COLLECTIVES)
 def test_collectives_of_a_step(layout: str, world: int, expected: int) -> None:
-    for clips, checks, neither in on_ranks(world, collectives, layout):
-        assert sum(clips.values()) == expected, clips
-        assert sum(checks.values()) == expected, checks
-        assert neither == {}
+    """They do not depend on which gradients a rank has, or it would wait for ever."""
+    wanted = {name: [expected * each] * 3 for name, (_, each) in STEPS.items()}
+    assert on_ranks(world, collectives, layout) == [wanted] * world
 
 
-def test_collectives_do_not_depend_on_which_gradients_there_are() -> None:
-    assert on_ranks(4, collectives_without_gradients) == [[2, 2, 2]] * 4
-
-
-def collectives_without_gradients() -> list[int]:
-    """One step with all gradients, one without the first parameter's, one without any."""
-    params = list(shard(Bag(SHAPES, torch.bfloat16), "columns fsdp").parameters())
+def norms_without(layout: str) -> list[Any]:
+    """Norm and largest |g| where only half of the ranks have the first gradients, and none has."""
+    params = list(shard(Bag(SHAPES, torch.bfloat16), layout).parameters())
     optimizer = amp.optim.AdamW(params, lr=1e-3, max_grad_norm=1.0)
-    set_grads(params, 5)
-    counts = []
-    for missing in ([], params[:1], params):
-        for param in missing:
-            param.grad = None
-        with CommDebugMode() as mode:
-            optimizer.step()
-        counts.append(sum(mode.get_comm_counts().values()))
-    return counts
+    found = []
+    for lacking in ([], params[:2], params):
+        set_grads(params, 5)
+        optimizer.step()
+        if dist.get_rank() % 2 or len(lacking) == len(params):
+            for param in lacking:
+                param.grad = None
+        optimizer.step()
+        report = optimizer.last_report(wait=True)
+        assert report is not None
+        found.append((report.grad_norm, report.max_abs, report.skipped))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("hsdp", 4), ("columns fsdp", 4)])
+def test_every_rank_has_the_same_norm_whatever_gradients_it_has(layout: str, world: int) -> None:
+    first, *others = on_ranks(world, norms_without, layout)
+    assert all(found == first for found in others)
+    whole, part, nothing = (norm for norm, *_ in first)
+    assert nothing == 0.0
+    assert 0.0 < part < whole
 
 
 def trained(layout: str) -> list[tuple[list[float], list[Tensor]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from layouts import (
     set_grads,
     shard,
 )
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from rules import RULES, STORAGES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,6 @@ import amp_mp as amp
 from amp_mp.optim.rule import kinds_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 LOW = torch.bfloat16
 # The last one stays plain under tensor parallelism. Some shards are empty.
@@ -120,9 +118,7 @@ def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
         assert rank == []
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("rows fsdp", 4), ("columns fsdp", 4)]
-)
+@pytest.mark.parametrize(("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("rows fsdp", 4)])
 def test_every_rule_has_the_bits_of_one_process(layout: str, world: int) -> None:
     for rank in on_ranks(world, compare, layout, BY_ELEMENT, SOME_PRESETS, limit_s=250):
         assert rank == []
@@ -177,7 +173,9 @@ def tolerances(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 2.0**-7 if dtype == LOW else 2.0**-22, "atol": away}
 
 
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
+@pytest.mark.parametrize(
+    ("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("hsdp", 4), ("columns fsdp", 4)]
+)
 @pytest.mark.parametrize(
     ("rules", "max_grad_norm"), [(["adamw", "sgd"], 0.5), (BY_LAYER, None)], ids=["clip", "layers"]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,13 +19,12 @@ from layouts import (
     placed_as,
     shard,
 )
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import Tensor
 
 import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 STEPS = 200
 # The last one stays plain under tensor parallelism. Four ranks hold parts of (3, 64): one nothing.

@@ -14,7 +14,7 @@ import pytest
 import sharded_memory
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,7 +108,12 @@ def test_the_code_of_the_page_trains(number: int, tmp_path: Path) -> None:
         assert losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=range(len(COMMANDS)))
+# Starting torchrun takes seconds, so `make test` runs one of its commands.
+SOME = [block for block in COMMANDS if "torchrun" not in block or "--memory tiny" in block]
+BLOCKS = COMMANDS if LARGE else SOME
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 @pytest.mark.slow
 @pytest.mark.xdist_group("distributed")
 def test_the_commands_of_the_page_run(block: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed: all cases
 LIMIT_S = 60.0  # for a call, if it names no other
 AFTER_AN_ERROR_S = 1.0  # how long the other ranks may take to report theirs
 # Imported once, in the process from which the ranks are forked.

@@ -1,7 +1,7 @@
 #include "torch/casting/kept_casts.h"
 
 #include <atomic>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 
 #include "torch/casting/cast_table.h"
@@ -11,11 +11,18 @@ namespace {
 
 thread_local bool keeps = false;
 
-// By address, guarded by the table's mutex. A tensor that gets the address of a freed one is cast
-// at every use, which is right too. The usual case, that there is none, needs no lock.
-using Addresses = std::unordered_set<const c10::TensorImpl*>;
-Addresses& refused = *new Addresses;
+// By address, with a reference to the tensor's version counter, which tells whether the tensor
+// lives: another tensor may get the address of a freed one. A weak reference to the tensor itself
+// would stand in the way of torch.utils.swap_tensors. Guarded by the table's mutex; the usual case,
+// that there is none, needs no lock.
+using Refused = std::unordered_map<const c10::TensorImpl*, c10::VariableVersion>;
+Refused& refused = *new Refused;
 std::atomic<bool> some_refused = false;
+
+bool is_refused(const c10::TensorImpl* tensor) {
+  const auto found = refused.find(tensor);
+  return found != refused.end() && !found->second.unique();
+}
 
 }  // namespace
 
@@ -68,16 +75,17 @@ void never_cache(const Tensors& tensors) {
   CastTable& table = cast_table();
   std::vector<CachedCast> old;
   const std::lock_guard<std::mutex> lock(table.mutex);
-  for (const at::Tensor& t : tensors) refused.insert(t.unsafeGetTensorImpl());
+  std::erase_if(refused, [](const auto& each) { return each.second.unique(); });
+  for (const at::Tensor& t : tensors)
+    refused.insert_or_assign(t.unsafeGetTensorImpl(), t.unsafeGetTensorImpl()->version_counter());
   some_refused = true;
-  old = table.take_if(
-      [](const CastKey& key, const CachedCast&) { return refused.contains(key.tensor); });
+  old = table.take_if([](const CastKey& key, const CachedCast&) { return is_refused(key.tensor); });
 }
 
 bool is_never_cached(const at::Tensor& tensor) {
   if (!some_refused) return false;
   const std::lock_guard<std::mutex> lock(cast_table().mutex);
-  return refused.contains(tensor.unsafeGetTensorImpl());
+  return is_refused(tensor.unsafeGetTensorImpl());
 }
 
 }  // namespace amp_mp::casting

@@ -169,9 +169,9 @@ def _all_gather(rows: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 
     found = rows.new_empty(group.size() * rows.numel())
+    # torch 2.13 has renamed it, and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     try:
-        # Since torch 2.13 the older name warns.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(found, rows.flatten(), group=group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):

@@ -6,18 +6,18 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import cuts
 import numpy as np
 import pytest
 import torch
-from gpu_counts import counting
 from helpers import PRETEND_GPU, raw_bytes
 from torch import Tensor, nn
+from watching import watching
 
 import amp_mp as amp
 from amp_mp import _C
@@ -31,34 +31,6 @@ pytestmark = pytest.mark.usefixtures("cuda")
 def cuda(request: pytest.FixtureRequest) -> str:
     """In the names of all tests here, for those who choose by device."""
     return request.param
-
-
-@dataclass
-class Seen:
-    """What a piece of code has done to the device."""
-
-    kernels: int = 0
-    others: int = 0  # kernels or copies that are not amp_mp's
-    waits: int = 0
-
-
-@contextmanager
-def watching() -> Iterator[Seen]:
-    """Counts; complete at its end."""
-    seen = Seen()
-    if PRETEND_GPU:
-        from pretend_gpu.device import ledger
-
-        with ledger() as found:
-            yield seen
-        seen.kernels, seen.others, seen.waits = found.launches, len(found.operators), found.waits
-        return
-    with counting(DEVICE) as counts:
-        yield seen
-    (found,) = counts
-    seen.kernels = sum(n for name, n in found.kernels.items() if "amp_mp" in name)
-    seen.others = found.launches - seen.kernels
-    seen.waits = found.waits + found.to_host
 
 
 class Training:
@@ -370,6 +342,32 @@ def test_casts_of_a_captured_parameter_are_never_stale() -> None:
     for _ in range(3):
         graph.replay()
         assert torch.equal(product(), model.weight.detach().bfloat16().float().t())
+
+
+def test_a_new_weight_at_a_captured_ones_address_is_cached() -> None:
+    def captured_and_freed() -> set[int]:
+        """Where weights were that a graph has stepped."""
+        params = [nn.Parameter(torch.ones(8, 8, device=DEVICE)) for _ in range(100)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = amp.optim.SGD(params, lr=0.5)
+        optimizer.step()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+        assert not is_cached_after_use(params[0])
+        return {param._cdata for param in params}
+
+    def is_cached_after_use(param: Tensor) -> bool:
+        with amp.autocast(DEVICE, dtype=torch.bfloat16, keep_casts=True):
+            torch.mm(param, param)
+        return param in _C.casting.cached()
+
+    addresses, made = captured_and_freed(), []
+    gc.collect()
+    while not made or made[-1]._cdata not in addresses:
+        made.append(nn.Parameter(torch.ones(8, 8, device=DEVICE)))
+        assert len(made) < 10_000, "no tensor gets one of the addresses"
+    assert is_cached_after_use(made[-1])
 
 
 def test_a_rate_elsewhere_is_read_when_the_step_is_queued() -> None:
