@@ -129,14 +129,6 @@ def test_what_is_written_into_shards_stays(how: str, memory: str) -> None:
     assert on_ranks(2, written, how, memory) == [0.0, 0.0]
 
 
-def clip_norm(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def clip_value(model: nn.Module) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 0.001)
-
-
 def clone_gradients(model: nn.Module) -> None:
     for param in model.parameters():
         assert param.grad is not None
@@ -147,7 +139,9 @@ def with_a_loop(loop: str, worlds: int) -> float:
     """How far three steps of a user's loop on shards are from torch on one process."""
 
     def run(model: Any, make: Callable[..., Any]) -> list[torch.Tensor]:
-        before = {"norm": clip_norm, "value": clip_value, "clone": clone_gradients}.get(loop)
+        norm = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
+        value = lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.001)  # noqa: E731
+        before = {"norm": norm, "value": value, "clone": clone_gradients}.get(loop)
         if loop == "compile":
             model[0].compile(backend="aot_eager")
         if loop == "frozen":
@@ -228,7 +222,6 @@ def calls_on_rank_0() -> list[float]:
         assert not optimizer.step_was_skipped
         assert optimizer.memory_report().parameters > 0
         assert len(optimizer.state_dict()["state"]) == 8
-        assert "AdamW" in repr(optimizer)
         amp.float32_state_dict(model, optimizer)
         copy.deepcopy(optimizer)
     train(model, optimizer, 1)

@@ -26,18 +26,23 @@ def cleared(state: Any, _: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("take", [deleted, emptied, cleared])
 @pytest.mark.parametrize("memory", ["float32", "tiny"])
-def test_the_next_step_is_a_first_step(device: str, take: Callable[..., None], memory: Any) -> None:
-    params = [nn.Parameter(torch.randn(5, 32, device=device)) for _ in range(2)]
+@pytest.mark.parametrize("released", [False, True])
+def test_the_next_step_is_a_first_step(
+    device: str, take: Callable[..., None], memory: Any, released: bool
+) -> None:
+    model = nn.ParameterList([torch.randn(5, 32, device=device) for _ in range(2)])
     fresh = nn.Parameter(torch.zeros(5, 32, device=device))
-    optimizer = amp.optim.AdamW(params, lr=0.1, memory=memory)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.1, memory=memory)
+    if released:
+        optimizer.attach(model, release=True)
     for step in range(2):
-        for param in params:
-            param.grad = torch.full_like(param, 1.0 + step)
         if step == 1:
-            take(optimizer.state, params[0])
-            fresh.data.copy_(params[0])
+            take(optimizer.state, model[0])
+            fresh.data.copy_(model[0])
+        ((1.0 + step) * (model[0] + model[1])).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
     fresh.grad = torch.full_like(fresh, 2.0)
     amp.optim.AdamW([fresh], lr=0.1, memory=memory).step()
-    assert float(optimizer.state[params[0]]["step"]) == 1
-    assert torch.equal(params[0], fresh)
+    assert float(optimizer.state[model[0]]["step"]) == 1
+    assert torch.equal(model[0], fresh)

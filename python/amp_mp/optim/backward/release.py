@@ -136,7 +136,7 @@ class Release(Attachment):
     def _gather(self, param: Tensor, info: ParamInfo, rule: Rule) -> Bucket:
         """The bucket of one parameter, made anew only where one of its tensors was replaced."""
         optimizer, bucket = self._optimizer, self._buckets.get(param)
-        if bucket is None or not bucket.is_current(rule):
+        if bucket is None or not bucket.is_of(optimizer.state, rule):
             groups, states = optimizer.param_groups, optimizer.state
             device = local_of(param).device
             bucket = Bucket(device, [(param, info)], rule, groups, states)

@@ -124,6 +124,11 @@ class Bucket:
             and self.slots.fit()
         )
 
+    def is_of(self, states: States, rule: Rule) -> bool:
+        """As is_current; False also where a parameter's state was deleted or replaced."""
+        own = zip(self.params, self._dicts, strict=True)
+        return all(states.get(p) is held for p, held in own) and self.is_current(rule)
+
 
 class Gathered:
     """All of an optimizer's parameters: those with state in buckets, one for each device.
