@@ -114,7 +114,7 @@ def load(
 
 
 def _has_entry(entry: str, has_values: bool) -> bool:
-    """Whether the optimizer's state dict keeps an entry: masters that are set later are left out."""
+    """Whether the optimizer loads an entry: not masters, where they are set afterwards."""
     return not (has_values and entry in MASTER_ENTRIES)
 
 
