@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Bag, digests, set_grads, shard
+from layouts import Bag, Net, digests, set_grads, shard
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import amp_mp as amp
 
@@ -109,6 +110,29 @@ def test_data_that_one_process_cannot_read_is_an_error_on_all(tmp_path: Path) ->
         assert "could not be read; nothing was loaded: rank" in message
         assert "FileNotFoundError" in message
         assert same
+
+
+def between_forwards(path: str) -> list[bool]:
+    """Whether weights and state are loaded where FSDP2 has gathered the weights."""
+    model = shard(Net(torch.bfloat16), "fsdp", reshard_after_forward=False)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.ones(2, 3, 32, dtype=torch.bfloat16)
+    model(x).float().mean().backward()
+    optimizer.step()
+    before = held(model, optimizer)
+    model(x)
+    gathered = not isinstance(model.up.weight, DTensor)
+    amp.checkpoint.save(path, model, optimizer)
+    set_grads(list(model.parameters()), 5)
+    optimizer.step()
+    model(x)
+    gathered = gathered and not isinstance(model.up.weight, DTensor)
+    amp.checkpoint.load(path, model, optimizer)
+    return [gathered, held(model, optimizer) == before]
+
+
+def test_gathered_weights_are_put_back_before_saving_and_loading(tmp_path: Path) -> None:
+    assert on_ranks(2, between_forwards, f"{tmp_path}/c") == [[True, True]] * 2
 
 
 class Breaks:

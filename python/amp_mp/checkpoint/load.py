@@ -61,14 +61,13 @@ def load(
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
     with all_or_none():
         params = named_params(model)
         contents = Contents(path, params)
         groups = [] if optimizer is None else names_of_groups(model, optimizer)
         names = {name for group in groups for name in group}
         _check_more(contents, more)
-    targets = get_model_state_dict(model)
-    with all_or_none():
         weights = model_template(contents, targets, strict)
         if optimizer is not None:
             check_has_optimizer(contents, names, strict)
@@ -95,7 +94,7 @@ def load(
         packed = None
         if optimizer is not None:
             kept = {
-                name: {k: v for k, v in states[name].items() if not _is_old(k, name in masters)}
+                name: {k: v for k, v in states[name].items() if _has_entry(k, name in masters)}
                 for name in names
             }
             packed = packed_state(contents, values, optimizer, groups, kept, strict)
@@ -114,9 +113,9 @@ def load(
     return found
 
 
-def _is_old(entry: str, has_master: bool) -> bool:
-    """Whether a state's entry is part of a master that is set otherwise."""
-    return has_master and entry in MASTER_ENTRIES
+def _has_entry(entry: str, has_values: bool) -> bool:
+    """Whether the optimizer loads an entry: not masters, where they are set afterwards."""
+    return not (has_values and entry in MASTER_ENTRIES)
 
 
 def _check_more(contents: Contents, more: Mapping[str, Any]) -> None:

@@ -53,13 +53,13 @@ def save(
 
     target = Path(path)
     partial = target.with_name(target.name + INCOMPLETE)
+    weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
         refuse_sharded(more)
         by_name = None if optimizer is None else named_state(model, optimizer)
         if is_first_process():
             _refuse_other_files(target)
             shutil.rmtree(partial, ignore_errors=True)
-    weights: dict[str, Any] = {**get_model_state_dict(model)}
     for name, value in weights.items():
         if name.endswith(EXTRA) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
