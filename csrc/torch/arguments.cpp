@@ -151,4 +151,13 @@ bool same_items(const py::list& lists, const py::list& items) {
   return at == count;
 }
 
+bool same_values(const py::dict& dict, const py::list& items) {
+  const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
+  if (PyDict_GET_SIZE(dict.ptr()) != count) return false;
+  PyObject *key, *value;
+  for (Py_ssize_t position = 0, at = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++at)
+    if (value != PyList_GET_ITEM(items.ptr(), at)) return false;
+  return true;
+}
+
 }  // namespace amp_mp

@@ -39,4 +39,7 @@ bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values)
 // Whether the lists, one after the other, hold exactly these objects.
 bool same_items(const py::list& lists, const py::list& items);
 
+// Whether the dict's values, in its order, are exactly these objects.
+bool same_values(const py::dict& dict, const py::list& items);
+
 }  // namespace amp_mp

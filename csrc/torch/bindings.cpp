@@ -41,6 +41,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
+  m.def("same_values", &same_values, py::arg("dict"), py::arg("items"));
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
   py::class_<HyperTensors>(m, "Hyper").def(py::init(&make_hyper));

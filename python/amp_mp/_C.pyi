@@ -216,6 +216,9 @@ def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence
 def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
 
+def same_values(dict: dict[Any, Any], items: Sequence[Any]) -> bool:
+    """Whether the dict's values, in its order, are exactly these objects."""
+
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
 

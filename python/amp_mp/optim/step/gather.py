@@ -159,7 +159,7 @@ class Gathered:
         """Whether gathering again would find the same tensors in the same places."""
         return (
             _C.same_items([group["params"] for group in groups], self._params)
-            and _C.same_items([list(states.values())], self._states)
+            and _C.same_values(states, self._states)
             and all(bucket.is_current(rule) for bucket in self.buckets)
             and all(param.grad is None for param in self._dormant)
         )
