@@ -1,6 +1,6 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -216,7 +216,7 @@ def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence
 def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
 
-def same_values(dict: dict[Any, Any], items: Sequence[Any]) -> bool:
+def same_values(dict: MutableMapping[Any, Any], items: Sequence[Any]) -> bool:
     """Whether the dict's values, in its order, are exactly these objects."""
 
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
