@@ -46,16 +46,16 @@ AMP_MP_BOTH bool draws(const Slot& slot) {
   return any;
 }
 
-// Updates elements [begin, end) of a slot whose arrays are accessed as G, W, S0, S1 and S2 say.
-// `origin`: the slot's, where it lies (Bytes).
-template <class Rule, bool Random, class G, class W, class S0, class S1, class S2>
-AMP_MP_BOTH void apply_as(const Slot slot, const Origin& origin, int64_t begin, int64_t end,
-                          const Rule& rule, float multiplier, uint64_t seed) {
+// Updates elements [begin, end) of a slot whose arrays are accessed as G, W, S0, S1 and S2 say, and
+// whose random bytes are a Drawn.
+template <class Rule, bool Random, class Drawn, class G, class W, class S0, class S1, class S2>
+AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
+                          float multiplier, uint64_t seed) {
   alignas(64) float tile[kTile], master[kTile], state[kMaxStates][kTile];
   const double step = slot.clock->step;
   const bool draw_weights = is_stochastic(slot.master.format);
-  Bytes bytes(random_stream(seed, step, slot.tensor_index, false), origin);
-  Bytes weight_bytes(random_stream(seed, step, slot.tensor_index, true), origin);
+  Drawn bytes(random_stream(seed, step, slot.tensor_index, false), slot.origin);
+  Drawn weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.origin);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     const G g = open<G>(slot.grad, i, tile, n);
@@ -85,16 +85,18 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
   using Floats0 = choose<(Rule::kStates > 0), Floats, Nothing>;
   using Floats1 = choose<(Rule::kStates > 1), Floats, Nothing>;
   using Floats2 = choose<(Rule::kStates > 2), Floats, Nothing>;
+  const bool random = draws<Rule>(slot);
+  if (slot.origin.row_length > 0 && (random || is_stochastic(slot.master.format)))
+    return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
+        slot, begin, end, rule, multiplier, seed);
   const auto run = [&]<bool Random, class G, class W, class S0, class S1>() {
-    apply_as<Rule, Random, G, W, S0, S1, Floats2>(slot, slot.origin, begin, end, rule, multiplier,
-                                                  seed);
+    apply_as<Rule, Random, Bytes, G, W, S0, S1, Floats2>(slot, begin, end, rule, multiplier, seed);
   };
   const auto run_fused = [&]<bool Random, class W, class S0, class S1>() {
     if (slot.grad.format == Format::bfloat16)
       return run.template operator()<Random, LowGrad, W, S0, S1>();
     run.template operator()<Random, Floats, W, S0, S1>();
   };
-  const bool random = draws<Rule>(slot);
   if constexpr (!needs_norms<Rule>) {  // LARS, LAMB and NovoGrad are rare: tiles only
     using Low0 =
         choose<(Rule::kStates == 0), Nothing, choose<Rule::kSquares == 0, LowSquare, LowMoment>>;

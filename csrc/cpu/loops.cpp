@@ -44,7 +44,7 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
   alignas(64) float x[kTile];
   const bool clamp = t.saturate && t.to.format == Format::float16;
   const bool random = is_stochastic(t.to.format);
-  Bytes bytes(t.random, t.origin);
+  RowBytes bytes(t.random, t.origin);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     decode_tile(t.from, i, x, n);

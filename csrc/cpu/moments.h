@@ -25,7 +25,7 @@ Statistics moments(const Slot& slot, int64_t begin, int64_t end, const Rule& rul
   Statistics total = {};
   if constexpr (needs_update_norm<Rule>) {
     alignas(64) float direction[kBlock], tile[kTile], master[kTile], state[2][kTile];
-    Bytes bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
+    RowBytes bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
     const bool random = draws<Rule>(slot);
     for (int64_t block = begin; block < end; block += kBlock) {
       const int64_t stop = end < block + kBlock ? end : block + kBlock;

@@ -91,66 +91,80 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
   }
 }
 
+// Random bytes of the kDrawnElements elements from `element` on, at bytes[element % kDraw].
+AMP_MP_OWN void draw_window(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
+  draw_many(stream, element / kDraw, bytes);
+  if (element % kDraw == 0) return;
+  uint32_t word[4];  // the window ends in the middle of another draw
+  draw(stream, element / kDraw + kDrawnElements / kDraw, word);
+  memcpy(bytes + kDrawnElements, word, sizeof word);
+}
+
 // The random bytes of a tensor's elements, drawn for a window at a time. An element's bytes are
-// those of its place in the whole tensor: sharding does not change them.
+// those of its place in the whole tensor: sharding does not change them. This class is for shards
+// without gaps, whose `first` element is known.
 class Bytes {
  public:
-  // `origin` is referred to, and must outlive this object. A copy would cost 16 ns a parameter: the
-  // compiler then puts the whole Slot on the stack, and reads it in other pieces than it wrote.
   AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
-      : stream_(stream), origin_(origin) {}
+      : stream_(stream), first_(origin.first) {}
 
   // Bytes of elements [at, at + kTile). `at` is a multiple of kTile; calls go upwards.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
-    if (origin_.row_length > 0) {
-      collect(stream_, origin_, at, row_begin_, bytes_, tile_);
-      return tile_;
+    if (at < begin_ || at + kTile > begin_ + kDrawnElements) {
+      begin_ = at;
+      draw_window(stream_, uint64_t(first_ + at), bytes_);
     }
-    const int64_t place = origin_.first + at;
-    if (!holds(begin_, place, kTile)) {
-      begin_ = place;
-      fill(stream_, uint64_t(place), bytes_);
-    }
-    return bytes_ + begin_ % kDraw + (place - begin_);
+    return bytes_ + (first_ + begin_) % kDraw + (at - begin_);
   }
 
  private:
-  // Whether a window that begins at `begin` has the bytes of n elements of the whole tensor.
-  AMP_MP_BOTH static bool holds(int64_t begin, int64_t place, int64_t n) {
-    return place >= begin && place + n <= begin + kDrawnElements;
+  RandomStream stream_;
+  int64_t first_, begin_ = int64_t(1) << 62;
+  alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
+};
+
+// The same for any shard, also one that has gaps between its rows in the whole tensor. A class of
+// its own: the test for rows would cost the steps of small tensors a tenth.
+class RowBytes {
+ public:
+  // `origin` is referred to, and must outlive this object.
+  AMP_MP_BOTH RowBytes(const RandomStream& stream, const Origin& origin)
+      : stream_(stream), origin_(origin) {}
+
+  AMP_MP_BOTH const uint8_t* of(int64_t at) {
+    collect(at, tile_);
+    return tile_;
   }
 
-  // Fills `tile` with the bytes of a shard that has gaps between its rows, from element `at` on. A
-  // short piece of a row that the window does not have is drawn by itself: a window would be drawn
-  // for every row. A static function with a window's begin of its own, because what a function out
-  // of line may change has to be in memory, and the other path would be slower.
-  AMP_MP_OWN static void collect(RandomStream stream, const Origin& origin, int64_t at,
-                                 int64_t& begin, uint8_t* window, uint8_t* tile) {
+ private:
+  // A short piece of a row that the window does not have is drawn by itself: a window would be
+  // drawn for every row.
+  AMP_MP_OWN void collect(int64_t at, uint8_t* tile) {
     constexpr int64_t kShort = kTile / 2;
-    int64_t column = at % origin.row_length,
-            row = origin.first + at / origin.row_length * origin.row_stride;
+    const bool gaps = origin_.row_length > 0;
+    int64_t column = gaps ? at % origin_.row_length : 0,
+            row = origin_.first + (gaps ? at / origin_.row_length * origin_.row_stride : at);
     for (int64_t n = kTile; n > 0;) {
-      const int64_t left = origin.row_length - column, piece = n < left ? n : left,
+      const int64_t left = gaps ? origin_.row_length - column : n, piece = n < left ? n : left,
                     place = row + column;
-      const bool held = holds(begin, place, piece);
+      const bool held = place >= begin_ && place + piece <= begin_ + kDrawnElements;
       if (!held && piece < kShort) {
-        draw_few(stream, uint64_t(place), int(piece), tile);
+        draw_few(uint64_t(place), int(piece), tile);
       } else {
-        if (!held) fill(stream, uint64_t(begin = place), window);
-        memcpy(tile, window + begin % kDraw + (place - begin), size_t(piece));
+        if (!held) draw_window(stream_, uint64_t(begin_ = place), window_);
+        memcpy(tile, window_ + begin_ % kDraw + (place - begin_), size_t(piece));
       }
       tile += piece;
       n -= piece;
       column = 0;
-      row += origin.row_stride;
+      row += origin_.row_stride;
     }
   }
 
-  AMP_MP_OWN static void draw_few(const RandomStream& stream, uint64_t place, int n,
-                                  uint8_t* bytes) {
+  AMP_MP_BOTH void draw_few(uint64_t place, int n, uint8_t* bytes) const {
     for (int k = 0; k < n;) {
       uint32_t word[4];
-      draw(stream, place / kDraw, word);
+      draw(stream_, place / kDraw, word);
       const int begin = int(place % kDraw), most = n - k < kDraw - begin ? n - k : kDraw - begin;
       memcpy(bytes + k, reinterpret_cast<const uint8_t*>(word) + begin, size_t(most));
       k += most;
@@ -158,19 +172,10 @@ class Bytes {
     }
   }
 
-  AMP_MP_OWN static void fill(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
-    draw_many(stream, element / kDraw, bytes);
-    if (element % kDraw == 0) return;
-    uint32_t word[4];  // the window ends in the middle of another draw
-    draw(stream, element / kDraw + kDrawnElements / kDraw, word);
-    memcpy(bytes + kDrawnElements, word, sizeof word);
-  }
-
   RandomStream stream_;
   const Origin& origin_;
-  // Where the window begins in the whole tensor, of a contiguous shard and of rows.
-  int64_t begin_ = int64_t(1) << 62, row_begin_ = int64_t(1) << 62;
-  alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
+  int64_t begin_ = int64_t(1) << 62;  // of the window, in the whole tensor
+  alignas(64) uint8_t window_[kDrawnElements + kDraw];
   uint8_t tile_[kTile];
 };
 

@@ -16,7 +16,8 @@ class Shards {
   // as shard. Needs the GIL, as all functions that say so.
   Shards(Tensors dtensors, const Tensors& params, const std::vector<std::string>& names);
 
-  bool has(size_t i) const { return bool(dtensors_[i]); }
+  bool any() const { return !indices_.empty(); }
+  bool has(size_t i) const { return any() && bool(dtensors_[i]); }
   const at::Tensor& dtensor(size_t i) const;
 
   // Whether each DTensor's shard still is the very object in `params`. Needs the GIL.

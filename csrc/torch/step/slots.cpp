@@ -137,7 +137,7 @@ void Slots::find_copies(bool captured) {
   // counters.
   if (captured) casting::never_cache(own_.params);
   copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
-  for (size_t i = 0; i < copies_.size(); ++i)
+  for (size_t i = 0; shards_.any() && i < copies_.size(); ++i)
     if (shards_.has(i)) copies_[i].reset();  // DTensors are never cached
 }
 

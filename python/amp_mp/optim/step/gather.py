@@ -166,7 +166,10 @@ class Gathered:
 
     def has_no_gradient(self) -> bool:
         """Whether no parameter has one."""
-        return all(param.grad is None for param in self._params)
+        for param in self._params:
+            if param.grad is not None:
+                return False
+        return True
 
     def check_capture(self) -> None:
         """Raises ValueError during capture for a parameter without state: no replay would step it.

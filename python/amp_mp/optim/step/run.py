@@ -63,10 +63,10 @@ class StepRunner:
         measured = handed.measured
         stale = whole is not None and rule.needs_norms  # weights may have been written since
         if measured is None or measured.buckets is not buckets or stale:
-            measured = Measured(buckets, [])
-            if measures and not (one_device and whole is None and optimizer.attachment is None):
-                measured = _measured(optimizer, gathered, rule)
-        found, weights = measured.found, measured.weights or []
+            alone = one_device and whole is None and optimizer.attachment is None
+            measured = None if alone or not measures else _measured(optimizer, gathered, rule)
+        found = [] if measured is None else measured.found
+        weights = [] if measured is None else measured.weights or []
         same_device = isinstance(handed.scale, Tensor) and handed.scale.device == device
         handed.scale_updated = handed.scale_update is not None and same_device and one_device
         inputs = decide_inputs(
@@ -84,10 +84,10 @@ class StepRunner:
         else:
             verdict, own = decide(device, [each.rows for each in found], inputs), None
         for number, (bucket, known, masters) in enumerate(zip_longest(buckets, found, weights)):
-            updates = partial(whole.updates, number) if whole and rule.needs_norms else None
             local = verdict if one_device else verdict.to(bucket.device)
             reads = one_device and measures and not found
-            operator(bucket.slots, hypers, local, known, own, reads, masters, updates)
+            norms = () if whole is None else (masters, partial(whole.updates, number))
+            operator(bucket.slots, hypers, local, known, own, reads, *norms)
         seen = bool(found) or (measures and one_device)
         self.log.add(verdict, seen)
         if seen or handed.found_inf is not None:
