@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 def entries_of(name: str) -> tuple[str, ...]:
     """All entries that may hold a state's data, by the state's name; one of them does."""
-    return (name, *(name + suffix for suffix in CODES))
+    return (name, *(entry_name(name, format) for format in CODES.values()))
 
 
 def scales_of(name: str) -> tuple[str, ...]:

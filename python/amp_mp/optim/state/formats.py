@@ -1,5 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
+import sys
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -58,14 +59,16 @@ SUFFIXES = {format: _suffix(format) for format in DTYPES}
 CODES = {suffix: format for format, suffix in SUFFIXES.items() if suffix}
 
 
+# Each entry's name is one object (sys.intern): a step looks entries up by the thousand, and a dict
+# compares other objects letter by letter.
 def entry_name(name: str, format: str) -> str:
     """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8`."""
-    return name + SUFFIXES[format]
+    return sys.intern(name + SUFFIXES[format])
 
 
 def scale_name(entry: str) -> str:
     """The entry that holds the scales of a grouped format's entry."""
-    return f"{entry}_scale"
+    return sys.intern(f"{entry}_scale")
 
 
 def rest_name(format: str, dtype: torch.dtype) -> str:
@@ -74,7 +77,7 @@ def rest_name(format: str, dtype: torch.dtype) -> str:
     Beside weights of the other dtype they are other numbers, hence another name.
     """
     beside = "" if dtype == torch.bfloat16 else f"_{short_name(dtype)}"
-    return f"remainder{8 * _SPLITS[format]['rest_width']}{beside}"
+    return sys.intern(f"remainder{8 * _SPLITS[format]['rest_width']}{beside}")
 
 
 def rest_dtype(entry: str) -> torch.dtype:

@@ -166,10 +166,7 @@ class Gathered:
 
     def has_no_gradient(self) -> bool:
         """Whether no parameter has one."""
-        for param in self._params:
-            if param.grad is not None:
-                return False
-        return True
+        return next((p for p in self._params if p.grad is not None), None) is None
 
     def check_capture(self) -> None:
         """Raises ValueError during capture for a parameter without state: no replay would step it.
