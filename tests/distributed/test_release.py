@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from layouts import Net, digests, disagreements, noise, shard
+from layouts import Net, digests, disagreements, local, noise, shard
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -158,3 +159,34 @@ def test_a_step_before_gradients_are_reduced_changes_nothing(
 ) -> None:
     for rank in on_ranks(world, accumulated, layout, options):
         assert rank == []
+
+
+def overflows_under_release() -> list[tuple[bool, bool, list[str]]]:
+    """For each step: whether a weight changed, what the optimizer says, and warnings.
+
+    The first and the third have an inf.
+    """
+    net = shard(Net(LOW), "fsdp")
+    optimizer = amp.optim.SGD(net.parameters(), lr=0.01, max_grad_norm=0.1)
+    optimizer.attach(net, release=True, clip="previous")
+    found = []
+    for step in range(3):
+        before = [local(p).clone() for p in net.parameters()]
+        loss = loss_of(net, step) * (float("inf") if step in (0, 2) else 1.0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            loss.backward()
+            optimizer.step()
+        changed = any(
+            not torch.equal(a, local(p)) for a, p in zip(before, net.parameters(), strict=True)
+        )
+        texts = [str(w.message)[:34] for w in seen if "stepped shards" in str(w.message)]
+        found.append((changed, optimizer.step_was_skipped, texts))
+    return found
+
+
+def test_an_overflow_of_released_shards_is_skipped_at_first_and_warned_of_later() -> None:
+    """At first all shards wait for the norm; later they are stepped before it is known."""
+    warning = ["amp_mp: gradients were inf or NaN i"[:34]]
+    wanted = [(False, True, []), (True, False, []), (True, True, warning)]
+    assert on_ranks(2, overflows_under_release) == [wanted] * 2

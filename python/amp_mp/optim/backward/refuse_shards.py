@@ -1,8 +1,10 @@
 """What gradient release cannot do with parameters that are split over processes."""
 
+import warnings
 from typing import Any
 
 from amp_mp.optim.step.protocols import Steppable
+from amp_mp.optim.step.step_report import StepReport
 
 
 def refuse_shards(optimizer: Steppable, scaler: Any, clip: str) -> None:
@@ -25,4 +27,18 @@ def refuse_shards(optimizer: Steppable, scaler: Any, clip: str) -> None:
             f"release=True: {wrong}, and a hook sees only this process's shard of a DTensor; take "
             'clip="previous" to clip by the last step\'s norm, leave it out, or attach without '
             "release"
+        )
+
+
+def warn_of_nonfinite(report: StepReport | None) -> None:
+    """Warns where gradients of the reported step were inf or NaN: the shards were stepped before.
+
+    report: of the last step that has reached the host, or None.
+    """
+    if report is not None and report.skipped:
+        warnings.warn(
+            f"amp_mp: gradients were inf or NaN in step {report.number}, and release=True has "
+            "stepped shards with them: a hook cannot know what other processes find. Load the last "
+            "checkpoint, and train without release where this may happen",
+            stacklevel=5,
         )

@@ -10,7 +10,8 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
-from amp_mp.optim.backward.refuse_shards import refuse_shards
+from amp_mp.optim.backward.previous_norm import PreviousNorm
+from amp_mp.optim.backward.refuse_shards import refuse_shards, warn_of_nonfinite
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.step.decide import decide, decide_inputs, new_verdict
 from amp_mp.optim.step.gather import Bucket, ParamInfo, param_infos
@@ -38,7 +39,7 @@ class Release(Attachment):
         self._buckets: dict[Tensor, Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
         self._stepped: set[Tensor] = set()  # those whose gradient is still there
-        self._previous: Tensor | None = None  # norm of the last clean step, -1 before; float64 []
+        self._previous = PreviousNorm()
         self._locate()
         self._ddp_hook = ddp_hook_of(model) if isinstance(model, DistributedDataParallel) else None
         if self._ddp_hook is None:
@@ -52,7 +53,8 @@ class Release(Attachment):
 
     def forget(self) -> None:
         """See Attachment."""
-        self._located, self._previous = False, None
+        self._located = False
+        self._previous.forget()
         self._buckets.clear()
 
     def remove(self) -> None:
@@ -104,12 +106,10 @@ class Release(Attachment):
         scale = self._scale(device)
         inputs = decide_inputs(device, scale=scale, max_norm=max_norm)
         operator = _C.operators[rule.operator]
-        if measured is None or max_norm is None or self._previous is None:
+        if measured is None or max_norm is None or not self._previous.is_there():
             operator(slots, hypers, new_verdict(device), measured, inputs)
         else:
-            # What is inf on this process may be finite on another, which would not skip.
-            own = torch.zeros_like(measured.rows[1]) if is_shard else measured.rows[1]
-            total = _with_previous_norm(own, scale, self._previous.to(device))
+            total = self._previous.statistics(measured.rows[1], scale, is_shard)
             operator(slots, hypers, decide(device, [total], inputs), measured)
         if measured is not None:
             self._add(param, measured.rows[0])
@@ -162,15 +162,8 @@ class Release(Attachment):
 
     def _postpones(self) -> bool:
         """Whether shards wait for `finish`: there is no norm of an earlier step to clip by yet."""
-        return self._measures() and self._previous is None and self._whole.is_needed
-
-    def _measure_all(self) -> None:
-        """Finds the norm of the gradients that wait for their first step."""
-        grads = [local_gradient(param, info.label) for param, info in self._infos.items()]
-        squares = self._whole.total(grads)[0]
-        scale = self._scale(squares.device)
-        norm = squares.sqrt()
-        self._previous = norm if scale is None else norm / scale.double()
+        waits = self._measures() and not self._previous.is_there()
+        return waits and self._whole.is_needed
 
     def totals(self) -> dict[torch.device, Tensor]:
         """The statistics since the last step, added in the order of measuring all at once."""
@@ -205,7 +198,8 @@ class Release(Attachment):
         """Steps parameters without a hook: outside the model, or unfrozen or added since."""
         self._locate()
         if self._postpones():
-            self._measure_all()
+            grads = [local_gradient(param, info.label) for param, info in self._infos.items()]
+            self._previous.known = self._whole.total(grads)
         for param in self._infos:
             if param.grad is not None and param not in self._stepped:
                 self._step(param)
@@ -233,18 +227,12 @@ class Release(Attachment):
             log.add(verdict, True)
             log.warn_of_skips(type(self._optimizer).__name__, self._describe)
             if self._clip == "previous" and self._rows:
-                none = torch.full_like(verdict[2], -1.0)
-                before = none if self._previous is None else self._previous
-                self._previous = torch.where(verdict[0] != 0, before, verdict[2])
+                if self._whole.is_needed and self._previous.known is None:
+                    warn_of_nonfinite(log.newest(wait=False))
+                self._previous.take(verdict)
         else:
             with self._lock, torch.no_grad():
                 self._step_others()
         self._rows.clear()
         self._stepped.clear()
         self._located = False
-
-
-def _with_previous_norm(total: Tensor, scale: Tensor | None, norm: Tensor) -> Tensor:
-    """A parameter's statistics with the last step's norm, where there was one, to clip by."""
-    squares = (norm if scale is None else norm * scale.double()).square()
-    return torch.stack([torch.where(norm >= 0, squares, total[0]), total[1], total[2]])
