@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from around_sharding import (
     train,
     whole,
 )
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +39,6 @@ import amp_mp as amp
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 BF16 = torch.bfloat16
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 
 def own_file(memory: Any) -> tuple[float, str, str]:

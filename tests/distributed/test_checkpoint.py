@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from layouts import (
     set_grads,
     shard,
 )
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 LOW = torch.bfloat16
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (3, 64), (64, 8, 2, 2), (1,)]

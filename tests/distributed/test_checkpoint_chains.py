@@ -6,7 +6,6 @@ parameters without a gradient.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from layouts import Bag, differences, disagreements, local, placed_as, set_grads, shard
 from layouts import digests as digests_of
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from rules import RULES
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ import amp_mp as amp
 from amp_mp.sharding.shards import is_dtensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed
 
 # Rows of 64 are two groups of 32, which two processes cut between the groups. The convolution of
 # (64, 8, 2, 2) has rows of 32, whose scales are (64, 1).

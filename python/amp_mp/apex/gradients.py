@@ -31,6 +31,11 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """As gradients_of, with None for each parameter that has no gradient."""
+    return [next(iter(gradients_of([param])), None) for param in params]
+
+
 def measure_gradients(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """The statistics of the parameters' gradients; of DTensors over all processes.
 
@@ -38,7 +43,7 @@ def measure_gradients(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """
     if not any(is_dtensor(param) for param in params):
         return measure(gradients_of(params))
-    total = GradientStatistics(params).total([next(iter(gradients_of([p])), None) for p in params])
+    total = GradientStatistics(params).total(gradient_of_each(params))
     return {total.device: total}
 
 
@@ -58,7 +63,7 @@ def clip_gradients(
         return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0 for sharded gradients, found {norm_type}")
-    grads = [next(iter(gradients_of([param])), None) for param in params]
+    grads = gradient_of_each(params)
     device = local_of(params[0]).device
     rows = torch.zeros(len(grads), 3, dtype=torch.float64, device=device)
     for row, grad in zip(rows, grads, strict=True):

@@ -27,14 +27,12 @@ from amp_mp.optim.state.formats import (
     format_of,
     get,
     native_name,
-    new_state,
-    put,
     same_layout,
     scale_shape,
 )
 from amp_mp.optim.state.init import CLOCK
 from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.optim.state.parts import part, part_of_state, places, whole
+from amp_mp.optim.state.parts import part, part_of_state, stored_anew, whole
 from amp_mp.sharding.shards import like, local_of
 
 
@@ -156,11 +154,8 @@ def _converted(
             shape = scale_shape(param, tuple(local.shape))
             scale = scale.detach().to(local.device, copy=True).reshape(shape)
     else:  # groups are of neighbours in memory, so another layout has other groups
-        values = get(found.data.detach(), found.scale, native_name(found.format)).to(local.device)
-        data, scale = new_state(wanted, param)
-        native = native_name(wanted)
         random = {"seed": int(group["seed"]), "tensor_index": tensor_index}
-        put(values, data, scale, native, **random, **places(param, native))
+        data, scale = stored_anew(found, wanted, param, **random)
     return wanted, data, scale
 
 

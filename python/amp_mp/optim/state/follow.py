@@ -12,14 +12,10 @@ from amp_mp.optim.state.formats import (
     MASTER_ENTRIES,
     REMAINDERS,
     format_of,
-    get,
-    native_name,
-    new_state,
     placed,
-    put,
     same_layout,
 )
-from amp_mp.optim.state.parts import places
+from amp_mp.optim.state.parts import stored_anew
 from amp_mp.sharding.shards import like, local_of
 
 
@@ -53,8 +49,5 @@ def _bring(name: str, found: Held, group: Group, param: Tensor, state: dict[str,
         if data is found.data and scale is found.scale:
             return
     else:
-        values = get(found.data, found.scale, native_name(found.format)).to(local.device)
-        data, scale = new_state(wanted, param)
-        native = native_name(wanted)
-        put(values, data, scale, native, seed=int(group["seed"]), **places(param, native))
+        data, scale = stored_anew(found, wanted, param, seed=int(group["seed"]))
     store(state, name, param, wanted, data, scale)

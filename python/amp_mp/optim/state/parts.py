@@ -11,6 +11,8 @@ from amp_mp.optim.state.formats import (
     get,
     has_groups,
     native_name,
+    new_state,
+    put,
     scale_shape,
 )
 from amp_mp.sharding.shards import is_dtensor, local_of, origin_of
@@ -55,6 +57,20 @@ def part_of_state(found: Held, param: Tensor) -> Held:
         return found._replace(data=_slice(data, param), scale=_slice(scale.reshape(shape), param))
     values = get(data, scale, native_name(found.format))
     return Held(found.entry, "float32", _slice(values, param), None)
+
+
+def stored_anew(
+    found: Held, format: str, param: Tensor, **random: int
+) -> tuple[Tensor, Tensor | None]:
+    """The data and scales of a state's values in another format, or in the parameter's layout.
+
+    found: this process's part. random: put's arguments that choose the random bits.
+    """
+    native = native_name(format)
+    values = get(found.data.detach(), found.scale, native_name(found.format))
+    data, scale = new_state(format, param)
+    put(values.to(data.device), data, scale, native, **random, **places(param, native))
+    return data, scale
 
 
 def places(param: Tensor, native: str) -> dict[str, int]:
