@@ -5,7 +5,7 @@
 #include "core/average.h"
 #include "core/decide.h"
 #include "core/formats.h"
-#include "core/m8.h"
+#include "core/groups.h"
 #include "core/random.h"
 #include "core/reduce.h"
 #include "core/rules.h"
@@ -20,6 +20,8 @@ struct Array {
   Format format;
   void* rest = nullptr;  // second array of a format of two: remainders, weights, or groups' scales
 };
+
+constexpr int kGroupedStates = 2;  // the first states of a rule may be stored in groups
 
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {

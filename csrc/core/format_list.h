@@ -10,7 +10,8 @@ namespace amp_mp {
 
 // Elements of arrays. float16_root is the square root of a number that is not negative: Adam's
 // second moment is often below float16's range, its root is not. ue8m8 is a bfloat16 without sign,
-// with one more bit of mantissa. M8 is a code whose scale is shared by a group (core/m8.h).
+// with one more bit of mantissa. M8 and Log8 are codes whose scale is shared by a group (core/m8.h,
+// core/log8.h).
 struct float16 {
   uint16_t bits;
 };
@@ -26,7 +27,12 @@ struct ue8m8 {
 struct M8 {
   int8_t code;
 };
+struct Log8 {
+  uint8_t code;
+};
 struct NoRest {};
+
+constexpr int kGroup = 32;  // elements that share a scale in formats of groups (core/groups.h)
 
 // Properties of a format.
 enum FormatProperty : uint32_t {
@@ -37,7 +43,7 @@ enum FormatProperty : uint32_t {
   kForSquare = 8,  // means and sums of squares
   kRandom = 16,    // storing draws random bits
   kSplit = 32,     // two arrays, one of them the low-precision weight (core/splits.h)
-  kGrouped = 64,   // rest is one scale for each group of kGroup elements (core/m8.h)
+  kGrouped = 64,   // rest is one scale for each group of kGroup elements
   kForState = kForMoment | kForSquare,
   kForAll = kForGrad | kForMaster | kForState,
 };
@@ -54,6 +60,7 @@ enum FormatProperty : uint32_t {
   X(bfloat16_stochastic, bfloat16,     BFloat16, NoRest,   kForMaster | kForState | kRandom) \
   X(ue8m8,               ue8m8,        Short,    NoRest,   kForSquare | kRandom)             \
   X(m8,                  M8,           Char,     bfloat16, kForMoment | kGrouped | kRandom)  \
+  X(log8,                Log8,         Byte,     uint8_t,  kForSquare | kGrouped | kRandom)  \
   X(bfloat16_float32,    float,        Float,    bfloat16, kForMaster | kSplit)              \
   X(float16_float32,     float,        Float,    float16,  kForMaster | kSplit)              \
   X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,  kForMaster | kSplit)              \

@@ -113,7 +113,13 @@ AMP_MP_BOTH float16_root encode<float16_root>(float x) {
 // number that fits exactly does not change, whatever the random bits.
 AMP_MP_BOTH uint32_t noise_of(uint32_t random) { return random << 8 | 0x80u; }
 
-AMP_MP_BOTH uint32_t round_bfloat16(float x, uint32_t noise) { return canonical_bits(x) + noise; }
+// NaN is chosen after the addition: choosing first would make the addition wait for the comparison.
+AMP_MP_BOTH uint32_t add_to_bits(float x, uint32_t noise) {
+  const uint32_t sum = to_bits(x) + noise;
+  return x != x ? 0x7FC00000u : sum;
+}
+
+AMP_MP_BOTH uint32_t round_bfloat16(float x, uint32_t noise) { return add_to_bits(x, noise); }
 
 template <>
 AMP_MP_BOTH bfloat16 encode<bfloat16>(float x, uint32_t random) {

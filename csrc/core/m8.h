@@ -1,6 +1,13 @@
 #pragma once
 // First moments in one byte: groups of 32 neighbours share a bfloat16 scale, not below their
-// largest magnitude, and a code q of [-127, 127] means scale * (q / 127)^3.
+// largest magnitude, and a code q of [-127, 127] stands for about scale * (q / 127)^3. The cube is
+// computed on the bits of floats, which are nearly the logarithm of the number: three times as far
+// below the scale's bits as q is below 127's.
+//
+//   bits(|x|) = bits(scale) - 3 * (bits(127.0f) - bits(float(|q|)))
+//
+// This is a straight line between two codes, but for two intervals in each octave that bend, so
+// stochastic rounding has the right mean. Code 0 is 0.
 //
 // The cube covers 6 decades. A lower power would make the smallest code far larger than the
 // smallest moments of a mixed group; the second moment, exact to 1/512, would still be as small as
@@ -10,45 +17,47 @@
 
 namespace amp_mp {
 
-constexpr int kGroup = 32;
+// core/groups.h says what the members are.
+struct M8Group {
+  using Code = M8;
+  using Scale = bfloat16;
 
-// A group's scale, rounded up so that no code exceeds 127. A group below 2^-80 becomes zero, so
-// that the inverse is finite.
-AMP_MP_BOTH bfloat16 m8_scale(uint32_t largest_magnitude) {
-  const uint32_t u = largest_magnitude < 0x7FC00000u ? largest_magnitude : 0x7FC00000u;
-  return {uint16_t(u < (47u << 23) ? 0 : (u + 0xFFFFu) >> 16)};
-}
+  static constexpr uint32_t kLargestCode = 0x42FE0000u;  // the bits of 127.0f
+  static constexpr uint32_t kLargestRoot = 0x46FE0000u;  // the bits of 127 * 256
+  // The smallest scale that is stored, 2^-76. Far below it, 0 could round to another code.
+  static constexpr uint32_t kLeast = 51u << 23;
 
-// The factors of a group's codes: to decode, scale / 127^3, rounded down so that code 127 is not
-// above the scale; to encode, (127 * 256)^3 / scale.
-AMP_MP_BOTH float m8_step(float scale) { return scale * 4.8818978e-07f; }
-AMP_MP_BOTH float m8_inverse(float scale) { return scale == 0 ? 0.0f : 34366164500480.0f / scale; }
+  static AMP_MP_BOTH uint32_t load(bfloat16 scale) { return uint32_t(scale.bits) << 16; }
+  static AMP_MP_BOTH bfloat16 store(uint32_t scale) { return {uint16_t(scale >> 16)}; }
+  static AMP_MP_BOTH uint32_t size(float x) { return to_bits(x) & kMagnitude; }
 
-AMP_MP_BOTH float decode_m8(M8 x, float step) {
-  const float q = float(x.code);
-  return q * q * q * step;
-}
+  // Rounded up to a bfloat16, so that no code exceeds 127. An infinity or a NaN makes its group
+  // NaN.
+  static AMP_MP_BOTH uint32_t scale(uint32_t largest) {
+    const uint32_t up = (largest + 0xFFFFu) & 0xFFFF0000u, least = up > kLeast ? up : kLeast;
+    return largest <= 0x7F7F0000u ? least : 0x7FC00000u;
+  }
+  static AMP_MP_BOTH bool is_plain(uint32_t scale) { return scale < kInfinity; }
+  static AMP_MP_BOTH float special(uint32_t scale) { return from_bits(scale); }
 
-// 256 times the code, plus a random byte: byte 1 of the result is the code. The code is the cube
-// root of n = x * inverse, computed as n y^2, where y is a guess of |n|^(-1/3) by integer
-// arithmetic, times a parabola fitted to (|n| y^3)^(-2/3). It is at most 1.6e-4 too small, 1/50 of
-// a code, and never above 127 * 256, where the sum would overflow. A NaN becomes code 0, and its
-// group's scale NaN.
-AMP_MP_BOTH uint32_t round_m8(float x, float inverse, uint32_t random) {
-  const float n = x * inverse;
-  const uint32_t magnitude = to_bits(n) & kMagnitude;
-  const float third = float(int32_t(magnitude)) * (1.0f / 3);
-  const float y = from_bits(0x54638000u - uint32_t(int32_t(third)));
-  const float near = n * (y * y), c = from_bits(to_bits(near) & kMagnitude) * y;
-  const float root = near * (4.370848f + c * (c * 8.276604f - 9.632071f));
-  // A mask instead of a condition: without AVX-512 GCC would make a branch of it, and the loop
-  // would stay scalar and take 13 times as long.
-  const uint32_t unless_nan = root != root ? 0u : 0xFFFFFFFFu;
-  return (to_bits(root + 12582912.0f) & unless_nan) + random;
-}
+  // The sign comes out right, because 3 * 2^31 is 2^31 modulo 2^32.
+  static AMP_MP_BOTH uint32_t base(uint32_t scale) { return scale - 3 * kLargestCode; }
+  static AMP_MP_BOTH float decode(M8 x, uint32_t base) {
+    const uint32_t bits = 3 * to_bits(float(x.code)) + base;
+    return from_bits(x.code == 0 ? 0 : bits);
+  }
 
-AMP_MP_BOTH M8 encode_m8(float x, float inverse, uint8_t random) {
-  return {int8_t(int16_t(round_m8(x, inverse, random)) >> 8)};
-}
+  // 256 times the code is the float whose bits are a third of the number's bits and the offset. Its
+  // error is less than 1/2, so that a decoded number gets its own code back, for any random byte.
+  static AMP_MP_BOTH uint32_t offset(uint32_t scale) {
+    return to_bits(float(int32_t(kLargestRoot)) - float(int32_t(scale)) * (1.0f / 3));
+  }
+  static AMP_MP_BOTH uint32_t round(float x, uint32_t offset, uint32_t random) {
+    const uint32_t u = to_bits(x);
+    const float third = float(int32_t(u & kMagnitude)) * (1.0f / 3) + from_bits(offset);
+    const float root = from_bits(uint32_t(int32_t(third)) | (u & ~kMagnitude));
+    return to_bits(root + 12582912.0f) + random;  // adding 1.5 * 2^23 rounds to an integer
+  }
+};
 
 }  // namespace amp_mp

@@ -12,7 +12,10 @@ namespace amp_mp {
 constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxA = 0xD2511F53u, kPhiloxB = 0xCD9E8D57u;  // multipliers
 constexpr uint32_t kWeylA = 0x9E3779B9u, kWeylB = 0xBB67AE85u;  // added to the key in each round
-constexpr int kDraw = 16;  // bytes of a draw, one for each element
+constexpr int kDraw = 16;                                       // bytes of a draw
+constexpr int kSharing = 4;                                     // elements that share a byte
+constexpr int kSharedBytes = 64;                                // how far apart they lie
+constexpr int kRandomBlock = kSharing * kSharedBytes;  // elements for which so many bytes are drawn
 
 // Everything that random bits depend on except the element. Weights have a stream of their own: the
 // bits that rounded a moment are correlated with the update that the moment makes.
@@ -34,8 +37,23 @@ struct Origin {
   bool operator==(const Origin&) const = default;
 };
 
-// Draw number `index`, 16 bytes. Element e uses byte e % 16 of draw e / 16, counted from the lowest
-// byte of word 0.
+// A random byte is drawn for four elements: e, e + 64, e + 128 and e + 192 of a block of 256. Each
+// of the four adds another multiple of 64 to it. So an element's own byte is uniform, and four
+// elements together are spread more evenly than four independent bytes would be. Drawing is the
+// dearest part of rounding stochastically on a CPU.
+struct RandomPlace {
+  uint64_t draw;   // number of the draw that has the byte
+  uint32_t byte;   // which of its 16 bytes, counted from the lowest of word 0
+  uint32_t added;  // to the byte, modulo 256
+
+  static AMP_MP_BOTH RandomPlace of(uint64_t element) {
+    const uint64_t drawn = element / kRandomBlock * kSharedBytes + element % kSharedBytes;
+    return {drawn / kDraw, uint32_t(drawn % kDraw),
+            uint32_t(element / kSharedBytes % kSharing * (256 / kSharing))};
+  }
+};
+
+// Draw number `index`, 16 bytes.
 AMP_MP_BOTH void draw(const RandomStream& s, uint64_t index, uint32_t (&word)[4]) {
   uint32_t c0 = uint32_t(index), c1 = uint32_t(index >> 32) | s.of_weights, c2 = s.tensor,
            c3 = s.step, a = s.seed[0], b = s.seed[1];

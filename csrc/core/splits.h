@@ -59,7 +59,7 @@ struct Split24 {
   static AMP_MP_BOTH float join(bfloat16 high, int8_t low) {
     return join_bits(high, uint32_t(int32_t(low)) << 8);
   }
-  static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x) + 0x80u; }
+  static AMP_MP_BOTH uint32_t round(float x) { return add_to_bits(x, 0x80u); }
   static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
     const uint32_t u = round(x);
     high = {uint16_t((u + 0x8000u) >> 16)};

@@ -45,18 +45,19 @@ AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 #endif
 }
 
-// Elements that are drawn for at a time: with fewer than four vectors of draws in flight the
+// Bytes that are drawn at a time: with fewer than four vectors of draws in flight the
 // multiplication's latency halves the speed.
-constexpr int kDrawnElements = 4 * 8 * kDraw;
-static_assert(kDrawnElements % kTile == 0);
+constexpr int kWindowBytes = 4 * 8 * kDraw;
+constexpr int kWindowBlocks = kWindowBytes / kSharedBytes;  // of kRandomBlock elements each
+static_assert(kTile == kRandomBlock);
 
-// Random bytes for kDrawnElements elements, from draw `index` on.
+// kWindowBytes bytes, from draw `index` on.
 AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes) {
   constexpr int kBatch = 4;
   Wide lane;
   for (int j = 0; j < kDrawLanes; ++j) lane[j] = uint64_t(j);
   const Wide zero = {}, low = zero + 0xFFFFFFFFu;
-  for (int i = 0; i < kDrawnElements / kDraw; i += kDrawLanes * kBatch) {
+  for (int i = 0; i < kWindowBytes / kDraw; i += kDrawLanes * kBatch) {
     Wide c0[kBatch], c1[kBatch], c2[kBatch], c3[kBatch];
     for (int k = 0; k < kBatch; ++k) {
       const Wide n = lane + (index + uint64_t(i + k * kDrawLanes));
@@ -91,36 +92,51 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
   }
 }
 
-// Random bytes of the kDrawnElements elements from `element` on, at bytes[element % kDraw].
-AMP_MP_OWN void draw_window(const RandomStream& stream, uint64_t element, uint8_t* bytes) {
-  draw_many(stream, element / kDraw, bytes);
-  if (element % kDraw == 0) return;
-  uint32_t word[4];  // the window ends in the middle of another draw
-  draw(stream, element / kDraw + kDrawnElements / kDraw, word);
-  memcpy(bytes + kDrawnElements, word, sizeof word);
+// The bytes of kWindowBlocks blocks of elements, from a block's number on.
+struct Window {
+  int64_t block = int64_t(1) << 62;
+  alignas(64) uint8_t bytes[kWindowBytes];
+
+  // Whether it holds the bytes of blocks [first, last].
+  AMP_MP_BOTH bool holds(int64_t first, int64_t last) const {
+    return first >= block && last < block + kWindowBlocks;
+  }
+  AMP_MP_BOTH void draw_from(const RandomStream& stream, int64_t first) {
+    block = first;
+    draw_many(stream, uint64_t(first) * (kSharedBytes / kDraw), bytes);
+  }
+};
+
+// The random bytes of a block's elements, from the kSharedBytes drawn for it (core/random.h).
+AMP_MP_BOTH void share(const uint8_t* __restrict drawn, uint8_t* __restrict bytes) {
+  for (int k = 0; k < kSharing; ++k)
+    for (int i = 0; i < kSharedBytes; ++i)
+      bytes[k * kSharedBytes + i] = uint8_t(drawn[i] + k * (256 / kSharing));
 }
 
-// The random bytes of a tensor's elements, drawn for a window at a time. An element's bytes are
-// those of its place in the whole tensor: sharding does not change them. This class is for shards
-// without gaps, whose `first` element is known.
+// The random bytes of a tensor's elements. An element's bytes are those of its place in the whole
+// tensor: sharding does not change them. This class is for shards without gaps, whose `first`
+// element is known.
 class Bytes {
  public:
   AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
       : stream_(stream), first_(origin.first) {}
 
-  // Bytes of elements [at, at + kTile). `at` is a multiple of kTile; calls go upwards.
+  // Bytes of elements [at, at + kTile); `at` is a multiple of kTile. Valid until the next call.
   AMP_MP_BOTH const uint8_t* of(int64_t at) {
-    if (at < begin_ || at + kTile > begin_ + kDrawnElements) {
-      begin_ = at;
-      draw_window(stream_, uint64_t(first_ + at), bytes_);
-    }
-    return bytes_ + (first_ + begin_) % kDraw + (at - begin_);
+    const int64_t place = first_ + at, block = place / kRandomBlock, inside = place % kRandomBlock;
+    if (!window_.holds(block, block + (inside > 0))) window_.draw_from(stream_, block);
+    const uint8_t* drawn = window_.bytes + (block - window_.block) * kSharedBytes;
+    share(drawn, bytes_);
+    if (inside > 0) share(drawn + kSharedBytes, bytes_ + kRandomBlock);  // the tile reaches into it
+    return bytes_ + inside;
   }
 
  private:
   RandomStream stream_;
-  int64_t first_, begin_ = int64_t(1) << 62;
-  alignas(64) uint8_t bytes_[kDrawnElements + kDraw];
+  int64_t first_;
+  Window window_;
+  alignas(64) uint8_t bytes_[2 * kRandomBlock];
 };
 
 // The same for any shard, also one that has gaps between its rows in the whole tensor. A class of
@@ -146,14 +162,10 @@ class RowBytes {
             row = origin_.first + (gaps ? at / origin_.row_length * origin_.row_stride : at);
     for (int64_t n = kTile; n > 0;) {
       const int64_t left = gaps ? origin_.row_length - column : n, piece = n < left ? n : left,
-                    place = row + column;
-      const bool held = place >= begin_ && place + piece <= begin_ + kDrawnElements;
-      if (!held && piece < kShort) {
-        draw_few(uint64_t(place), int(piece), tile);
-      } else {
-        if (!held) draw_window(stream_, uint64_t(begin_ = place), window_);
-        memcpy(tile, window_ + begin_ % kDraw + (place - begin_), size_t(piece));
-      }
+                    place = row + column, last = (place + piece - 1) / kRandomBlock;
+      const bool held = window_.holds(place / kRandomBlock, last);
+      if (!held && piece >= kShort) window_.draw_from(stream_, place / kRandomBlock);
+      copy(place, int(piece), tile, held || piece >= kShort);
       tile += piece;
       n -= piece;
       column = 0;
@@ -161,21 +173,26 @@ class RowBytes {
     }
   }
 
-  AMP_MP_BOTH void draw_few(uint64_t place, int n, uint8_t* bytes) const {
+  // The bytes of n neighbours, from the window or from draws of their own.
+  AMP_MP_BOTH void copy(int64_t place, int n, uint8_t* bytes, bool from_window) const {
     for (int k = 0; k < n;) {
+      const RandomPlace at = RandomPlace::of(uint64_t(place + k));
       uint32_t word[4];
-      draw(stream_, place / kDraw, word);
-      const int begin = int(place % kDraw), most = n - k < kDraw - begin ? n - k : kDraw - begin;
-      memcpy(bytes + k, reinterpret_cast<const uint8_t*>(word) + begin, size_t(most));
+      const auto* drawn = reinterpret_cast<const uint8_t*>(word);
+      if (from_window) {
+        drawn = window_.bytes + int64_t(at.draw) * kDraw - window_.block * kSharedBytes;
+      } else {
+        draw(stream_, at.draw, word);
+      }
+      const int left = kDraw - int(at.byte), most = n - k < left ? n - k : left;
+      for (int i = 0; i < most; ++i) bytes[k + i] = uint8_t(drawn[at.byte + i] + at.added);
       k += most;
-      place += uint64_t(most);
     }
   }
 
   RandomStream stream_;
   const Origin& origin_;
-  int64_t begin_ = int64_t(1) << 62;  // of the window, in the whole tensor
-  alignas(64) uint8_t window_[kDrawnElements + kDraw];
+  Window window_;
   uint8_t tile_[kTile];
 };
 

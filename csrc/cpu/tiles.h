@@ -136,40 +136,48 @@ AMP_MP_BOTH void split_tile<WholeMaster>(const float* __restrict from, float16* 
   for (int i = 0; i < n; ++i) master[i] = from[i];
 }
 
-// m8: groups of 32 with one scale each; n is a multiple of 32. Scales are first spread to one float
-// for each element: with one scalar for each group GCC makes vectors of half the width.
-AMP_MP_BOTH void spread(const float* __restrict scale, float* __restrict to, int n) {
+// Groups with one scale each; n is a multiple of kGroup. A group's constant is first spread to one
+// word for each element: with one scalar for each group GCC makes vectors of half the width.
+AMP_MP_BOTH void spread(const uint32_t* __restrict constant, uint32_t* __restrict to, int n) {
   for (int g = 0; g < n / kGroup; ++g)
-    for (int i = 0; i < kGroup; ++i) to[g * kGroup + i] = scale[g];
+    for (int i = 0; i < kGroup; ++i) to[g * kGroup + i] = constant[g];
 }
 
-AMP_MP_BOTH void decode_groups(const M8* __restrict code, const bfloat16* __restrict scales,
+template <class Code>
+AMP_MP_BOTH void decode_groups(const Code* __restrict code,
+                               const typename GroupOf<Code>::Scale* __restrict scales,
                                float* __restrict to, int n) {
-  alignas(64) float step[kTile / kGroup], each[kTile];
-  for (int g = 0; g < n / kGroup; ++g) step[g] = m8_step(decode(scales[g]));
-  spread(step, each, n);
-  for (int i = 0; i < n; ++i) to[i] = decode_m8(code[i], each[i]);
+  using Group = GroupOf<Code>;
+  alignas(64) uint32_t base[kTile / kGroup], each[kTile];
+  for (int g = 0; g < n / kGroup; ++g) base[g] = Group::base(Group::load(scales[g]));
+  spread(base, each, n);
+  for (int i = 0; i < n; ++i) to[i] = Group::decode(code[i], each[i]);
+  for (int g = 0; g < n / kGroup; ++g) {
+    const uint32_t scale = Group::load(scales[g]);
+    if (Group::is_plain(scale)) continue;
+    for (int i = 0; i < kGroup; ++i) to[g * kGroup + i] = Group::special(scale);
+  }
 }
 
-AMP_MP_BOTH void encode_groups(const float* __restrict from, M8* __restrict code,
-                               bfloat16* __restrict scales, const uint8_t* __restrict random,
-                               int n) {
-  alignas(64) float inverse[kTile / kGroup], each[kTile];
-  uint32_t largest[kTile / kGroup];
+template <class Code>
+AMP_MP_BOTH void encode_groups(const float* __restrict from, Code* __restrict code,
+                               typename GroupOf<Code>::Scale* __restrict scales,
+                               const uint8_t* __restrict random, int n) {
+  using Group = GroupOf<Code>;
+  alignas(64) uint32_t offset[kTile / kGroup], each[kTile];
   for (int g = 0; g < n / kGroup; ++g) {
-    uint32_t most = 0;
+    uint32_t largest = 0;
     for (int i = 0; i < kGroup; ++i) {
-      const uint32_t magnitude = to_bits(from[g * kGroup + i]) & kMagnitude;
-      most = most > magnitude ? most : magnitude;
+      const uint32_t size = Group::size(from[g * kGroup + i]);
+      largest = largest > size ? largest : size;
     }
-    largest[g] = most;
+    const uint32_t scale = Group::scale(largest);
+    scales[g] = Group::store(scale);
+    offset[g] = Group::offset(scale);
   }
-  for (int g = 0; g < n / kGroup; ++g) {
-    scales[g] = m8_scale(largest[g]);
-    inverse[g] = m8_inverse(decode(scales[g]));
-  }
-  spread(inverse, each, n);
-  for (int i = 0; i < n; ++i) code[i] = encode_m8(from[i], each[i], random[i]);
+  spread(offset, each, n);
+  for (int i = 0; i < n; ++i)
+    code[i].code = decltype(code->code)(Group::round(from[i], each[i], random[i]) >> 8);
 }
 
 }  // namespace

@@ -56,7 +56,8 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   lists.masters = unpack(masters, "masters");
   for (const py::handle s : states)
     lists.states.push_back(unpack(py::cast<py::sequence>(s), "states"));
-  lists.scales = unpack(scales, "scales");
+  for (const py::handle s : scales)
+    lists.scales.push_back(unpack(py::cast<py::sequence>(s), "scales"));
   for (const std::vector<std::string>& column : formats) {
     std::vector<Format>& tags = lists.formats.emplace_back();
     for (const std::string& name : column) tags.push_back(format_named(name));

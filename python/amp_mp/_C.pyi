@@ -71,7 +71,7 @@ class Slots:
         params: Sequence[Tensor],
         masters: Tensors,
         states: Sequence[Sequence[Tensor]],
-        scales: Tensors,
+        scales: Sequence[Tensors],
         formats: Sequence[Sequence[str]],
         stochastic: Sequence[bool],
         clocks: Sequence[Tensor],

@@ -112,8 +112,9 @@ class Blocks:
         self.params = [nn.Parameter(b.of(data[0])) for b in blocks]
         self.masters = [b.of(data[1]) if split else None for b in blocks]  # type: ignore[arg-type]
         self.states = [[b.of(state) for b in blocks] for state, _ in states]
-        scales = states[0][1] if states else None
-        self.scales = [None if scales is None else b.of(scales, 32) for b in blocks]
+        self.scales = [
+            [None if scales is None else b.of(scales, 32) for b in blocks] for _, scales in states
+        ]
         self.clocks = [clock(device) for _ in blocks]
         origins = origins or [b.origin(shape[1]) for b in blocks]
         n = len(blocks)
@@ -143,18 +144,19 @@ class Blocks:
 
     def tensors(self) -> list[Tensor]:
         """All that a step writes."""
-        lists = [self.params, self.masters, self.scales, self.clocks, *self.states]
+        lists = [self.params, self.masters, *self.scales, self.clocks, *self.states]
         return [t for each in lists for t in each if t is not None]
 
     def raw(self) -> dict[str, np.ndarray]:
         """The bytes of the whole tensor's arrays, put together from the blocks."""
-        arrays = {"weight": self.params, "master": self.masters, "scales": self.scales}
+        arrays = {"weight": self.params, "master": self.masters}
         arrays |= {f"state {k}": column for k, column in enumerate(self.states)}
+        arrays |= {f"scales {k}": column for k, column in enumerate(self.scales)}
         found = {}
         for name, pieces in arrays.items():
             if pieces[0] is None:
                 continue
-            group = 32 if name == "scales" else 1
+            group = 32 if name.startswith("scales") else 1
             width = pieces[0].element_size()
             whole = np.zeros((self.shape[0], self.shape[1] // group, width), np.uint8)
             for block, piece in zip(self.blocks, pieces, strict=True):

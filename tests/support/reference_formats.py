@@ -39,8 +39,12 @@ def philox(counter: Sequence[Any], key: Sequence[int]) -> list[NDArray[np.uint64
 def stream(
     size: int, seed: int = 0, step: int = 0, number: int = 0, *, weights: bool = False
 ) -> Bytes:
-    """A byte an element: byte e mod 16, the lowest of the first word first, of draw e / 16."""
-    draws = np.arange(-(-size // 16), dtype=np.uint64)
+    """A byte for each element, one drawn byte for four elements of a block of 256.
+
+    Byte b of the draws, the lowest of the first word first, is for element b mod 64 of block b / 64
+    and for those 64, 128 and 192 behind it, which add as much to it, modulo 256.
+    """
+    draws = np.arange(-(-size // 256) * 4, dtype=np.uint64)
     counter = [
         draws & np.uint64(0xFFFFFFFF),
         draws >> np.uint64(32) | np.uint64(weights << 31),
@@ -48,7 +52,9 @@ def stream(
         step,
     ]
     words = philox(np.broadcast_arrays(*counter), (seed % 2**32, seed >> 32))
-    return np.stack(words, axis=1).astype("<u4").reshape(-1).view(np.uint8)[:size]
+    drawn = np.stack(words, axis=1).astype("<u4").reshape(-1).view(np.uint8)
+    blocks = drawn.reshape(-1, 1, 64) + np.array([0, 64, 128, 192], np.uint8)[:, None]
+    return blocks.astype(np.uint8).reshape(-1)[:size]
 
 
 def stochastic(x: Floats, format: FloatFormat, random: Bytes) -> Floats:
@@ -69,35 +75,74 @@ def stochastic(x: Floats, format: FloatFormat, random: Bytes) -> Floats:
 # In groups
 
 
-def cube_root(n: Floats) -> Floats:
-    """n y^2, y near |n|^(-1/3) by its bits, times a parabola in |n| y^3; in floats."""
-    with np.errstate(all="ignore"):
-        third = np.abs(n).view(np.int32).astype(F32) * (F32(1) / F32(3))
-        y = (np.uint32(0x54638000) - third.astype(np.int32).view(np.uint32)).view(F32)
-        near = n * (y * y)
-        c = np.abs(near) * y
-        return near * (F32(4.370848) + c * (c * F32(8.276604) - F32(9.632071)))
-
-
 def _encode_m8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
-    """The scale is the largest magnitude rounded up, a code 256ths of a root and a random byte."""
+    """A third of a float's bits, as far below those of 127 * 256 as a third below the scale's is.
+
+    The scale is the largest magnitude rounded up to a bfloat16, and 2^-76 at least.
+    """
     groups = x.reshape(-1, GROUP)
     most = np.abs(groups).max(axis=1, initial=0)  # a NaN if there is one
-    most = np.where(most < F32(2.0**-80), F32(0), most)
-    upper = ((most.view(np.uint32).astype(np.int64) + 0xFFFF) >> 16).astype(np.uint16)
-    scales = np.where(np.isnan(most), np.uint16(0x7FC0), upper)
-    with np.errstate(all="ignore"):
-        scale = _bfloat16(scales)
-        inverse = np.where(scale == 0, F32(0), F32((127 * 256) ** 3) / scale)
-        root = cube_root((groups * inverse[:, None]).reshape(-1))
-    fixed = np.rint(np.where(np.isnan(root), F32(0), root))
-    return np.floor((fixed + random) / 256).astype(np.int8), scales
+    upper = (most.view(np.uint32).astype(np.int64) + 0xFFFF) >> 16
+    upper = np.maximum(upper, _bfloat16_bits(np.array(2.0**-76)))
+    scales = np.where((upper >= 0x7F80) | np.isnan(most), 0x7FC0, upper).astype(np.uint16)
+    third = F32(1) / F32(3)
+    largest = np.array(127 * 256, F32).view(np.int32).astype(F32)
+    offset = largest - (scales.astype(np.int32) << 16).astype(F32) * third
+    bits = np.abs(groups).view(np.int32).astype(F32) * third + offset[:, None]
+    with np.errstate(invalid="ignore"):
+        root = np.copysign(bits.astype(np.int32).view(F32), groups).reshape(-1)
+        fixed = np.rint(root).astype(np.int64)  # a NaN group's codes mean nothing
+    return ((fixed + random) >> 8).astype(np.int8), scales
 
 
 def _decode_m8(codes: Bits, scales: Bits) -> Floats:
-    q = codes.astype(F32)
+    """Three times as far below the scale's bits as the code is below 127's."""
+    q = np.abs(codes.astype(np.int64)).astype(F32).view(np.uint32).astype(np.int64)
+    below = 3 * (int(np.array(127, F32).view(np.uint32)) - q)
+    scale = np.repeat(scales.astype(np.int64) << 16, GROUP)
+    bits = np.where(codes == 0, 0, scale - below) % 2**32
+    value = np.copysign(bits.astype(np.uint32).view(F32), codes)
+    return np.where(np.isnan(_bfloat16(scales)).repeat(GROUP), F32(np.nan), value).astype(F32)
+
+
+# The pieces of log8, below the scale: powers of two, steps in each, code of the first step.
+LOG8_PIECES = [(range(-6, 0), 16, 160), (range(-26, -6), 8, 0)]
+
+
+def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
+    """Straight lines between powers of two, in 256ths of a code; what is below all is code 0."""
+    groups = x.reshape(-1, GROUP).astype(np.float64)
+    most = groups.max(axis=1, initial=0)
+    bad = np.isnan(most) | np.isinf(most) | np.signbit(groups).any(axis=1)
+    _, exponent = np.frexp(most * 32 / 31)  # the power of two above it
+    scales = np.where(bad, 255, np.clip(exponent + 127, 30, 254)).astype(np.uint8)
     with np.errstate(invalid="ignore"):
-        return q * q * q * np.repeat(_bfloat16(scales) * F32(4.8818978e-07), GROUP)
+        part = groups / np.exp2(scales.astype(np.float64) - 127)[:, None]
+        part = np.minimum(part, 31 / 32)
+        fraction, power = np.frexp(part)
+        fixed = np.zeros(groups.shape, np.int64)
+        for powers, steps, first in LOG8_PIECES:
+            code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
+            inside = np.isin(power - 1, powers) & (part > 0)
+            fixed[inside] = np.floor(256 * code[inside]).astype(np.int64)
+    return ((fixed.reshape(-1) + random) >> 8).astype(np.uint8), scales
+
+
+def log8_levels() -> NDArray[np.float64]:
+    """The numbers of the codes 0 to 255, as parts of the scale."""
+    pieces = [
+        [2.0**power * (1 + step / steps) for power in powers for step in range(steps)]
+        for powers, steps, _ in reversed(LOG8_PIECES)
+    ]
+    return np.concatenate(pieces)
+
+
+def _decode_log8(codes: Bits, scales: Bits) -> Floats:
+    """Scale 0 is a group that nothing was stored in yet, 255 one with an infinity or a NaN."""
+    scale = np.repeat(np.exp2(scales.astype(np.float64) - 127), GROUP)
+    value = log8_levels()[codes] * scale
+    kinds = scales.repeat(GROUP)
+    return np.where(kinds == 255, np.nan, np.where(kinds == 0, 0, value)).astype(F32)
 
 
 # In two parts
@@ -161,6 +206,9 @@ def _float16_bits(x: NDArray[Any]) -> Bits:
     return np.where(np.isnan(x), np.float16(np.nan), x.astype(np.float16)).view(np.uint16)
 
 
+GROUPED = {"m8": (_encode_m8, _decode_m8), "log8": (_encode_log8, _decode_log8)}
+
+
 def encode(x: Floats, format: str, random: Bytes | None = None, weight: str = "") -> list[Bits]:
     """A format's arrays; `weight` is what the first part of a split is."""
     if format in REST_BITS:
@@ -173,8 +221,8 @@ def encode(x: Floats, format: str, random: Bytes | None = None, weight: str = ""
         with np.errstate(invalid="ignore"):
             return encode(np.sqrt(x), "float16")
     assert random is not None, format
-    if format == "m8":
-        return [*_encode_m8(x, random)]
+    if format in GROUPED:
+        return [*GROUPED[format][0](x, random)]
     if format == "ue8m8":
         rounded = stochastic(np.where(np.signbit(x), F32(np.nan), x), UE8M8, random)
         bits = np.where(np.isnan(rounded), 0xFF80, rounded.view(np.uint32) >> 15)
@@ -190,8 +238,8 @@ def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
         if weight == "bfloat16":
             return _decode_split_bfloat16(parts[0], parts[1], REST_BITS[format])
         return _decode_split_float16(parts[0], parts[1], format)
-    if format == "m8":
-        return _decode_m8(parts[0], parts[1])
+    if format in GROUPED:
+        return GROUPED[format][1](parts[0], parts[1])
     if format == "ue8m8":
         return (parts[0].astype(np.uint32) << 15).view(F32)
     if format.startswith("bfloat16"):

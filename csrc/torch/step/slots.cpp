@@ -34,7 +34,8 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
   f(own_.params[i]);
   if (own_.masters[i].defined()) f(own_.masters[i]);
   for (const Tensors& s : own_.states) f(s[i]);
-  if (own_.scales[i].defined()) f(own_.scales[i]);
+  for (const Tensors& s : own_.scales)
+    if (s[i].defined()) f(s[i]);
   f(own_.clocks[i]);
 }
 
@@ -54,9 +55,11 @@ void Slots::remember() {
     const at::Tensor& param = own_.params[i];
     s.size = param.numel();
     s.master = master_of(size_t(i));
-    for (size_t k = 0; k < own_.states.size(); ++k)
-      s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i]};
-    if (own_.scales[i].defined()) s.state[0].rest = own_.scales[i].mutable_data_ptr();
+    for (size_t k = 0; k < own_.states.size(); ++k) {
+      const at::Tensor& scales = own_.scales[k][i];
+      s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i],
+                    scales.defined() ? scales.mutable_data_ptr() : nullptr};
+    }
     s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
     s.group = int32_t(own_.groups[i]);
     s.tensor_index = uint32_t(own_.tensor_indices[i]);

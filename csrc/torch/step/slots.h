@@ -19,7 +19,7 @@ class Slots {
     // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
     Tensors masters;
     std::vector<Tensors> states;               // one list for each state of the rule
-    Tensors scales;                            // of states[0] where it is m8, undefined elsewhere
+    std::vector<Tensors> scales;               // of the states in groups, undefined elsewhere
     std::vector<std::vector<Format>> formats;  // of the states, as `states`
     std::vector<bool> stochastic;              // round a parameter without master stochastically
     Tensors clocks;                            // float64 of 4 elements (core/rules/base.h, Clock)

@@ -14,7 +14,6 @@ void check_length(size_t found, size_t wanted, const char* argument) {
 void Slots::check_lengths() const {
   const size_t n = own_.params.size();
   check_length(own_.masters.size(), n, "masters");
-  check_length(own_.scales.size(), n, "scales");
   check_length(own_.stochastic.size(), n, "stochastic");
   check_length(own_.clocks.size(), n, "clocks");
   check_length(own_.groups.size(), n, "groups");
@@ -23,9 +22,12 @@ void Slots::check_lengths() const {
   check_length(own_.row_lengths.size(), n, "row_lengths");
   check_length(own_.row_strides.size(), n, "row_strides");
   for (const Tensors& s : own_.states) check_length(s.size(), n, "a list of states");
+  for (const Tensors& s : own_.scales) check_length(s.size(), n, "a list of scales");
   for (const auto& f : own_.formats) check_length(f.size(), n, "a list of formats");
-  TORCH_CHECK_VALUE(own_.formats.size() == own_.states.size(), "amp_mp: ", own_.states.size(),
-                    " states, but ", own_.formats.size(), " lists of formats");
+  const size_t states = own_.states.size();
+  TORCH_CHECK_VALUE(own_.formats.size() == states && own_.scales.size() == states,
+                    "amp_mp: ", states, " states, but ", own_.formats.size(),
+                    " lists of formats and ", own_.scales.size(), " of scales");
   TORCH_CHECK_VALUE(own_.states.size() <= size_t(kMaxStates), "amp_mp: ", own_.states.size(),
                     " states, at most ", kMaxStates, " are supported");
   for (size_t i = 1; i < n; ++i)
@@ -40,8 +42,7 @@ void Slots::check() const {
     const std::string* name = &own_.names[size_t(i)];
     const Label param{"the weight", i, name}, master{"the master", i, name},
         state{"the state", i, name}, scale{"the scales", i, name}, clock{"the step count", i, name};
-    const at::Tensor &p = own_.params[i], &m = own_.masters[i], &s = own_.scales[i],
-                     &c = own_.clocks[i];
+    const at::Tensor &p = own_.params[i], &m = own_.masters[i], &c = own_.clocks[i];
     const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
                                       const Label& label) {
       check_writable(t, label);
@@ -71,11 +72,15 @@ void Slots::check() const {
     for (size_t k = 0; k < own_.states.size(); ++k)
       check_like_param(own_.states[k][i], dtype_of(own_.formats[k][i]), state);
     for (size_t k = 0; k < own_.states.size(); ++k) {
-      if (own_.formats[k][i] != Format::m8) continue;
-      TORCH_CHECK_VALUE(k == 0 && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),
-                        " (", describe(p), ") cannot be m8: only a rule's first state can, with ",
-                        "scales, and with a multiple of ", kGroup, " elements");
-      check_numbers(s, at::kBFloat16, p.numel() / kGroup, scale);
+      const Format format = own_.formats[k][i];
+      const at::Tensor& s = own_.scales[k][i];
+      if (!kFormats[int(format)].is(kGrouped)) continue;
+      TORCH_CHECK_VALUE(
+          k < kGroupedStates && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),
+          " (", describe(p), ") cannot be ", kFormats[int(format)].name,
+          ": only a rule's first two states can, with scales, and with a multiple of ", kGroup,
+          " elements");
+      check_numbers(s, rest_dtype_of(format), p.numel() / kGroup, scale);
     }
     check_numbers(c, at::kDouble, int64_t(sizeof(Clock) / sizeof(double)), clock);
   }

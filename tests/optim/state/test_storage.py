@@ -551,7 +551,7 @@ def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
             params=params,
             masters=rests,
             states=[moments, squares],
-            scales=[None] * count,
+            scales=[[None] * count] * 2,
             formats=[["bfloat16_stochastic"] * count, ["ue8m8"] * count],
             stochastic=[False] * count,
             clocks=[new_clock.clone() for _ in params],

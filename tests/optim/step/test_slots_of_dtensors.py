@@ -46,7 +46,7 @@ def slots_of(params: list[Any], *, rule: str = "adamw") -> _C.Slots:
         params=locals_,
         masters=[None] * n,
         states=[[torch.zeros_like(p.detach()) for p in locals_] for _ in range(states)],
-        scales=[None] * n,
+        scales=[[None] * n] * states,
         formats=[["float32"] * n] * states,
         stochastic=[False] * n,
         clocks=[clock(str(p.device)) for p in locals_],
@@ -259,7 +259,8 @@ def test_empty_shards_go_through_every_pass(device: str, mesh: DeviceMesh, opera
         masters=[torch.empty(0, 64, dtype=torch.int8, device=device)],
         states=[[torch.empty(0, 64, dtype=dtypes[f], device=device)] for f in formats],
         scales=[
-            torch.empty(0, 2, dtype=torch.bfloat16, device=device) if "m8" in formats else None
+            [torch.empty(0, 2, dtype=torch.bfloat16, device=device) if f == "m8" else None]
+            for f in formats
         ],
         formats=[[f] for f in formats],
         stochastic=[False],

@@ -91,7 +91,7 @@ class Bucket:
             dtensors=[param if is_dtensor(param) else None for param in self.params],
             masters=[beside(p, d) for p, d in zip(self.params, dicts, strict=True)],
             states=[[own.data for own in each] for each in found],
-            scales=[own.scale for own in found[0]] if names else [None] * len(dicts),
+            scales=[[own.scale for own in each] for each in found],
             formats=[
                 [native_name(format_of(groups[i.group][name], param)) for param, i in members]
                 for name in names
