@@ -24,7 +24,7 @@ from moment_simulations import (
     Setting,
     constant,
     drop,
-    drop_steps,
+    drop_times,
     stopped,
     stored_error,
     unequal,
@@ -50,9 +50,9 @@ def jobs(
         for sd in LOG_SDS:
             keys = {"simulation": "unequal", "beta2": beta2, "log_sd": sd}
             yield keys, setting.steps, partial(unequal, formats, setting, beta2, sd)
-        steps = setting.steps if quick else drop_steps(beta2)
+        times = (setting.steps // 2, setting.steps) if quick else drop_times(beta2)
         keys = {"simulation": "drop", "beta2": beta2}
-        yield keys, steps, partial(drop, formats, setting, beta2, steps)
+        yield keys, times[1], partial(drop, formats, setting, beta2, times)
         keys = {"simulation": "stopped", "beta2": beta2}
         yield keys, setting.steps, partial(stopped, formats, setting, beta2)
         keys = {"simulation": "constant", "beta2": beta2}

@@ -98,10 +98,12 @@ class Report:
                 for beta2, log_sd in both
             }
             yield self._table(f"Groups of unequal elements: {title}, by beta2", columns)
-        yield self._table(
-            "Gradients drop tenfold: second moment over exact Adam's, mean and sd, by beta2",
-            {f"{b:g}": ("drop", ("mean", "sd"), {"beta2": b}) for b in self.beta2s},
-        )
+        columns = {}
+        for beta2 in self.beta2s:
+            for time, prefix in (("falling", ""), ("settled", "settled_")):
+                results = (f"{prefix}mean", f"{prefix}sd")
+                columns[f"{beta2:g}\n{time}"] = ("drop", results, {"beta2": beta2})
+        yield self._table("Gradients drop tenfold: v over exact Adam's, mean and sd", columns)
         yield self._table(
             f"Gradients stop: largest update later (exact Adam: {self._stopped_exactly()})",
             {f"{b:g}": ("stopped", ("largest",), {"beta2": b}) for b in self.beta2s},
@@ -133,11 +135,12 @@ class Report:
         at = "log-sd " + " / ".join(f"{sd:g}" for sd in ends)
         table.add_column("format")
         for header in (
-            "bytes, both moments",
-            "after tenfold drop:\nv / exact, sd",
-            f"largest update / exact's,\n{at}",
-            f"update error x 1,000,\n{at}",
-            "gradients stop:\nlargest update",
+            "bytes of\nboth\nmoments",
+            "v / exact, sd\nafter tenfold drop:\nfalling",
+            "\n\nsettled",
+            f"largest update\n/ exact's,\n{at}",
+            f"update error\nx 1,000,\n{at}",
+            "gradients\nstop: largest\nupdate",
         ):
             table.add_column(header, justify="right")
         for name in self.formats:
@@ -145,6 +148,7 @@ class Report:
                 name,
                 f"{FORMATS[name].bytes:.3g}",
                 self._cell(name, "drop", ("mean", "sd"), {"beta2": beta2}),
+                self._cell(name, "drop", ("settled_mean", "settled_sd"), {"beta2": beta2}),
                 *(
                     " / ".join(
                         self._cell(

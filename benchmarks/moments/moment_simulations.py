@@ -106,18 +106,19 @@ def unequal(
     }
 
 
-def drop_steps(beta2: float) -> int:
-    """After so many steps less than a ten-thousandth of exact Adam's old second moment is left."""
-    return max(400, round(2.8 / (1 - beta2)))
+def drop_times(beta2: float) -> tuple[int, int]:
+    """Two times after a drop: exact Adam's second moment is still falling, and it has settled."""
+    return round(2.8 / (1 - beta2)), round(10 / (1 - beta2))
 
 
 def drop(
-    formats: Sequence[Format], setting: Setting, beta2: float, steps: int, tick: Tick
+    formats: Sequence[Format], setting: Setting, beta2: float, times: tuple[int, int], tick: Tick
 ) -> Results:
     """All gradients become ten times smaller, once, and second moments have to follow.
 
-    A group's elements are nearly alike (log-sd 0.3). Results of a format: `mean` and `sd` over the
-    elements of the second moment over exact Adam's, at the end.
+    A group's elements are nearly alike (log-sd 0.3). Results of a format: the second moment over
+    exact Adam's, after so many steps, its mean and standard deviation over the elements: `mean` and
+    `sd` at the first of the times, `settled_mean` and `settled_sd` at the second.
     """
     source = np.random.default_rng([setting.seed, 2])
     count = 128 * GROUP
@@ -125,21 +126,23 @@ def drop(
     exact = sizes**2
     start = exact.astype(F32)
     random = random_bytes(source, count)
-    found = {format.name: format.square.stored(start, random) for format in formats}
-    for _ in range(steps):
+    stored = {format.name: format.square.stored(start, random) for format in formats}
+    results: Results = {name: {} for name in stored}
+    for step in range(1, times[1] + 1):
         gradient = (0.1 * sizes * source.standard_normal(count)).astype(F32)
         random = random_bytes(source, count)
         exact = beta2 * exact + (1 - beta2) * gradient.astype(np.float64) ** 2
         square = F32(1 - beta2) * (gradient * gradient)
         for format in formats:
-            v = F32(beta2) * found[format.name] + square
-            found[format.name] = format.square.stored(v, random)
+            v = F32(beta2) * stored[format.name] + square
+            stored[format.name] = format.square.stored(v, random)
         tick()
-    ratios = {name: v / exact for name, v in found.items()}
-    return {
-        name: {"mean": float(ratio.mean()), "sd": float(ratio.std())}
-        for name, ratio in ratios.items()
-    }
+        for time, prefix in zip(times, ("", "settled_"), strict=True):
+            for name in stored if step == time else ():
+                ratio = stored[name] / exact
+                results[name][f"{prefix}mean"] = float(ratio.mean())
+                results[name][f"{prefix}sd"] = float(ratio.std())
+    return results
 
 
 def stopped(formats: Sequence[Format], setting: Setting, beta2: float, tick: Tick) -> Results:
