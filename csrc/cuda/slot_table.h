@@ -1,6 +1,6 @@
 #pragma once
 // The slots of an apply or moments pass as a kernel argument, and how a kernel reads them.
-#include "cuda/convert.h"
+#include "cuda/access.h"
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
