@@ -97,7 +97,8 @@ struct StoredArray {
   void write_groups() {
     if (!exists || !is_grouped(format)) return;
     const size_t width = rest_bytes_of(format);
-    const uint16_t nan = format == F::log8 ? 0xFF : 0x7FC0;
+    const uint16_t nan = format == F::log8 ? Log8Group::store(Log8Group::scale(kInfinity))
+                                           : M8Group::store(M8Group::scale(kInfinity)).bits;
     for (size_t g = 0; g < n / kGroup; ++g) {
       if (g % 5 == 2) std::memcpy(rest.at() + g * width, &nan, width);
       if (g % 3 != 1) continue;
