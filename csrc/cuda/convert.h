@@ -187,7 +187,7 @@ struct Held {
     constexpr int kThreadsOfGroup = kGroup / kPack;
     uint32_t most = 0;
     for (int k = 0; k < kPack; ++k) {
-      const uint32_t size = k < n ? group.size(x[k]) : 0;
+      const uint32_t size = k < n ? to_bits(x[k]) & group.kSizeBits : 0;
       most = size > most ? size : most;
     }
     for (int d = kThreadsOfGroup / 2; d > 0; d /= 2) {

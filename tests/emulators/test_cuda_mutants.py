@@ -46,12 +46,12 @@ MUTANTS = {
         "../core/m8.h", "largest <= 0x7F7F0000u ? least : 0x7FC00000u", "least", "copy.cu",
         "plain", "FAILED copy to, m8"),
     "log8 stores numbers for NaN": Mutant(
-        "../core/log8.h", "largest < kInfinity ? most : kBad", "most", "apply.cu", "plain",
+        "../core/log8.h", "least <= 255 ? least : kBad", "least", "apply.cu", "plain",
         "FAILED apply"),
     "m8's scale is rounded down": Mutant(
         "../core/m8.h", "largest + 0xFFFFu", "largest", "apply.cu", "plain", "FAILED apply"),
     "log8's scale may be its largest number": Mutant(
-        "../core/log8.h", "largest + (1u << 19)", "largest", "apply.cu", "plain",
+        "../core/log8.h", "(largest >> 19) + 1", "(largest >> 19)", "apply.cu", "plain",
         "FAILED apply"),
     "log8 has no floor": Mutant(
         "../core/log8.h", "code > 0 ? code : 0", "code", "apply.cu", "plain", "FAILED apply"),
