@@ -51,8 +51,9 @@ struct Log8Group {
 
   static AMP_MP_BOTH uint32_t offset(uint32_t scale) { return base(scale); }
   static AMP_MP_BOTH uint32_t round(float x, uint32_t offset, uint32_t random) {
-    const int32_t u = int32_t(to_bits(x) - offset);
-    const int32_t fine = ((u - 0x3C800000) >> 11) + (160 << 8), coarse = (u - 0x32800000) >> 12;
+    const uint32_t u = to_bits(x) - offset;  // in a group of NaN anything
+    const int32_t fine = (int32_t(u - 0x3C800000u) >> 11) + (160 << 8),
+                  coarse = int32_t(u - 0x32800000u) >> 12;
     const int32_t code = fine > coarse ? fine : coarse;
     return uint32_t(code > 0 ? code : 0) + random;
   }

@@ -115,6 +115,8 @@ AMP_MP_BOTH void encode_halves(Halves& from, const Array& to, int64_t at, const 
                    b = Group::round(odd[i], each[i], two >> 8);
     codes[i] = uint16_t(pick(0xFFu, a >> 8, b));
   }
+  for (int g = 0; g < n / kGroup; ++g)
+    if (!Group::is_plain(largest[g])) memset(codes + g * kGroupPairs, 0, kGroup);
 }
 
 }  // namespace

@@ -200,6 +200,7 @@ struct Held {
     for (int k = 0; k < kPack; ++k)
       rounded[k] = group.round(x[k], offset, uint32_t(random >> (8 * k)) & 0xFFu);
     data.set_bytes_1(rounded);
+    if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;
     data.word[kScale] = scale;
   }
 };

@@ -42,6 +42,9 @@ MUTANTS = {
     "a group of NaN is numbers": Mutant(
         "convert.h", "is_plain ? y : group.special(scale)", "y", "apply.cu", "plain",
         "FAILED apply"),
+    "codes of a group of NaN are kept": Mutant(
+        "convert.h", "if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;", "",
+        "apply.cu", "plain", "FAILED apply"),
     "m8 stores numbers for NaN": Mutant(
         "../core/m8.h", "largest <= 0x7F7F0000u ? least : 0x7FC00000u", "least", "copy.cu",
         "plain", "FAILED copy to, m8"),

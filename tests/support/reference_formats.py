@@ -91,8 +91,9 @@ def _encode_m8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
     bits = np.abs(groups).view(np.int32).astype(F32) * third + offset[:, None]
     with np.errstate(invalid="ignore"):
         root = np.copysign(bits.astype(np.int32).view(F32), groups).reshape(-1)
-        fixed = np.rint(root).astype(np.int64)  # a NaN group's codes mean nothing
-    return ((fixed + random) >> 8).astype(np.int8), scales
+        fixed = np.rint(root).astype(np.int64)
+    codes = ((fixed + random) >> 8).astype(np.int8)
+    return np.where(np.repeat(scales == 0x7FC0, GROUP), np.int8(0), codes), scales
 
 
 def _decode_m8(codes: Bits, scales: Bits) -> Floats:
@@ -125,8 +126,8 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
             code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
             inside = np.isin(power - 1, powers) & (part > 0)
             fixed[inside] = np.floor(256 * code[inside]).astype(np.int64)
-    fixed[bad] = 0  # these codes mean nothing
-    return ((fixed.reshape(-1) + random) >> 8).astype(np.uint8), scales
+    codes = ((fixed.reshape(-1) + random) >> 8).astype(np.uint8)
+    return np.where(np.repeat(bad, GROUP), np.uint8(0), codes), scales
 
 
 def log8_levels() -> NDArray[np.float64]:
