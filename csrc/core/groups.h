@@ -11,6 +11,9 @@
 //   base, decode      a constant of the group, and an element by it
 //   offset, round     a constant of the group, and an element by it: byte 1 of the result is the
 //   code
+//
+// All codes of a group that is not plain are stored as 0: the bits of a NaN depend on the processor
+// and on the order of a sum's operands, and a code would too.
 #include "core/log8.h"
 #include "core/m8.h"
 
