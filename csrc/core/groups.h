@@ -4,16 +4,17 @@
 // are the same.
 //
 //   Code, Scale       the elements of the two arrays
-//   size(x)           what the largest of is taken to find the scale
-//   scale(largest)    the scale, as a number, and `load` and `store` to and from Scale
-//   is_plain(scale)   whether `decode` is right; else all codes are 0, whatever the kind of NaN, and
-//                     all elements are `special(scale)`
-//   base, decode      a constant of the group, and an element by it
+//   kSizeBits         the bits of a number that count for its group's scale
+//   scale(largest)    the scale for the largest of these bits, and `load` and `store` to and from
+//                     Scale
+//   is_plain(scale)   whether `decode` is right; else all elements are `special(scale)`
+//   base, decode      a constant of the group, and an element by it; `decode_top` takes the code as
+//                     the top byte of a word
 //   offset, round     a constant of the group, and an element by it: byte 1 of the result is the
 //   code
 //
-// All codes of a group that is not plain are stored as 0: the bits of a NaN depend on the processor
-// and on the order of a sum's operands, and a code would too.
+// All codes of a group whose scale is not plain are stored as 0. The bits of a NaN depend on the
+// processor, and a code of them would too.
 #include "core/log8.h"
 #include "core/m8.h"
 
