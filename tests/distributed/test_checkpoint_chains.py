@@ -155,7 +155,7 @@ def cut(layout: str, path: str) -> Any:
             continue
         exact = wanted[number]["exp_avg"]
         off = (local(found[number]["exp_avg"]) - local(placed_as(param, exact))).abs()
-        cut_groups = "exp_avg_m8" not in optimizer.state[param]
+        cut_groups = "exp_avg_m8v2" not in optimizer.state[param]
         bound = 2.0**-7 * local(placed_as(param, exact)).abs() if cut_groups else 0 * off
         name = plain_params[[p for g in plain_optimizer.param_groups for p in g["params"]][number]]
         if not bool((off <= bound).all()):
@@ -167,7 +167,7 @@ def cut(layout: str, path: str) -> Any:
                 wrong.append(f"{name}: {entry}")
     steps(model, optimizer, range(3, 5))
     amp.checkpoint.save(f"{path}/{layout}", model, optimizer)
-    formats = {n: "exp_avg_m8" in optimizer.state.get(p, {}) for n, p in model.named_parameters()}
+    formats = {n: "exp_avg_m8v2" in optimizer.state.get(p, {}) for n, p in model.named_parameters()}
     return wrong, formats, digests_of(list(model.parameters()), optimizer)
 
 
@@ -215,5 +215,5 @@ def test_every_process_reads_its_shards_and_no_more(tmp_path: Path) -> None:
     for layout, world in (("fsdp", 2), ("fsdp", 4), ("columns fsdp", 4), ("hsdp", 4)):
         assert on_ranks(world, templates, str(tmp_path / "c"), layout) == [[]] * world
     # "rows" cuts dimension 1: rows of 96, and the convolution's, within groups.
-    whole = {f"{n} {e}" for n in ("p1", "p2") for e in ("exp_avg_m8", "exp_avg_m8_scale")}
+    whole = {f"{n} {e}" for n in ("p1", "p2") for e in ("exp_avg_m8v2", "exp_avg_m8v2_scale")}
     assert set(on_ranks(2, templates, str(tmp_path / "c"), "rows")[0]) == whole

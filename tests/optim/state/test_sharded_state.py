@@ -125,7 +125,7 @@ def has_m8(layout: str, shape: tuple[int, ...]) -> bool:
 def check_same(found: dict[str, Any], wanted: dict[str, Any], skipped: set[int]) -> None:
     """Bit for bit, but for parameters whose first moment fell back to bfloat16."""
     for number, state in wanted.items():
-        names = {n for n in state if not (number in skipped and n.startswith("exp_avg_m8"))}
+        names = {n for n in state if not (number in skipped and n.startswith("exp_avg_m8v2"))}
         extra = {"exp_avg"} if number in skipped else set()
         assert set(found[number]) == names | extra, number
         for name in names:
@@ -149,12 +149,12 @@ def whole_tensors(layout: str, preset: str) -> None:
     check_placing(other)
     for param in sharded.parameters():
         if preset == "tiny":
-            assert ("exp_avg_m8" in other.state[param]) == has_m8(layout, tuple(param.shape))
+            assert ("exp_avg_m8v2" in other.state[param]) == has_m8(layout, tuple(param.shape))
     skipped = fell_back(layout, preset)
     check_same(gathered(other.state_dict()), saved["state"], skipped)
     for number in skipped:
         moments = gathered(other.state_dict())[number]["exp_avg"].float()
-        codes = [saved["state"][number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        codes = [saved["state"][number][n] for n in ("exp_avg_m8v2", "exp_avg_m8v2_scale")]
         wanted = amp.formats.decode(codes, "m8")
         assert bool(((moments - wanted).abs() <= 2.0**-7 * wanted.abs()).all())
 
@@ -167,7 +167,7 @@ def whole_tensors(layout: str, preset: str) -> None:
     if not skipped:
         check_same(whole, saved["state"], skipped)
     for number in skipped:  # bfloat16 there, m8 here
-        parts = [whole[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        parts = [whole[number][n] for n in ("exp_avg_m8v2", "exp_avg_m8v2_scale")]
         moments = gathered(shown)[number]["exp_avg"].float().reshape(-1, 32)
         off = (amp.formats.decode(parts, "m8").reshape(-1, 32) - moments).abs()
         assert bool((off <= 3 / 127 * moments.abs().amax(1, keepdim=True)).all())

@@ -470,7 +470,7 @@ def test_the_first_moment_of_a_constant_gradient_is_right(device: str, format: s
         optimizer.step()
         state = optimizer.state[param]
         if step >= steps // 2:
-            entries = ("exp_avg", "exp_avg_m8", "exp_avg_m8_scale")
+            entries = ("exp_avg", "exp_avg_m8v2", "exp_avg_m8v2_scale")
             parts = [state[name] for name in entries if name in state]
             total += array(amp.formats.decode(parts, format)) / (1 - 0.9 ** (step + 1))
     ratio = total / (steps // 2) / columns
@@ -616,8 +616,8 @@ def test_moments_without_rows_of_32_are_bfloat16(device: str) -> None:
     for name, param in params.items():
         state = optimizer.state[param]
         grouped = ones[name][1] == torch.int8
-        assert state["exp_avg_m8" if grouped else "exp_avg"].dtype == ones[name][1], name
-        assert ("exp_avg_m8" in state) == ("exp_avg_m8_scale" in state) == grouped, name
+        assert state["exp_avg_m8v2" if grouped else "exp_avg"].dtype == ones[name][1], name
+        assert ("exp_avg_m8v2" in state) == ("exp_avg_m8v2_scale" in state) == grouped, name
         assert ("exp_avg" in state) == (not grouped), name
 
 
@@ -868,10 +868,10 @@ def test_groups_have_their_own_formats(device: str) -> None:
         for p in params
     ]
     assert found == [
-        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg_m8v2": "int8", "exp_avg_sq_ue8m8": "int16"},
         {"master": "float32", "exp_avg": "float32", "exp_avg_sq_ue8m8": "int16"},
         {"remainder8": "int8", "exp_avg": "bfloat16", "exp_avg_sq_ue8m8": "int16"},
-        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_root": "float16"},
+        {"remainder8": "int8", "exp_avg_m8v2": "int8", "exp_avg_sq_root": "float16"},
     ]
     assert "memory" not in optimizer.param_groups[2]
 
