@@ -124,7 +124,7 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
         for powers, steps, first in LOG8_PIECES:
             code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
             inside = np.isin(power - 1, powers) & (part > 0)
-            fixed[inside] = np.floor(256 * code[inside]).astype(np.int64)
+            fixed[inside] = np.floor(256 * code[inside] + 0.5).astype(np.int64)
     return ((fixed.reshape(-1) + random) >> 8).astype(np.uint8), scales
 
 
