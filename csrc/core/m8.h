@@ -29,7 +29,8 @@ struct M8Group {
 
   static AMP_MP_BOTH uint32_t load(bfloat16 scale) { return uint32_t(scale.bits) << 16; }
   static AMP_MP_BOTH bfloat16 store(uint32_t scale) { return {uint16_t(scale >> 16)}; }
-  static AMP_MP_BOTH uint32_t size(float x) { return to_bits(x) & kMagnitude; }
+  static constexpr uint32_t kSizeBits = kMagnitude;
+
 
   // Rounded up to a bfloat16, so that no code exceeds 127. An infinity or a NaN makes its group
   // NaN.
@@ -43,8 +44,13 @@ struct M8Group {
   // The sign comes out right, because 3 * 2^31 is 2^31 modulo 2^32.
   static AMP_MP_BOTH uint32_t base(uint32_t scale) { return scale - 3 * kLargestCode; }
   static AMP_MP_BOTH float decode(M8 x, uint32_t base) {
-    const uint32_t bits = 3 * to_bits(float(x.code)) + base;
-    return from_bits(x.code == 0 ? 0 : bits);
+    return decode_top(uint32_t(uint8_t(x.code)) << 24, base);
+  }
+  static AMP_MP_BOTH float decode_top(uint32_t word, uint32_t base) {
+    const uint32_t code = to_bits(float(int32_t(word) >> 24)), bits = 3 * code + base;
+    // A mask instead of a condition: GCC would make a branch of it, and the loop would stay scalar.
+    const uint32_t unless_zero = code == 0 ? 0u : 0xFFFFFFFFu;
+    return from_bits(bits & unless_zero);
   }
 
   // 256 times the code is the float whose bits are a third of the number's bits and the offset. Its

@@ -30,9 +30,12 @@ namespace amp_mp {
 // zero or an infinite one back into the numbers, or a positive one makes infinity a NaN. Neither
 // pair is ever stored, but a user who writes 0 into a weight makes it. All of these sums, and no
 // others, are at least 0x7F7F8000 without their sign.
-AMP_MP_BOTH float join_bits(bfloat16 high, uint32_t remainder) {
-  const uint32_t weight = uint32_t(high.bits) << 16, sum = weight + remainder;
+AMP_MP_BOTH float join_bits(uint32_t weight, uint32_t sum) {
   return from_bits((sum & kMagnitude) < 0x7F7F8000u ? sum : weight);
+}
+AMP_MP_BOTH float join_bits(bfloat16 high, uint32_t remainder) {
+  const uint32_t weight = uint32_t(high.bits) << 16;
+  return join_bits(weight, weight + remainder);
 }
 
 struct Split32 {

@@ -1,8 +1,7 @@
 #pragma once
 // The apply loop of a rule: opens a tile of every array, updates it, stores it. Included by
 // loops.cpp.
-#include "cpu/access.h"
-#include "cpu/random.h"
+#include "cpu/pairs.h"
 
 namespace amp_mp::cpu {
 namespace {
@@ -63,18 +62,84 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
     const S0 s0 = open<S0>(slot.state[0], i, state[0], n);
     const S1 s1 = open<S1>(slot.state[1], i, state[1], n);
     const S2 s2 = open<S2>(slot.state[2], i, state[2], n);
-    const uint8_t* random = Random ? bytes.of(i) : nullptr;
+    const uint8_t* random = Random ? bytes.of(i, n) : nullptr;
     update<Rule, Random>(rule, multiplier, g, w, s0, s1, s2, random, n);
     if constexpr (__is_same(W, Floats)) {
       if (slot.copy.data) store_tile(w.at, slot.copy, i, tile, nullptr, n);
     }
-    close(w, slot.master, i, master, tile, draw_weights ? weight_bytes.of(i) : nullptr, n);
+    close(w, slot.master, i, master, tile, draw_weights ? weight_bytes.of(i, n) : nullptr, n);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
       close(s0, slot.state[0], i, state[0], tile, random, n);
       close(s1, slot.state[1], i, state[1], tile, random, n);
       close(s2, slot.state[2], i, state[2], tile, random, n);
     }
   }
+}
+
+// Any formats, through tiles.
+template <class Rule>
+AMP_MP_OWN void apply_tiles(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+                            float multiplier, uint64_t seed) {
+  using S0 = choose<(Rule::kStates > 0), Floats, Nothing>;
+  using S1 = choose<(Rule::kStates > 1), Floats, Nothing>;
+  using S2 = choose<(Rule::kStates > 2), Floats, Nothing>;
+  apply_as<Rule, true, Bytes<kTile>, Floats, Floats, S0, S1, S2>(slot, begin, end, rule, multiplier, seed);
+}
+
+// The same two elements at a time, for bfloat16 gradients and bfloat16_split24 masters whose states
+// have the formats F0 and F1, float32 for a state that the rule does not have.
+template <class Rule, Format F0, Format F1>
+AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
+                             float multiplier, uint64_t seed) {
+  Halves halves[2];
+  Bytes<kPairTile> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
+  for (int64_t i = begin; i < end; i += kPairTile) {
+    const int n = int(end - i < kPairTile ? end - i : kPairTile);
+    const uint8_t* random = bytes.of(i, n);
+    const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
+    const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
+                           reinterpret_cast<Half*>(at_element<int8_t>(slot.master.rest, i))};
+    const StatePairs<F0> s0 = open_pairs<F0>(slot.state[0], i, halves[0], n);
+    const StatePairs<F1> s1 = open_pairs<F1>(slot.state[1], i, halves[1], n);
+    update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random), n / 2);
+    close_pairs<F0>(slot.state[0], i, halves[0], random, n);
+    close_pairs<F1>(slot.state[1], i, halves[1], random, n);
+    if constexpr (!is_grouped<F0> && !is_grouped<F1>) {  // groups are whole pairs
+      if (n % 2 == 0) continue;
+      using S0 = choose<(Rule::kStates > 0), Low<F0>, Nothing>;
+      using S1 = choose<(Rule::kStates > 1), Low<F1>, Nothing>;
+      const int64_t last = i + n - 1;
+      update<Rule, true>(rule, multiplier, open<LowGrad>(slot.grad, last, nullptr, 1),
+                         open<Joined<Split24>>(slot.master, last, nullptr, 1),
+                         open<S0>(slot.state[0], last, nullptr, 1),
+                         open<S1>(slot.state[1], last, nullptr, 1), Nothing{}, random + n - 1, 1);
+    }
+  }
+}
+
+// Calls f.operator()<F0, F1>() for the formats of the states if apply_pairs has them; returns
+// whether it does.
+template <class Rule, class F>
+AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
+  if constexpr (Rule::kStates == 1 || Rule::kStates == 2) {
+    using enum Format;
+    if (slot.master.format != bfloat16_split24 || slot.grad.format != bfloat16) return false;
+    const Format a = slot.state[0].format, b = slot.state[1].format;
+    if constexpr (Rule::kStates == 1) {
+      if constexpr (Rule::kSquares == 0) {
+        if (a == ue8m8) return f.template operator()<ue8m8, float32>(), true;
+        if (a == log8) return f.template operator()<log8, float32>(), true;
+      } else {
+        if (a == bfloat16_stochastic) return f.template operator()<bfloat16_stochastic, float32>(), true;
+        if (a == m8) return f.template operator()<m8, float32>(), true;
+      }
+    } else if constexpr (Rule::kSquares == 1) {
+      if (a == bfloat16_stochastic && b == ue8m8) return f.template operator()<bfloat16_stochastic, ue8m8>(), true;
+      if (a == m8 && b == ue8m8) return f.template operator()<m8, ue8m8>(), true;
+      if (a == m8 && b == log8) return f.template operator()<m8, log8>(), true;
+    }
+  }
+  return false;
 }
 
 // Chooses how to access the arrays. The formats of memory="exact", "lean" and "tiny" and float32
@@ -89,8 +154,14 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
   if (slot.origin.row_length > 0 && (random || is_stochastic(slot.master.format)))
     return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
         slot, begin, end, rule, multiplier, seed);
+  if constexpr (!needs_norms<Rule>) {
+    const bool done = with_pairs<Rule>(slot, [&]<Format F0, Format F1>() {
+      apply_pairs<Rule, F0, F1>(slot, begin, end, rule, multiplier, seed);
+    });
+    if (done) return;
+  }
   const auto run = [&]<bool Random, class G, class W, class S0, class S1>() {
-    apply_as<Rule, Random, Bytes, G, W, S0, S1, Floats2>(slot, begin, end, rule, multiplier, seed);
+    apply_as<Rule, Random, Bytes<kTile>, G, W, S0, S1, Floats2>(slot, begin, end, rule, multiplier, seed);
   };
   const auto run_fused = [&]<bool Random, class W, class S0, class S1>() {
     if (slot.grad.format == Format::bfloat16)
@@ -115,7 +186,7 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
       }
     }
   }
-  if (random) return run.template operator()<true, Floats, Floats, Floats0, Floats1>();
+  if (random) return apply_tiles(slot, begin, end, rule, multiplier, seed);
   run.template operator()<false, Floats, Floats, Floats0, Floats1>();
 }
 

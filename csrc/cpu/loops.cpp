@@ -51,7 +51,7 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
     for (int k = 0; k < n; ++k) x[k] *= multiplier;
     if (clamp)
       for (int k = 0; k < n; ++k) x[k] = saturate(x[k]);
-    encode_tile(x, t.to, i, random ? bytes.of(i) : nullptr, n);
+    encode_tile(x, t.to, i, random ? bytes.of(i, n) : nullptr, n);
   }
 }
 

@@ -36,7 +36,7 @@ Statistics moments(const Slot& slot, int64_t begin, int64_t end, const Rule& rul
         float* m = open_tile(slot.state[0], i, state[0], n);
         float* v = open_tile(slot.state[1], i, state[1], n);
         advance(rule, multiplier, g, w, m, v, direction + (i - block), n);
-        const uint8_t* drawn = random ? bytes.of(i) : nullptr;
+        const uint8_t* drawn = random ? bytes.of(i, n) : nullptr;
         if (m == state[0]) store_tile(m, slot.state[0], i, tile, drawn, n);
         if (v == state[1]) store_tile(v, slot.state[1], i, tile, drawn, n);
       }

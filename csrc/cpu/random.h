@@ -49,7 +49,6 @@ AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 // multiplication's latency halves the speed.
 constexpr int kWindowBytes = 4 * 8 * kDraw;
 constexpr int kWindowBlocks = kWindowBytes / kSharedBytes;  // of kRandomBlock elements each
-static_assert(kTile == kRandomBlock);
 
 // kWindowBytes bytes, from draw `index` on.
 AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes) {
@@ -117,18 +116,21 @@ AMP_MP_BOTH void share(const uint8_t* __restrict drawn, uint8_t* __restrict byte
 // The random bytes of a tensor's elements. An element's bytes are those of its place in the whole
 // tensor: sharding does not change them. This class is for shards without gaps, whose `first`
 // element is known.
+template <int Tile>
 class Bytes {
+  static_assert(Tile / kRandomBlock < kWindowBlocks);
+
  public:
   AMP_MP_BOTH Bytes(const RandomStream& stream, const Origin& origin)
       : stream_(stream), first_(origin.first) {}
 
-  // Bytes of elements [at, at + kTile); `at` is a multiple of kTile. Valid until the next call.
-  AMP_MP_BOTH const uint8_t* of(int64_t at) {
+  // Bytes of elements [at, at + n), at most Tile. Calls go upwards. Valid until the next call.
+  AMP_MP_BOTH const uint8_t* of(int64_t at, int n) {
     const int64_t place = first_ + at, block = place / kRandomBlock, inside = place % kRandomBlock;
-    if (!window_.holds(block, block + (inside > 0))) window_.draw_from(stream_, block);
+    const int blocks = int(ceil_divide(inside + n, kRandomBlock));
+    if (!window_.holds(block, block + blocks - 1)) window_.draw_from(stream_, block);
     const uint8_t* drawn = window_.bytes + (block - window_.block) * kSharedBytes;
-    share(drawn, bytes_);
-    if (inside > 0) share(drawn + kSharedBytes, bytes_ + kRandomBlock);  // the tile reaches into it
+    for (int k = 0; k < blocks; ++k) share(drawn + k * kSharedBytes, bytes_ + k * kRandomBlock);
     return bytes_ + inside;
   }
 
@@ -136,9 +138,8 @@ class Bytes {
   RandomStream stream_;
   int64_t first_;
   Window window_;
-  alignas(64) uint8_t bytes_[2 * kRandomBlock];
+  alignas(64) uint8_t bytes_[Tile + kRandomBlock];
 };
-
 // The same for any shard, also one that has gaps between its rows in the whole tensor. A class of
 // its own: the test for rows would cost the steps of small tensors a tenth.
 class RowBytes {
@@ -147,20 +148,21 @@ class RowBytes {
   AMP_MP_BOTH RowBytes(const RandomStream& stream, const Origin& origin)
       : stream_(stream), origin_(origin) {}
 
-  AMP_MP_BOTH const uint8_t* of(int64_t at) {
-    collect(at, tile_);
+  // Bytes of elements [at, at + n), at most kTile. Valid until the next call.
+  AMP_MP_BOTH const uint8_t* of(int64_t at, int n) {
+    collect(at, n, tile_);
     return tile_;
   }
 
  private:
   // A short piece of a row that the window does not have is drawn by itself: a window would be
   // drawn for every row.
-  AMP_MP_OWN void collect(int64_t at, uint8_t* tile) {
+  AMP_MP_OWN void collect(int64_t at, int64_t n, uint8_t* tile) {
     constexpr int64_t kShort = kTile / 2;
     const bool gaps = origin_.row_length > 0;
     int64_t column = gaps ? at % origin_.row_length : 0,
             row = origin_.first + (gaps ? at / origin_.row_length * origin_.row_stride : at);
-    for (int64_t n = kTile; n > 0;) {
+    while (n > 0) {
       const int64_t left = gaps ? origin_.row_length - column : n, piece = n < left ? n : left,
                     place = row + column, last = (place + piece - 1) / kRandomBlock;
       const bool held = window_.holds(place / kRandomBlock, last);

@@ -168,7 +168,7 @@ AMP_MP_BOTH void encode_groups(const float* __restrict from, Code* __restrict co
   for (int g = 0; g < n / kGroup; ++g) {
     uint32_t largest = 0;
     for (int i = 0; i < kGroup; ++i) {
-      const uint32_t size = Group::size(from[g * kGroup + i]);
+      const uint32_t size = to_bits(from[g * kGroup + i]) & Group::kSizeBits;
       largest = largest > size ? largest : size;
     }
     const uint32_t scale = Group::scale(largest);

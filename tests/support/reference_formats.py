@@ -113,18 +113,19 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
     """Straight lines between powers of two, in 256ths of a code; what is below all is code 0."""
     groups = x.reshape(-1, GROUP).astype(np.float64)
     most = groups.max(axis=1, initial=0)
-    bad = np.isnan(most) | np.isinf(most) | np.signbit(groups).any(axis=1)
-    _, exponent = np.frexp(most * 32 / 31)  # the power of two above it
-    scales = np.where(bad, 255, np.clip(exponent + 127, 30, 254)).astype(np.uint8)
+    with np.errstate(invalid="ignore"):
+        bad = ~(most < 31 / 32 * 2.0**128) | np.signbit(groups).any(axis=1)
+        _, exponent = np.frexp(most * 32 / 31)  # the power of two above it
+    scales = np.where(bad, 1, np.clip(exponent + 127, 30, 255)).astype(np.uint8)
     with np.errstate(invalid="ignore"):
         part = groups / np.exp2(scales.astype(np.float64) - 127)[:, None]
-        part = np.minimum(part, 31 / 32)
         fraction, power = np.frexp(part)
         fixed = np.zeros(groups.shape, np.int64)
         for powers, steps, first in LOG8_PIECES:
             code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
             inside = np.isin(power - 1, powers) & (part > 0)
             fixed[inside] = np.floor(256 * code[inside] + 0.5).astype(np.int64)
+    fixed[bad] = 0  # these codes mean nothing
     return ((fixed.reshape(-1) + random) >> 8).astype(np.uint8), scales
 
 
@@ -138,11 +139,11 @@ def log8_levels() -> NDArray[np.float64]:
 
 
 def _decode_log8(codes: Bits, scales: Bits) -> Floats:
-    """Scale 0 is a group that nothing was stored in yet, 255 one with an infinity or a NaN."""
+    """Scale 0 is a group that nothing was stored in yet, 1 one that could not be stored."""
     scale = np.repeat(np.exp2(scales.astype(np.float64) - 127), GROUP)
     value = log8_levels()[codes] * scale
     kinds = scales.repeat(GROUP)
-    return np.where(kinds == 255, np.nan, np.where(kinds == 0, 0, value)).astype(F32)
+    return np.where(kinds == 1, np.nan, np.where(kinds == 0, 0, value)).astype(F32)
 
 
 # In two parts

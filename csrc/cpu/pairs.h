@@ -1,0 +1,135 @@
+#pragma once
+// The apply loop for bfloat16 weights with a remainder of one byte, two elements at a time. What
+// bounds it is the number of instructions: arrays of 16 bits are read and written as 32-bit words
+// of two elements, so that nothing is widened or narrowed. Included by apply.h.
+#include "cpu/access.h"
+#include "cpu/halves.h"
+
+namespace amp_mp::cpu {
+namespace {
+
+struct Two {
+  float even, odd;
+};
+
+// As many random bytes, as noise_of makes noise of them.
+struct TwoNoises {
+  uint32_t even, odd;
+  explicit AMP_MP_BOTH TwoNoises(uint32_t bytes)
+      : even((bytes << 8 & 0xFF00u) | 0x80u), odd((bytes & 0xFF00u) | 0x80u) {}
+};
+
+constexpr uint32_t kUpper = 0xFFFF0000u;
+AMP_MP_BOTH uint32_t upper_halves(uint32_t even, uint32_t odd) {
+  return pick(kUpper, odd, even >> 16);
+}
+
+struct GradPairs {
+  const Word* __restrict at;
+  AMP_MP_BOTH Two get(int i) const { return {from_bits(at[i] << 16), from_bits(at[i] & kUpper)}; }
+};
+
+// Split24 of core/splits.h.
+struct MasterPairs {
+  Word* __restrict high;
+  Half* __restrict rest;
+
+  // The sign of a remainder is extended by a subtraction: x ^ 0x80 is x + 128.
+  AMP_MP_BOTH Two get(int i) const {
+    const uint32_t two = high[i], low = uint32_t(rest[i]) ^ 0x8080u;
+    return {join(two << 16, low << 8), join(two & kUpper, low)};
+  }
+  AMP_MP_BOTH void put(int i, Two x) const {
+    const uint32_t even = Split24::round(x.even), odd = Split24::round(x.odd);
+    high[i] = upper_halves(even + 0x8000u, odd + 0x8000u);
+    rest[i] = uint16_t(pick(0xFFu, even >> 8, odd));
+  }
+
+ private:
+  static AMP_MP_BOTH float join(uint32_t weight, uint32_t low) {
+    return join_bits(weight, pick(kUpper, weight, low & 0xFF00u) - 0x8000u);
+  }
+};
+
+template <Format F>
+constexpr bool is_grouped = kFormats[int(F)].is(kGrouped);
+
+template <Format F>
+struct StatePairs {};  // of a state that the rule does not have
+
+template <>
+struct StatePairs<Format::bfloat16_stochastic> {
+  Word* __restrict at;
+  AMP_MP_BOTH Two get(int i) const { return {from_bits(at[i] << 16), from_bits(at[i] & kUpper)}; }
+  AMP_MP_BOTH void put(int i, Two x, TwoNoises noise) const {
+    at[i] = upper_halves(round_bfloat16(x.even, noise.even), round_bfloat16(x.odd, noise.odd));
+  }
+};
+
+template <>
+struct StatePairs<Format::ue8m8> {
+  Word* __restrict at;
+  AMP_MP_BOTH Two get(int i) const {
+    return {from_bits(at[i] << 15 & 0x7FFF8000u), from_bits(at[i] >> 1 & 0x7FFF8000u)};
+  }
+  AMP_MP_BOTH void put(int i, Two x, TwoNoises noise) const {
+    at[i] = upper_halves(round_ue8m8(x.even, noise.even), round_ue8m8(x.odd, noise.odd));
+  }
+};
+
+struct HalvesAccess {
+  float *__restrict even, *__restrict odd;
+  AMP_MP_BOTH Two get(int i) const { return {even[i], odd[i]}; }
+  AMP_MP_BOTH void put(int i, Two x, TwoNoises) const {
+    even[i] = x.even;
+    odd[i] = x.odd;
+  }
+};
+template <>
+struct StatePairs<Format::m8> : HalvesAccess {};
+template <>
+struct StatePairs<Format::log8> : HalvesAccess {};
+
+template <Format F>
+AMP_MP_BOTH StatePairs<F> open_pairs(const Array& array, int64_t at, Halves& halves, int n) {
+  if constexpr (F == Format::float32) {
+    return {};
+  } else if constexpr (is_grouped<F>) {
+    decode_halves<GroupOf<typename Elements<F>::Data>>(array, at, halves, n);
+    return {{halves.even, halves.odd}};
+  } else {
+    return {reinterpret_cast<Word*>(at_element<uint16_t>(array.data, at))};
+  }
+}
+
+template <Format F>
+AMP_MP_BOTH void close_pairs(const Array& array, int64_t at, Halves& halves,
+                             const uint8_t* random, int n) {
+  if constexpr (is_grouped<F>)
+    encode_halves<GroupOf<typename Elements<F>::Data>>(halves, array, at, random, n);
+}
+
+template <class Rule, class S0, class S1>
+AMP_MP_BOTH void update_pairs(const Rule rule, float multiplier, const GradPairs g,
+                              const MasterPairs w, const S0 s0, const S1 s1,
+                              const Half* __restrict random, int pairs) {
+  for (int i = 0; i < pairs; ++i) {
+    const TwoNoises noise(random[i]);
+    const Two d = g.get(i);
+    Two x = w.get(i), a = s0.get(i);
+    if constexpr (Rule::kStates == 1) {
+      rule(d.even * multiplier, x.even, a.even);
+      rule(d.odd * multiplier, x.odd, a.odd);
+    } else {
+      Two b = s1.get(i);
+      rule(d.even * multiplier, x.even, a.even, b.even);
+      rule(d.odd * multiplier, x.odd, a.odd, b.odd);
+      s1.put(i, b, noise);
+    }
+    s0.put(i, a, noise);
+    w.put(i, x);
+  }
+}
+
+}  // namespace
+}  // namespace amp_mp::cpu
