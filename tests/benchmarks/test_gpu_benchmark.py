@@ -102,6 +102,7 @@ def test_bytes_are_what_each_one_moves() -> None:
         "amp_mp exact": 28e6,
         "amp_mp tiny": 16.125e6,
         "amp_mp lean": 18e6,
+        "amp_mp micro": 14.1875e6,
         "amp_mp float32": 32e6,
         "amp_mp measure bfloat16": 2e6,
         "amp_mp measure float16": 2e6,

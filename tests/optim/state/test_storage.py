@@ -194,10 +194,14 @@ def test_encoding_equals_the_reference_bit_for_bit(device: str, format: str, wei
         bits = formats.stream(values.size, seed, step, number)
         with np.errstate(all="ignore"):
             wanted = formats.encode(values, format, bits, weight)
+        numbers = formats.decode(wanted, format, weight)
         for part, want in zip(parts, wanted, strict=True):
-            assert np.array_equal(raw(part).view(want.dtype), want), values.size
+            found = raw(part).view(want.dtype)
+            if format in WITHOUT_ROWS and want.size == values.size:  # codes of NaN mean nothing
+                found, want = (np.where(np.isnan(numbers), 0, codes) for codes in (found, want))
+            assert np.array_equal(found, want), values.size
         decoded = array(amp.formats.decode(parts, format))
-        assert_same(decoded, formats.decode(wanted, format, weight), format)
+        assert_same(decoded, numbers, format)
 
 
 @pytest.mark.parametrize("format", amp.formats.NAMES)
