@@ -193,6 +193,35 @@ def test_groups_that_processes_cut_are_converted(layout: str, world: int, tmp_pa
     assert {float(state["step"]) for state in optimizer.state.values()} == {5.0, 1.0}
 
 
+def with_cubes(layout: str, path: str) -> list[str]:
+    """Where a file of before, with m8's codes as cubes, gives another state than to one process."""
+    model, optimizer = made("adamw", "tiny", torch.bfloat16, layout)
+    amp.checkpoint.load(path, model, optimizer)
+    plain, plain_optimizer = made("adamw", "tiny", torch.bfloat16)
+    amp.checkpoint.load(path, plain, plain_optimizer)
+    assert "exp_avg_m8v2" in plain_optimizer.state[next(plain.parameters())]
+    pairs = [list(each.parameters()) for each in (model, plain)]
+    return differences(pairs[0], optimizer, pairs[1], plain_optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("fsdp", 2), ("columns fsdp", 4)] if LARGE else [("fsdp", 2)]
+)
+def test_cubes_of_older_versions_are_read_by_any_number_of_processes(
+    layout: str, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = made("adamw", "tiny", torch.bfloat16)
+    steps(model, optimizer, range(3))
+    found = 0
+    for state in optimizer.state.values():
+        for entry in [e for e in state if "_m8v2" in e]:
+            state[entry.replace("_m8v2", "_m8")] = state.pop(entry)
+            found += 1
+    assert found > 2
+    amp.checkpoint.save(tmp_path / "c", model, optimizer)
+    assert on_ranks(world, with_cubes, layout, str(tmp_path / "c")) == [[]] * world
+
+
 def templates(path: str, layout: str) -> list[str]:
     """How many elements of each state this process reads, in words where it is not its shard."""
     from amp_mp.checkpoint.contents import Contents
