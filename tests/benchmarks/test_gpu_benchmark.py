@@ -217,4 +217,4 @@ def test_the_check_for_waits_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--json", str(path)], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(path.read_text())) == 8
+    assert len(json.loads(path.read_text())) == 10
