@@ -31,7 +31,6 @@ struct M8Group {
   static AMP_MP_BOTH bfloat16 store(uint32_t scale) { return {uint16_t(scale >> 16)}; }
   static constexpr uint32_t kSizeBits = kMagnitude;
 
-
   // Rounded up to a bfloat16, so that no code exceeds 127. An infinity or a NaN makes its group
   // NaN.
   static AMP_MP_BOTH uint32_t scale(uint32_t largest) {

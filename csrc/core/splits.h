@@ -53,7 +53,7 @@ struct Split32 {
   }
 
   static constexpr uint32_t kStepBits = 26;
-  static constexpr float kLargest = 32767.0f;
+  static constexpr int32_t kLargest = 32767;
 };
 
 struct Split24 {
@@ -70,7 +70,7 @@ struct Split24 {
   }
 
   static constexpr uint32_t kStepBits = 18;
-  static constexpr float kLargest = 127.0f;
+  static constexpr int32_t kLargest = 127;
 };
 
 // A float32 master beside its weight, which is rounded to nearest even and saturates in float16.
@@ -124,9 +124,10 @@ AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
 template <class Split>
 AMP_MP_BOTH typename Split::Rest rest_of_float16(float x, float weight) {
   float r = (x - weight) * from_bits(((254u + Split::kStepBits) << 23) - binade(weight));
-  r = r < Split::kLargest ? r : Split::kLargest;
-  r = r > -Split::kLargest ? r : -Split::kLargest;
-  return typename Split::Rest(to_bits(r + 12582912.0f));
+  int32_t steps = int32_t(to_bits(r + 12582912.0f) & kMagnitude) - 0x4B400000;
+  steps = steps < Split::kLargest ? steps : Split::kLargest;
+  steps = steps > -Split::kLargest ? steps : -Split::kLargest;
+  return typename Split::Rest(steps);
 }
 
 }  // namespace amp_mp

@@ -83,18 +83,19 @@ AMP_MP_OWN void apply_tiles(const Slot& slot, int64_t begin, int64_t end, const 
   using S0 = choose<(Rule::kStates > 0), Floats, Nothing>;
   using S1 = choose<(Rule::kStates > 1), Floats, Nothing>;
   using S2 = choose<(Rule::kStates > 2), Floats, Nothing>;
-  apply_as<Rule, true, Bytes<kTile>, Floats, Floats, S0, S1, S2>(slot, begin, end, rule, multiplier, seed);
+  apply_as<Rule, true, Bytes<kTile>, Floats, Floats, S0, S1, S2>(slot, begin, end, rule, multiplier,
+                                                                 seed);
 }
 
-// The same two elements at a time, for bfloat16 gradients and bfloat16_split24 masters whose states
-// have the formats F0 and F1, float32 for a state that the rule does not have.
-template <class Rule, Format F0, Format F1>
-AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
+// By pairs, for bfloat16 gradients and bfloat16_split24 masters whose states have the
+// formats F0 and F1, float32 for a state that the rule does not have; kStep elements at a time.
+template <class Rule, Format F0, Format F1, int kStep>
+AMP_MP_BOTH void apply_steps(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
                              float multiplier, uint64_t seed) {
-  Halves halves[2];
-  Bytes<kPairTile> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
-  for (int64_t i = begin; i < end; i += kPairTile) {
-    const int n = int(end - i < kPairTile ? end - i : kPairTile);
+  Halves<kStep> halves[2];
+  Bytes<kStep> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
+  for (int64_t i = begin; i < end; i += kStep) {
+    const int n = int(end - i < kStep ? end - i : kStep);
     const uint8_t* random = bytes.of(i, n);
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
     const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
@@ -117,6 +118,22 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   }
 }
 
+// Longer steps make the beginnings and ends of the loops cost less. The states of a step's groups
+// are worked on to its end, though: steps of small tensors should be short, and one grouped state
+// has little to gain.
+template <class Rule, Format F0, Format F1>
+AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
+                             float multiplier, uint64_t seed) {
+  constexpr int kLong = 4 * kTile, grouped = is_grouped<F0> + is_grouped<F1>;
+  const int64_t middle = grouped == 0   ? end
+                         : grouped == 1 ? begin
+                                        : begin + (end - begin) / kLong * kLong;
+  if constexpr (grouped != 1)
+    apply_steps<Rule, F0, F1, kLong>(slot, begin, middle, rule, multiplier, seed);
+  if constexpr (grouped != 0)
+    apply_steps<Rule, F0, F1, kTile>(slot, middle, end, rule, multiplier, seed);
+}
+
 // Calls f.operator()<F0, F1>() for the formats of the states if apply_pairs has them; returns
 // whether it does.
 template <class Rule, class F>
@@ -130,11 +147,13 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
         if (a == ue8m8) return f.template operator()<ue8m8, float32>(), true;
         if (a == log8) return f.template operator()<log8, float32>(), true;
       } else {
-        if (a == bfloat16_stochastic) return f.template operator()<bfloat16_stochastic, float32>(), true;
+        if (a == bfloat16_stochastic)
+          return f.template operator()<bfloat16_stochastic, float32>(), true;
         if (a == m8) return f.template operator()<m8, float32>(), true;
       }
     } else if constexpr (Rule::kSquares == 1) {
-      if (a == bfloat16_stochastic && b == ue8m8) return f.template operator()<bfloat16_stochastic, ue8m8>(), true;
+      if (a == bfloat16_stochastic && b == ue8m8)
+        return f.template operator()<bfloat16_stochastic, ue8m8>(), true;
       if (a == m8 && b == ue8m8) return f.template operator()<m8, ue8m8>(), true;
       if (a == m8 && b == log8) return f.template operator()<m8, log8>(), true;
     }
@@ -142,8 +161,10 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
   return false;
 }
 
-// Chooses how to access the arrays. The formats of memory="exact", "lean" and "tiny" and float32
-// masters are converted inside the update loop, any other combination through tiles.
+// Chooses how to access the arrays. With bfloat16 weights the formats of memory="lean", "tiny" and
+// "micro" are updated in pairs; those of "exact" and float32 masters are converted inside the
+// update loop, as are the states of "lean" beside any weight; any other combination goes through
+// tiles.
 template <class Rule>
 void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
            uint64_t seed) {
@@ -161,7 +182,8 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
     if (done) return;
   }
   const auto run = [&]<bool Random, class G, class W, class S0, class S1>() {
-    apply_as<Rule, Random, Bytes<kTile>, G, W, S0, S1, Floats2>(slot, begin, end, rule, multiplier, seed);
+    apply_as<Rule, Random, Bytes<kTile>, G, W, S0, S1, Floats2>(slot, begin, end, rule, multiplier,
+                                                                seed);
   };
   const auto run_fused = [&]<bool Random, class W, class S0, class S1>() {
     if (slot.grad.format == Format::bfloat16)
@@ -178,12 +200,8 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
     if (slot.master.format == Format::bfloat16_float32 && !random)
       return run_fused.template operator()<false, Joined<WholeMaster>, Floats0, Floats1>();
     if constexpr (Rule::kStates > 0) {
-      if (slot.master.format == Format::bfloat16_split24 && is_low1) {
-        if (slot.state[0].format == Low0::kFormat)
-          return run_fused.template operator()<true, Joined<Split24>, Low0, Low1>();
-        if (slot.state[0].format == Format::m8)
-          return run_fused.template operator()<true, Joined<Split24>, Floats0, Low1>();
-      }
+      if (slot.state[0].format == Low0::kFormat && is_low1)
+        return run.template operator()<true, Floats, Floats, Low0, Low1>();
     }
   }
   if (random) return apply_tiles(slot, begin, end, rule, multiplier, seed);

@@ -52,13 +52,13 @@ constexpr int kWindowBlocks = kWindowBytes / kSharedBytes;  // of kRandomBlock e
 
 // kWindowBytes bytes, from draw `index` on.
 AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes) {
-  constexpr int kBatch = 4;
+  constexpr int kVectors = 4;
   Wide lane;
   for (int j = 0; j < kDrawLanes; ++j) lane[j] = uint64_t(j);
   const Wide zero = {}, low = zero + 0xFFFFFFFFu;
-  for (int i = 0; i < kWindowBytes / kDraw; i += kDrawLanes * kBatch) {
-    Wide c0[kBatch], c1[kBatch], c2[kBatch], c3[kBatch];
-    for (int k = 0; k < kBatch; ++k) {
+  for (int i = 0; i < kWindowBytes / kDraw; i += kDrawLanes * kVectors) {
+    Wide c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
+    for (int k = 0; k < kVectors; ++k) {
       const Wide n = lane + (index + uint64_t(i + k * kDrawLanes));
       c0[k] = n & low;
       c1[k] = (n >> 32) | uint64_t(s.of_weights);
@@ -69,7 +69,7 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
 #pragma GCC unroll 10
     for (int r = 0; r < kPhiloxRounds; ++r) {
 #pragma GCC unroll 4
-      for (int k = 0; k < kBatch; ++k) {
+      for (int k = 0; k < kVectors; ++k) {
         // The upper halves of c1 and c3 are not cleared: no product reads them.
         const Wide p = multiply(c0[k], zero + kPhiloxA), q = multiply(c2[k], zero + kPhiloxB);
         c0[k] = (q >> 32) ^ c1[k] ^ uint64_t(a);
@@ -80,7 +80,7 @@ AMP_MP_OWN void draw_many(const RandomStream& s, uint64_t index, uint8_t* bytes)
       a += kWeylA;
       b += kWeylB;
     }
-    for (int k = 0; k < kBatch; ++k) {
+    for (int k = 0; k < kVectors; ++k) {
       const Wide x = (c0[k] & low) | (c1[k] << 32), y = (c2[k] & low) | (c3[k] << 32);
       Wide first, second;
       zip(x, y, first, second);

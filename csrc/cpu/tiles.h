@@ -2,10 +2,8 @@
 // Loops that convert a tile of one element type to float32 and back. Included once for each
 // instruction set, so every function is always_inline or AMP_MP_OWN: a shared out-of-line copy
 // could contain instructions that other processors cannot run.
+#include "cpu/float16.h"
 #include "plan.h"
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 // An out-of-line function of this instruction set alone, for long loops with many callers.
 #define AMP_MP_OWN [[maybe_unused]] __attribute__((noinline))
@@ -33,41 +31,6 @@ template <class T>
 AMP_MP_BOTH void encode_tile(const float* __restrict from, T* __restrict to,
                              const uint8_t* __restrict random, int n) {
   for (int i = 0; i < n; ++i) to[i] = encode<T>(from[i], random[i]);
-}
-
-// GCC 12 vectorises no _Float16 conversion at any level, and the integer one costs a fourth of the
-// speed of a pass over float16 weights: these two and random.h's product are the only intrinsics.
-AMP_MP_BOTH void decode_tile(const float16* __restrict from, float* __restrict to, int n) {
-  int i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
-#endif
-  for (; i < n; ++i) to[i] = decode(from[i]);
-}
-
-AMP_MP_BOTH void encode_tile(const float* __restrict from, float16* __restrict to, int n) {
-  int i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    __m512 x = _mm512_loadu_ps(from + i);
-    // encode<float16> has one NaN; the instruction would keep a payload.
-    const __m512 quiet = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
-    x = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
-    _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-  }
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    __m256 x = _mm256_loadu_ps(from + i);
-    const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
-    x = _mm256_blendv_ps(x, quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-  }
-#endif
-  for (; i < n; ++i) to[i] = encode<float16>(from[i]);
 }
 
 AMP_MP_BOTH void decode_tile(const float16_root* __restrict from, float* __restrict to, int n) {
@@ -110,9 +73,7 @@ template <class Split>
 AMP_MP_BOTH void split_tile(const float* __restrict from, float16* high,
                             typename Split::Rest* __restrict rest, int n) {
   alignas(64) float x[kTile], weight[kTile];
-  saturate_tile(from, x, n);
-  encode_tile(x, high, n);
-  decode_tile(high, weight, n);
+  round_tile(from, x, high, weight, n);
   for (int i = 0; i < n; ++i) rest[i] = rest_of_float16<Split>(x[i], weight[i]);
 }
 
@@ -138,8 +99,8 @@ AMP_MP_BOTH void split_tile<WholeMaster>(const float* __restrict from, float16* 
 
 // Groups with one scale each; n is a multiple of kGroup. A group's constant is first spread to one
 // word for each element: with one scalar for each group GCC makes vectors of half the width.
-AMP_MP_BOTH void spread(const uint32_t* __restrict constant, uint32_t* __restrict to, int n) {
-  for (int g = 0; g < n / kGroup; ++g)
+AMP_MP_BOTH void spread(const uint32_t* __restrict constant, uint32_t* __restrict to) {
+  for (int g = 0; g < kTile / kGroup; ++g)
     for (int i = 0; i < kGroup; ++i) to[g * kGroup + i] = constant[g];
 }
 
@@ -148,9 +109,9 @@ AMP_MP_BOTH void decode_groups(const Code* __restrict code,
                                const typename GroupOf<Code>::Scale* __restrict scales,
                                float* __restrict to, int n) {
   using Group = GroupOf<Code>;
-  alignas(64) uint32_t base[kTile / kGroup], each[kTile];
+  alignas(64) uint32_t base[kTile / kGroup] = {}, each[kTile];
   for (int g = 0; g < n / kGroup; ++g) base[g] = Group::base(Group::load(scales[g]));
-  spread(base, each, n);
+  spread(base, each);
   for (int i = 0; i < n; ++i) to[i] = Group::decode(code[i], each[i]);
   for (int g = 0; g < n / kGroup; ++g) {
     const uint32_t scale = Group::load(scales[g]);
@@ -164,7 +125,7 @@ AMP_MP_BOTH void encode_groups(const float* __restrict from, Code* __restrict co
                                typename GroupOf<Code>::Scale* __restrict scales,
                                const uint8_t* __restrict random, int n) {
   using Group = GroupOf<Code>;
-  alignas(64) uint32_t offset[kTile / kGroup], each[kTile];
+  alignas(64) uint32_t offset[kTile / kGroup] = {}, each[kTile];
   for (int g = 0; g < n / kGroup; ++g) {
     uint32_t largest = 0;
     for (int i = 0; i < kGroup; ++i) {
@@ -175,7 +136,7 @@ AMP_MP_BOTH void encode_groups(const float* __restrict from, Code* __restrict co
     scales[g] = Group::store(scale);
     offset[g] = Group::offset(scale);
   }
-  spread(offset, each, n);
+  spread(offset, each);
   for (int i = 0; i < n; ++i)
     code[i].code = decltype(code->code)(Group::round(from[i], each[i], random[i]) >> 8);
 }

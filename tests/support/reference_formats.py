@@ -105,12 +105,20 @@ def _decode_m8(codes: Bits, scales: Bits) -> Floats:
     return np.where(np.isnan(_bfloat16(scales)).repeat(GROUP), F32(np.nan), value).astype(F32)
 
 
+def _log8_of_bits(x: Floats) -> NDArray[np.int64]:
+    """The kernels' integers for the scale 1, whose codes mean nothing, but are equal everywhere."""
+    u = x.view(np.uint32) - np.uint32((1 - 127) % 2**9 << 23)
+    fine = (u - np.uint32(0x3C800000 - 2**10)).view(np.int32) >> 11
+    coarse = (u - np.uint32(0x32800000 - 2**11)).view(np.int32) >> 12
+    return np.maximum(np.maximum(fine + (160 << 8), coarse), 0).astype(np.int64)
+
+
 # The pieces of log8, below the scale: powers of two, steps in each, code of the first step.
 LOG8_PIECES = [(range(-6, 0), 16, 160), (range(-26, -6), 8, 0)]
 
 
 def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
-    """Straight lines between powers of two, in 256ths of a code; what is below all is code 0."""
+    """Straight lines between powers of two, to the nearest 256th of a code; below all is code 0."""
     groups = x.reshape(-1, GROUP).astype(np.float64)
     most = groups.max(axis=1, initial=0)
     with np.errstate(invalid="ignore"):
@@ -125,8 +133,8 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
             code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
             inside = np.isin(power - 1, powers) & (part > 0)
             fixed[inside] = np.floor(256 * code[inside] + 0.5).astype(np.int64)
-    fixed[bad] = 0  # these codes mean nothing
-    return ((fixed.reshape(-1) + random) >> 8).astype(np.uint8), scales
+    fixed[bad] = _log8_of_bits(x.reshape(-1, GROUP)[bad])
+    return ((fixed.reshape(-1) + random) >> 8 & 0xFF).astype(np.uint8), scales
 
 
 def log8_levels() -> NDArray[np.float64]:
