@@ -6,10 +6,14 @@
 //   Code, Scale       the elements of the two arrays
 //   size(x)           what the largest of is taken to find the scale
 //   scale(largest)    the scale, as a number, and `load` and `store` to and from Scale
-//   is_plain(scale)   whether `decode` is right; else all elements are `special(scale)`
+//   is_plain(scale)   whether `decode` is right; else all codes are 0, whatever the kind of NaN, and
+//                     all elements are `special(scale)`
 //   base, decode      a constant of the group, and an element by it
 //   offset, round     a constant of the group, and an element by it: byte 1 of the result is the
 //   code
+//
+// All codes of a group that is not plain are stored as 0: the bits of a NaN depend on the processor
+// and on the order of a sum's operands, and a code would too.
 #include "core/log8.h"
 #include "core/m8.h"
 

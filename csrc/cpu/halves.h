@@ -76,12 +76,12 @@ AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves<Tile>& to, 
   alignas(64) uint32_t scale[kTileGroups] = {}, base[kTileGroups];
   const auto* scales = static_cast<const typename Group::Scale*>(from.rest) + at / kGroup;
   const Half* codes = reinterpret_cast<const Half*>(static_cast<const Code*>(from.data) + at);
-  bool is_plain = true;
-  for (int g = 0; g < n / kGroup; ++g) {
-    scale[g] = Group::load(scales[g]);
-    is_plain = is_plain && Group::is_plain(scale[g]);
+  for (int g = 0; g < n / kGroup; ++g) scale[g] = Group::load(scales[g]);
+  uint32_t bad = 0;
+  for (int g = 0; g < kTileGroups; ++g) {
+    base[g] = Group::base(scale[g]);
+    bad |= Group::is_plain(scale[g]) ? 0u : 1u;
   }
-  for (int g = 0; g < kTileGroups; ++g) base[g] = Group::base(scale[g]);
   spread_pairs<kTileGroups>(base, to.each);
   float* __restrict even = to.even, * __restrict odd = to.odd;
   const uint32_t* __restrict each = to.each;
@@ -90,7 +90,7 @@ AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves<Tile>& to, 
     even[i] = Group::decode_top(two << 24, each[i]);
     odd[i] = Group::decode_top(two << 16, each[i]);
   }
-  if (is_plain) return;
+  if (!bad) return;
   for (int i = 0; i < n / 2; ++i)
     if (!Group::is_plain(scale[i / kGroupPairs]))
       even[i] = odd[i] = Group::special(scale[i / kGroupPairs]);
@@ -106,12 +106,14 @@ AMP_MP_BOTH void encode_halves(Halves<Tile>& from, const Array& to, int64_t at,
   auto* scales = static_cast<typename Group::Scale*>(to.rest) + at / kGroup;
   const float* __restrict even = from.even, * __restrict odd = from.odd;
   uint32_t* __restrict each = from.each;
+  uint32_t bad = 0;
   // Also of groups behind n, which are not stored: a constant number of groups is faster.
   for (int g = 0; g < kTileGroups; g += kBatch)
     largest_of_groups<Group>(even + g * kGroupPairs, odd + g * kGroupPairs, scale + g);
   for (int g = 0; g < kTileGroups; ++g) {
     scale[g] = Group::scale(scale[g]);
     offset[g] = Group::offset(scale[g]);
+    bad |= Group::is_plain(scale[g]) ? 0u : 1u;
   }
   for (int g = 0; g < n / kGroup; ++g) scales[g] = Group::store(scale[g]);
   spread_pairs<kTileGroups>(offset, each);
@@ -123,6 +125,9 @@ AMP_MP_BOTH void encode_halves(Halves<Tile>& from, const Array& to, int64_t at,
                    b = Group::round(odd[i], each[i], two >> 8);
     codes[i] = uint16_t(pick(0xFFu, a >> 8, b));
   }
+  if (!bad) return;
+  for (int i = 0; i < n / 2; ++i)
+    if (!Group::is_plain(scale[i / kGroupPairs])) codes[i] = 0;
 }
 
 }  // namespace

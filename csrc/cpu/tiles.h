@@ -139,6 +139,8 @@ AMP_MP_BOTH void encode_groups(const float* __restrict from, Code* __restrict co
   spread(offset, each);
   for (int i = 0; i < n; ++i)
     code[i].code = decltype(code->code)(Group::round(from[i], each[i], random[i]) >> 8);
+  for (int g = 0; g < n / kGroup; ++g)
+    if (!Group::is_plain(Group::load(scales[g]))) memset(code + g * kGroup, 0, kGroup);
 }
 
 }  // namespace

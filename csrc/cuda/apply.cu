@@ -7,7 +7,6 @@ namespace amp_mp::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr FormatSet kThird = just(Format::float32);  // of the third state
 // Blocks per multiprocessor. Without this bound ptxas saves registers and splits the loads; with
 // four, some rules would spill registers.
 template <class Rule>
@@ -28,7 +27,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
   const float multiplier = slot.slot_rule().multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
 
-  // Every thread runs the same number of iterations, because m8 exchanges numbers between threads.
+  // Every thread runs the same number of iterations, because groups exchange numbers between
+  // threads.
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     const int64_t at = chunk.begin + i;
     Held<kGradFormats> grad;
     Held<kMasterFormats> master;
-    Held<kStateFormats> first;
-    Held<kSquareFormats> second;
-    Held<kThird> third;
+    Held<kFormatsOfState<Rule, 0>> first;
+    Held<kFormatsOfState<Rule, 1>> second;
+    Held<kFormatsOfState<Rule, 2>> third;
     grad.read(slot.grad, at, n, whole);
     master.read(slot.master, at, n, whole);
     if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, whole);
@@ -62,11 +62,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
       const uint64_t random = draws ? slot.random(false, at) : 0;
       if constexpr (Rule::kStates > 0)
-        store_history<kStateFormats>(slot.state[0], s0, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 0>>(slot.state[0], s0, at, n, whole, random);
       if constexpr (Rule::kStates > 1)
-        store_history<kSquareFormats>(slot.state[1], s1, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 1>>(slot.state[1], s1, at, n, whole, random);
       if constexpr (Rule::kStates > 2)
-        store_history<kThird>(slot.state[2], s2, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 2>>(slot.state[2], s2, at, n, whole, random);
     }
   }
 }
@@ -77,6 +77,9 @@ template <class Rule>
 const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
                   Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                   SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!is_compiled<Rule>(slots[i]))
+      return "a state is in a format that states of its kind cannot be stored in (amp_mp.formats)";
   if (const char* error = decide_step<Rule>(slots, count, hypers, inputs, verdict, grads, weights,
                                             slot_rules, norms, false, stream))
     return error;

@@ -1,5 +1,5 @@
 // The averaging pass: each average moves towards its next value. Both may be stored as masters are.
-#include "cuda/convert.h"
+#include "cuda/access.h"
 #include "cuda/passes.h"
 #include "cuda/transfer_table.h"
 

@@ -9,11 +9,10 @@ namespace amp_mp::cuda {
 // the others.
 template <FormatSet Formats>
 struct Held {
-  static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
-  static constexpr bool kGroups = (Formats & kGroupedFormats) != 0;
   using F = Format;
+  static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
+  static constexpr int kScale = 2;  // the word of data that has a group's scale, behind its codes
   Pack8 data, rest;
-  float scale;
 
   // Whether f is one of `Some`; false at compile time if none of them is in Formats.
   template <Format... Some>
@@ -21,13 +20,21 @@ struct Held {
     return ((is_in(Formats, Some) && f == Some) || ...);
   }
 
+  // Calls `use` with the struct of core/groups.h of the format f, if f is grouped.
+#define AMP_MP_WITH_GROUP(name, ...) with_group_of<F::name>(f, use);
+  template <class Use>
+  static __device__ __forceinline__ void with_group(Format f, const Use& use) {
+    AMP_MP_FOR_EACH_FORMAT(AMP_MP_WITH_GROUP);
+  }
+#undef AMP_MP_WITH_GROUP
+
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read(from.data, at, width_of(from.format), n, whole);
     if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
-    if constexpr (kGroups)
-      scale = matches<F::m8>(from.format) && n > 0
-                  ? amp_mp::decode(static_cast<const bfloat16*>(from.rest)[at / kGroup])
-                  : 0.0f;
+    with_group(from.format, [&](auto group) {
+      const auto* scales = static_cast<const typename decltype(group)::Scale*>(from.rest);
+      if (n > 0) data.word[kScale] = group.load(scales[at / kGroup]);
+    });
   }
 
   __device__ __forceinline__ void decode(Format f, float (&x)[kPack]) const {
@@ -61,14 +68,20 @@ struct Held {
     if (matches<F::ue8m8>(f)) return each([&](int k) { return amp_mp::decode(ue8m8{half(k)}); });
     if (matches<F::float16_root>(f))
       return each([&](int k) { return amp_mp::decode(float16_root{{half(k)}}); });
-    if (matches<F::m8>(f)) {
-      const float step = m8_step(scale);
-      return each([&](int k) { return decode_m8(M8{int8_t(data.byte(k))}, step); });
-    }
+    with_group(f, [&](auto group) {
+      using Code = typename decltype(group)::Code;
+      const uint32_t scale = data.word[kScale], base = group.base(scale);
+      const bool is_plain = group.is_plain(scale);
+      each([&](int k) {
+        const float y = group.decode(Code{decltype(Code::code)(data.byte(k))}, base);
+        return is_plain ? y : group.special(scale);
+      });
+    });
   }
 
-  // The opposite. `random` holds one byte for each element if the format is stochastic. For m8
-  // every thread of the warp has to call this, with n = 0 too: four neighbours share a group.
+  // The opposite. `random` holds one byte for each element if the format is stochastic. For a
+  // grouped format every thread of the warp has to call this, with n = 0 too: four neighbours share
+  // a group.
   __device__ __forceinline__ void encode(Format f, const float (&x)[kPack], int n,
                                          uint64_t random) {
     data = {};
@@ -115,18 +128,25 @@ struct Held {
     if (matches<F::bfloat16_split24>(f)) return split_bfloat16<Split24>(x);
     if (matches<F::float16_split32>(f)) return split_float16<Split32>(x);
     if (matches<F::float16_split24>(f)) return split_float16<Split24>(x);
-    if (matches<F::m8>(f)) encode_group(x, n, random);
+    with_group(f, [&](auto group) { encode_group(group, x, n, random); });
   }
 
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
     if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
-    if constexpr (kGroups)
-      if (matches<F::m8>(to.format) && n > 0 && at % kGroup == 0)
-        static_cast<bfloat16*>(to.rest)[at / kGroup] = amp_mp::encode<bfloat16>(scale);
+    with_group(to.format, [&](auto group) {
+      auto* scales = static_cast<typename decltype(group)::Scale*>(to.rest);
+      if (n > 0 && at % kGroup == 0) scales[at / kGroup] = group.store(data.word[kScale]);
+    });
   }
 
  private:
+  template <Format G, class Use>
+  static __device__ __forceinline__ void with_group_of(Format f, const Use& use) {
+    if constexpr (is_in(Formats & kGroupedFormats, G))
+      if (f == G) use(GroupOf<typename Elements<G>::Data>{});
+  }
+
   template <class Split>
   __device__ __forceinline__ void set_rest(int k, typename Split::Rest r) {
     if constexpr (sizeof r == 2) {
@@ -161,51 +181,28 @@ struct Held {
     }
   }
 
-  __device__ __forceinline__ void encode_group(const float (&x)[kPack], int n, uint64_t random) {
+  template <class Group>
+  __device__ __forceinline__ void encode_group(Group group, const float (&x)[kPack], int n,
+                                               uint64_t random) {
     constexpr int kThreadsOfGroup = kGroup / kPack;
     uint32_t most = 0;
     for (int k = 0; k < kPack; ++k) {
-      const uint32_t magnitude = k < n ? to_bits(x[k]) & kMagnitude : 0;
-      most = magnitude > most ? magnitude : most;
+      const uint32_t size = k < n ? to_bits(x[k]) & group.kSizeBits : 0;
+      most = size > most ? size : most;
     }
     for (int d = kThreadsOfGroup / 2; d > 0; d /= 2) {
       const uint32_t other = __shfl_xor_sync(kWarp, most, d, kThreadsOfGroup);
       most = other > most ? other : most;
     }
     __syncwarp(kWarp);  // all four have read the old scale before one writes the new
-    scale = amp_mp::decode(m8_scale(most));
-    const float inverse = m8_inverse(scale);
+    const uint32_t scale = group.scale(most), offset = group.offset(scale);
     uint32_t rounded[kPack];
     for (int k = 0; k < kPack; ++k)
-      rounded[k] = round_m8(x[k], inverse, uint32_t(random >> (8 * k)) & 0xFFu);
+      rounded[k] = group.round(x[k], offset, uint32_t(random >> (8 * k)) & 0xFFu);
     data.set_bytes_1(rounded);
+    if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;
+    data.word[kScale] = scale;
   }
 };
-
-template <FormatSet Formats>
-__device__ __forceinline__ void load(float (&x)[kPack], const Array& from, int64_t at, int n,
-                                     bool whole) {
-  Held<Formats> held;
-  held.read(from, at, n, whole);
-  held.decode(from.format, x);
-}
-
-template <FormatSet Formats>
-__device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], int64_t at, int n,
-                                      bool whole, uint64_t random = 0) {
-  Held<Formats> held;
-  held.encode(to.format, x, n, random);
-  held.write(to, at, n, whole);
-}
-
-// Stores weights or moments, which saturate in float16.
-template <FormatSet Formats>
-__device__ __forceinline__ void store_history(const Array& to, const float (&x)[kPack], int64_t at,
-                                              int n, bool whole, uint64_t random = 0) {
-  const bool clamp = saturates(to.format);
-  float y[kPack];
-  for (int k = 0; k < kPack; ++k) y[k] = clamp ? saturate(x[k]) : x[k];
-  store<Formats>(to, y, at, n, whole, random);
-}
 
 }  // namespace amp_mp::cuda

@@ -1,6 +1,6 @@
 // The copy pass: to = from * multiplier between any two formats. It unscales gradients in place,
 // copies gradients to masters and masters to weights.
-#include "cuda/convert.h"
+#include "cuda/access.h"
 #include "cuda/passes.h"
 #include "cuda/transfer_table.h"
 

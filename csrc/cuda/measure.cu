@@ -1,7 +1,7 @@
 // The measure pass: sums the squares of gradients in the order of core/reduce.h. A block of threads
 // sums one span (cuda/span_threads.h).
+#include "cuda/access.h"
 #include "cuda/combine.h"
-#include "cuda/convert.h"
 #include "cuda/passes.h"
 #include "cuda/span_threads.h"
 #include "cuda/tensor_table.h"

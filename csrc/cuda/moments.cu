@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kSpanThreads)
   double careful[kPack] = {};  // made in any case: the old moments cannot be read again
   float largest = 0;
   double bad = 0;
-  // Every thread reads as many rows, because m8 exchanges numbers within whole warps.
+  // Every thread reads as many rows, because groups exchange numbers within whole warps.
   for (int row = 0; row < kBlock && row < chunk.size; row += kLanes) {
     const int i = block * kBlock + row + lane0, left = chunk.size - i;
     const int n = left < 0 ? 0 : left < kPack ? left : kPack;
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kSpanThreads)
     float g[kPack] = {}, w[kPack] = {}, m[kPack] = {}, v[kPack] = {};
     load<kGradFormats>(g, slot.grad, at, n, whole);
     load<kMasterFormats>(w, slot.master, at, n, whole);
-    load<kStateFormats>(m, slot.state[0], at, n, whole);
-    load<kSquareFormats>(v, slot.state[1], at, n, whole);
+    load<kFormatsOfState<Rule, 0>>(m, slot.state[0], at, n, whole);
+    load<kFormatsOfState<Rule, 1>>(v, slot.state[1], at, n, whole);
     for (int k = 0; k < kPack; ++k) {
       rule.moments(g[k] * multiplier, w[k], m[k], v[k]);
       if (k >= n) continue;
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kSpanThreads)
       }
     }
     const uint64_t random = draws ? slot.random(false, at) : 0;
-    store_history<kStateFormats>(slot.state[0], m, at, n, whole, random);
-    store_history<kSquareFormats>(slot.state[1], v, at, n, whole, random);
+    store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
+    store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random);
   }
   double lane[kPack];
   for (int k = 0; k < kPack; ++k) lane[k] = sum[k];

@@ -27,17 +27,31 @@ __device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wi
   }
 }
 
-// The random bytes of elements e to e + 7, that of element e in the lowest byte. e need not be a
-// multiple of 8, since a shard may begin anywhere.
-__device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uint64_t e) {
+// Adds a multiple of 64, below 256, to each byte of x: bits 0 to 5 stay, and no carry leaves a
+// byte.
+__device__ __forceinline__ uint32_t add_to_bytes(uint32_t x, uint32_t added) {
+  const uint32_t each = added * 0x01010101u;
+  return x ^ each ^ (x & each & 0x40404040u) << 1;
+}
+
+// The random bytes of elements e to e + 7, that of element e in the lowest byte; e is a multiple of
+// 8, so that one draw has all of them and the same is added to each.
+__device__ __forceinline__ uint64_t random_eight(const RandomStream& stream, uint64_t e) {
+  const RandomPlace place = RandomPlace::of(e);
   uint32_t word[4];
-  draw(stream, e / kDraw, word);
-  const uint64_t low = word[0] | uint64_t(word[1]) << 32, high = word[2] | uint64_t(word[3]) << 32;
-  const int offset = int(e % kDraw), shift = 8 * (offset % 8);
-  if (shift == 0) return offset == 0 ? low : high;
-  if (offset < 8) return low >> shift | high << (64 - shift);
-  draw(stream, e / kDraw + 1, word);
-  return high >> shift | (word[0] | uint64_t(word[1]) << 32) << (64 - shift);
+  draw(stream, place.draw, word);
+  const bool second = place.byte >= kPack;
+  const uint32_t low = add_to_bytes(second ? word[2] : word[0], place.added),
+                 high = add_to_bytes(second ? word[3] : word[1], place.added);
+  return low | uint64_t(high) << 32;
+}
+
+// The same for any e, since a shard may begin anywhere.
+__device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, uint64_t e) {
+  const int shift = 8 * int(e % kPack);
+  const uint64_t first = random_eight(stream, e / kPack * kPack);
+  if (shift == 0) return first;
+  return first >> shift | random_eight(stream, (e / kPack + 1) * kPack) << (64 - shift);
 }
 
 // The rows of a shard as a kernel argument: core/random.h's Origin without its beginning.
@@ -68,12 +82,12 @@ __device__ __forceinline__ uint64_t random_bytes(const RandomStream& stream, int
     return random_bytes(stream, uint64_t(place_of(first, rows, at)));
   uint64_t bytes = 0;
   for (int k = 0; k < kPack; ++k) {
-    const auto place = uint64_t(place_of(first, rows, at + k));
+    const RandomPlace place = RandomPlace::of(uint64_t(place_of(first, rows, at + k)));
     uint32_t word[4];
-    draw(stream, place / kDraw, word);
-    const int w = int(place % kDraw / 4), shift = 8 * int(place % 4);
+    draw(stream, place.draw, word);
+    const uint32_t w = place.byte / 4, shift = 8 * (place.byte % 4);
     const uint32_t low = w & 1 ? word[1] : word[0], high = w & 1 ? word[3] : word[2];
-    bytes |= uint64_t((w & 2 ? high : low) >> shift & 0xFFu) << (8 * k);
+    bytes |= uint64_t((((w & 2 ? high : low) >> shift) + place.added) & 0xFFu) << (8 * k);
   }
   return bytes;
 }

@@ -1,34 +1,55 @@
 #pragma once
 // The slots of an apply or moments pass as a kernel argument, and how a kernel reads them.
-#include "cuda/convert.h"
+#include "cuda/access.h"
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 
-// Index of a slot's arrays in the table. kSecond is the rest of a master of two
-// parts, or the copy to write of a float32 weight; a slot never has both. The states are followed
-// by the scales of state 0, the only state that may be stored in m8.
+// The formats that a rule's state number K may be stored in.
+template <class Rule, int K>
+constexpr FormatSet kFormatsOfState = Rule::kSquares == K ? kSquareFormats
+                                      : K == 0            ? formats_with(kForMoment)
+                                                          : just(Format::float32);
+template <class Rule, int K>
+constexpr bool kHasScales = K < Rule::kStates && (kFormatsOfState<Rule, K> & kGroupedFormats) != 0;
+static_assert(kGroupedStates == 2);
+
+// Whether the kernels are compiled for the formats of a slot's states.
+template <class Rule>
+bool is_compiled(const Slot& s) {
+  const auto is = [](bool has, FormatSet formats, const Array& state) {
+    return !has || is_in(formats, state.format);
+  };
+  return is(Rule::kStates > 0, kFormatsOfState<Rule, 0>, s.state[0]) &&
+         is(Rule::kStates > 1, kFormatsOfState<Rule, 1>, s.state[1]) &&
+         is(Rule::kStates > 2, kFormatsOfState<Rule, 2>, s.state[2]);
+}
+
+// Index of a slot's arrays in the table. kSecond is the rest of a master of two parts, or the copy
+// to write of a float32 weight; a slot never has both. The states are followed by the scales of
+// those that may be grouped.
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
-constexpr int kFormatBits = 4;  // bits of the tag for each array
-static_assert(kFormatCount <= 1 << kFormatBits && (kState0 + kMaxStates) * kFormatBits <= 32);
-
-// Where a slot's random bits come from: core/random.h's Origin and the tensor.
-struct RandomOrigin {
-  int64_t first;
-  uint32_t tensor_index;
-  int32_t rows;  // index in SlotTable::rows
-};
-
-constexpr int kMaxRows = 8;  // kinds of rows in one launch, the first for slots without gaps
-
 template <class Rule>
-constexpr int kScales = kState0 + Rule::kStates;
+constexpr int kArrays = kState0 + Rule::kStates;
+template <class Rule>
+constexpr int kPointers = kArrays<Rule> + kHasScales<Rule, 0> + kHasScales<Rule, 1>;
+
+// The tag has the arrays' formats, and above them an index in SlotTable::rows.
+constexpr int kFormatBits = 4, kRowsAt = (kState0 + kMaxStates) * kFormatBits;
+constexpr int kMaxRows = 8;  // kinds of rows in one launch, the first for slots without gaps
+static_assert(kFormatCount <= 1 << kFormatBits && kMaxRows << kRowsAt > 0);
+
+// Where a slot's random bits come from: the tensor and its shard's first element, as two words,
+// because an int64_t would need alignment.
+struct RandomOrigin {
+  uint32_t tensor_index, first[2];
+};
 
 // A model's shards have few kinds of rows; two more numbers for each slot would take a tenth of the
 // slots of a launch.
 template <class Rule>
-struct SlotTable : TensorTable<kScales<Rule> + 1, RandomOrigin, (kMaxRows + 1) * sizeof(Rows)> {
+struct SlotTable : TensorTable<kPointers<Rule>, RandomOrigin, (kMaxRows + 1) * sizeof(Rows)> {
   Rows rows[kMaxRows];
   int32_t kinds;
 
@@ -70,8 +91,9 @@ struct View {
       master.rest = copy.data;
       copy.data = nullptr;
     }
-    state[0].rest = table.data[kScales<Rule>][slot];
-    for (int a = 0; a < kScales<Rule>; ++a)  // a missing array is wide
+    if constexpr (kHasScales<Rule, 0>) state[0].rest = table.data[kArrays<Rule>][slot];
+    if constexpr (kHasScales<Rule, 1>) state[1].rest = table.data[kPointers<Rule> - 1][slot];
+    for (int a = 0; a < kArrays<Rule>; ++a)  // a missing array is wide
       wide = wide && is_wide(table.data[a][slot]);
   }
 
@@ -86,8 +108,9 @@ struct View {
     asm volatile("" : "+r"(own.slot));  // or all these numbers stay in registers, and kernels spill
     const RandomOrigin& origin = table.extra[own.slot];
     const SlotRule<Rule>& rule = own.slot_rule();
-    return random_bytes(random_stream(rule.seed, rule.step, origin.tensor_index, of_weights),
-                        origin.first, table.rows[origin.rows], at);
+    const auto first = int64_t(origin.first[0] | uint64_t(origin.first[1]) << 32);
+    return random_bytes(random_stream(rule.seed, rule.step, origin.tensor_index, of_weights), first,
+                        table.rows[table.tag[own.slot] >> kRowsAt], at);
   }
 };
 
@@ -105,13 +128,15 @@ void fill(SlotTable<Rule>& table, const Slot* slots, int64_t& i, int64_t count, 
     const int t = table.count;
     const Array second = is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.copy;
     const Array arrays[] = {s.grad, second, s.master, s.state[0], s.state[1], s.state[2]};
-    table.tag[t] = 0;
-    for (int a = 0; a < kScales<Rule>; ++a) {
+    table.tag[t] = uint32_t(rows) << kRowsAt;
+    for (int a = 0; a < kArrays<Rule>; ++a) {
       table.data[a][t] = arrays[a].data;
       table.tag[t] |= uint32_t(arrays[a].format) << (a * kFormatBits);
     }
-    table.data[kScales<Rule>][t] = s.state[0].rest;
-    table.extra[t] = {s.origin.first, s.tensor_index, rows};
+    if constexpr (kHasScales<Rule, 0>) table.data[kArrays<Rule>][t] = s.state[0].rest;
+    if constexpr (kHasScales<Rule, 1>) table.data[kPointers<Rule> - 1][t] = s.state[1].rest;
+    const auto first = uint64_t(s.origin.first);
+    table.extra[t] = {s.tensor_index, {uint32_t(first), uint32_t(first >> 32)}};
     table.add(s.size);
   }
 }

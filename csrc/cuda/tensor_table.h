@@ -19,13 +19,13 @@ struct NoExtra {};
 // hardware's scheduler balances blocks better.
 template <int Pointers, class Extra = NoExtra, int Other = 0>
 struct TensorTable {
-  static constexpr int kEntry = 8 + 8 * Pointers + int(sizeof(Extra)) + 4 + 4;
+  static constexpr int kEntry = 8 * Pointers + int(sizeof(Extra)) + 4 + 4 + 4;
   static constexpr int kCapacity = (kArgumentBytes - 56 - Other) / kEntry;
 
-  int64_t size[kCapacity];
   void* data[Pointers][kCapacity];
   Extra extra[kCapacity];
   int32_t first_chunk[kCapacity + 1];
+  int32_t last[kCapacity];  // elements of its last chunk; the others are whole
   uint32_t tag[kCapacity];  // formats and flags
   int32_t count;
   int32_t chunk;         // elements
@@ -43,8 +43,9 @@ struct TensorTable {
   bool full() const { return count == kCapacity; }
 
   void add(int64_t elements) {
-    size[count] = elements;
-    first_chunk[count + 1] = first_chunk[count] + int32_t(ceil_divide(elements, chunk));
+    const int64_t chunks = ceil_divide(elements, chunk);
+    last[count] = int32_t(elements - (chunks - 1) * chunk);
+    first_chunk[count + 1] = first_chunk[count] + int32_t(chunks);
     ++count;
   }
 
@@ -81,9 +82,10 @@ __device__ __forceinline__ Chunk find_chunk(const T& table) {
       high = middle;
     }
   }
-  const int64_t begin = int64_t(int(blockIdx.x) - table.first_chunk[low]) * table.chunk;
-  const int64_t left = table.size[low] - begin;
-  return {low, begin, int(left < table.chunk ? left : table.chunk)};
+  const int block = int(blockIdx.x);
+  const bool is_last = block + 1 == table.first_chunk[low + 1];
+  return {low, int64_t(block - table.first_chunk[low]) * table.chunk,
+          is_last ? table.last[low] : table.chunk};
 }
 
 // Elements of a chunk for passes in which any number will do: small enough for several waves of

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_mutants")]
 RULES = ("AdamW", "LAMB")  # those that compare.cpp runs every kind of list with
 RACE = "ThreadSanitizer: data race"
 BEYOND = "heap-buffer-overflow"
+NOWHERE = "AddressSanitizer: SEGV"
 MISALIGNED = "misaligned address"
 TICKET = """, which the barrier has shown to this thread
     shared.is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
@@ -29,6 +30,49 @@ TICKET = """, which the barrier has shown to this thread
 MUTANTS = {
     "no barrier before a group's scale is written": Mutant(
         "convert.h", "__syncwarp(kWarp);", "", "*.cu", "tsan", RACE),
+    "the largest of half a group": Mutant(
+        "convert.h", "d = kThreadsOfGroup / 2", "d = kThreadsOfGroup / 4", "apply.cu", "plain",
+        "FAILED apply"),
+    "a group's scale is not stored": Mutant(
+        "convert.h", "scales[at / kGroup] = group.store(data.word[kScale]);", ";", "apply.cu",
+        "plain", "FAILED apply"),
+    "the scale of the group before": Mutant(
+        "convert.h", "group.load(scales[at / kGroup])", "group.load(scales[(at - 8) / kGroup])",
+        "apply.cu", "plain", "FAILED apply"),
+    "a group of NaN is numbers": Mutant(
+        "convert.h", "is_plain ? y : group.special(scale)", "y", "apply.cu", "plain",
+        "FAILED apply"),
+    "codes of a group of NaN are kept": Mutant(
+        "convert.h", "if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;", "",
+        "apply.cu", "plain", "FAILED apply"),
+    "m8 stores numbers for NaN": Mutant(
+        "../core/m8.h", "largest <= 0x7F7F0000u ? least : 0x7FC00000u", "least", "copy.cu",
+        "plain", "FAILED copy to, m8"),
+    "log8 stores numbers for NaN": Mutant(
+        "../core/log8.h", "least <= 255 ? least : kBad", "least", "apply.cu", "plain",
+        "FAILED apply"),
+    "m8's scale is rounded down": Mutant(
+        "../core/m8.h", "largest + 0xFFFFu", "largest", "apply.cu", "plain", "FAILED apply"),
+    "log8's scale may be its largest number": Mutant(
+        "../core/log8.h", "(largest >> 19) + 1", "(largest >> 19)", "apply.cu", "plain",
+        "FAILED apply"),
+    "log8 has no floor": Mutant(
+        "../core/log8.h", "code > 0 ? code : 0", "code", "apply.cu", "plain", "FAILED apply"),
+    "log8 knows no fine steps": Mutant(
+        "../core/log8.h", "coarse < fine ? coarse : fine", "coarse", "apply.cu", "plain",
+        "FAILED apply"),
+    "both states have the first's scales": Mutant(
+        "slot_table.h", "state[1].rest = table.data[kPointers<Rule> - 1][slot];",
+        "state[1].rest = table.data[kArrays<Rule>][slot];", "apply.cu", "asan", NOWHERE),
+    "the second state's scales are not passed on": Mutant(
+        "slot_table.h", "table.data[kPointers<Rule> - 1][t] = s.state[1].rest",
+        "table.data[kPointers<Rule> - 1][t] = s.state[0].rest", "apply.cu", "asan", NOWHERE),
+    "any format may be any state's": Mutant(
+        "slot_table.h", "return !has || is_in(formats, state.format);", "return true;",
+        "apply.cu", "plain", "FAILED another kind's format is refused"),
+    "a shorter last chunk is whole": Mutant(
+        "tensor_table.h", "is_last ? table.last[low] : table.chunk", "table.chunk", "copy.cu",
+        "asan", BEYOND),
     "no barrier before blocks are added": Mutant(
         "span_threads.h", "__syncthreads();", "", "measure.cu", "plain", "FAILED measure"),
     "no barrier before lanes are added": Mutant(
@@ -57,10 +101,26 @@ MUTANTS = {
     "a tail that is summed again is wide": Mutant(
         "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
     "the tensor before a chunk's": Mutant(
-        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "plain",
-        "FAILED copy to"),
-    "random bytes of the block before": Mutant(
-        "pack8.h", "e / kDraw + 1", "e / kDraw", "apply.cu", "plain", "FAILED apply"),
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "asan", BEYOND),
+    "random bytes of the eight before": Mutant(
+        "pack8.h", "(e / kPack + 1) * kPack", "e / kPack * kPack", "apply.cu", "plain",
+        "FAILED apply"),
+    "a draw's first eight bytes for all": Mutant(
+        "pack8.h", "place.byte >= kPack", "false", "apply.cu", "plain", "FAILED apply"),
+    "elements that share a byte are rounded alike": Mutant(
+        "pack8.h", "return x ^ each ^ (x & each & 0x40404040u) << 1;", "return x;", "apply.cu",
+        "plain", "FAILED apply"),
+    "a multiple of 64 is added without its carry": Mutant(
+        "pack8.h", " ^ (x & each & 0x40404040u) << 1", "", "apply.cu", "plain",
+        "FAILED apply"),
+    "only some bytes are added to": Mutant(
+        "pack8.h", "added * 0x01010101u", "added * 0x00010101u", "apply.cu", "plain",
+        "FAILED apply"),
+    "rows that end in an eight add nothing": Mutant(
+        "pack8.h", "+ place.added) & 0xFFu", ") & 0xFFu", "apply.cu", "plain", "FAILED apply"),
+    "elements that share a byte lie 32 apart": Mutant(
+        "../core/random.h", "kSharedBytes = 64;", "kSharedBytes = 32;", "apply.cu", "plain",
+        "FAILED apply"),
     "the row before": Mutant(
         "pack8.h", "at - number * rows.length >= rows.length", "false", "apply.cu", "plain",
         "FAILED apply"),
@@ -82,12 +142,12 @@ MUTANTS = {
     "eight bytes are wide": Mutant(
         "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
     "one array is always wide": Mutant(
-        "slot_table.h", "a < kScales<Rule>; ++a)  //", "a < kState0 + 1; ++a)  //", "moments.cu",
+        "slot_table.h", "a < kArrays<Rule>; ++a)  //", "a < kState0 + 1; ++a)  //", "moments.cu",
         "asan", MISALIGNED),
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
-        "convert.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
+        "access.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
     "an average is the newest value": Mutant(
         "average.cu", "averaging(average[k], x[k])", "x[k]", "average.cu", "plain",
         "FAILED average in"),

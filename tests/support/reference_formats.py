@@ -91,8 +91,9 @@ def _encode_m8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
     bits = np.abs(groups).view(np.int32).astype(F32) * third + offset[:, None]
     with np.errstate(invalid="ignore"):
         root = np.copysign(bits.astype(np.int32).view(F32), groups).reshape(-1)
-        fixed = np.rint(root).astype(np.int64)  # a NaN group's codes mean nothing
-    return ((fixed + random) >> 8).astype(np.int8), scales
+        fixed = np.rint(root).astype(np.int64)
+    codes = (fixed + random) >> 8
+    return np.where((scales == 0x7FC0).repeat(GROUP), 0, codes).astype(np.int8), scales
 
 
 def _decode_m8(codes: Bits, scales: Bits) -> Floats:
@@ -103,14 +104,6 @@ def _decode_m8(codes: Bits, scales: Bits) -> Floats:
     bits = np.where(codes == 0, 0, scale - below) % 2**32
     value = np.copysign(bits.astype(np.uint32).view(F32), codes)
     return np.where(np.isnan(_bfloat16(scales)).repeat(GROUP), F32(np.nan), value).astype(F32)
-
-
-def _log8_of_bits(x: Floats) -> NDArray[np.int64]:
-    """The kernels' integers for the scale 1, whose codes mean nothing, but are equal everywhere."""
-    u = x.view(np.uint32) - np.uint32((1 - 127) % 2**9 << 23)
-    fine = (u - np.uint32(0x3C800000 - 2**10)).view(np.int32) >> 11
-    coarse = (u - np.uint32(0x32800000 - 2**11)).view(np.int32) >> 12
-    return np.maximum(np.maximum(fine + (160 << 8), coarse), 0).astype(np.int64)
 
 
 # The pieces of log8, below the scale: powers of two, steps in each, code of the first step.
@@ -133,8 +126,8 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
             code = first + steps * (power - 1 - powers[0] + 2 * fraction - 1)
             inside = np.isin(power - 1, powers) & (part > 0)
             fixed[inside] = np.floor(256 * code[inside] + 0.5).astype(np.int64)
-    fixed[bad] = _log8_of_bits(x.reshape(-1, GROUP)[bad])
-    return ((fixed.reshape(-1) + random) >> 8 & 0xFF).astype(np.uint8), scales
+    codes = (fixed.reshape(-1) + random) >> 8
+    return np.where(bad.repeat(GROUP), 0, codes).astype(np.uint8), scales
 
 
 def log8_levels() -> NDArray[np.float64]:

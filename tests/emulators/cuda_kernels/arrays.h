@@ -43,6 +43,7 @@ class Memory {
 
 size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
 size_t rest_bytes_of(Format f) { return size_t(kFormats[int(f)].rest_width); }
+bool is_grouped(Format f) { return kFormats[int(f)].is(kGrouped); }
 
 // n numbers in a format; or no array at all.
 struct StoredArray {
@@ -57,7 +58,7 @@ struct StoredArray {
         n(count),
         format(f),
         data(n * bytes_of(f), skew * bytes_of(f)),
-        rest((f == F::m8 ? n / kGroup : n) * rest_bytes_of(f), rest_skew * rest_bytes_of(f)) {}
+        rest((is_grouped(f) ? n / kGroup : n) * rest_bytes_of(f), rest_skew * rest_bytes_of(f)) {}
 
   Array array() const {
     if (!exists) return {nullptr, F::float32};
@@ -90,6 +91,20 @@ struct StoredArray {
   bool dtype_is_bfloat16() const {
     return format == F::bfloat16_float32 || format == F::bfloat16_split32 ||
            format == F::bfloat16_split24;
+  }
+
+  // Groups that no step has stored yet, all of them zero, and groups of NaN.
+  void write_groups() {
+    if (!exists || !is_grouped(format)) return;
+    const size_t width = rest_bytes_of(format);
+    const uint16_t nan = format == F::log8 ? Log8Group::store(Log8Group::scale(kInfinity))
+                                           : M8Group::store(M8Group::scale(kInfinity)).bits;
+    for (size_t g = 0; g < n / kGroup; ++g) {
+      if (g % 5 == 2) std::memcpy(rest.at() + g * width, &nan, width);
+      if (g % 3 != 1) continue;
+      std::memset(rest.at() + g * width, 0, width);
+      std::memset(data.at() + g * kGroup, 0, kGroup);
+    }
   }
 
   void fill_with_any_bits(std::mt19937& random) {

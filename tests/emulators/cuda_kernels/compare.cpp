@@ -30,7 +30,10 @@ int main(int argc, char** argv) {
     const Rule& rule = kRules[r];
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
     step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
-    if (!std::strcmp(rule.name, "AdamW")) lengths_of_lists<AdamW>(rule, quick && !lists);
+    if (!std::strcmp(rule.name, "AdamW")) {
+      refuses_other_kinds(rule);
+      lengths_of_lists<AdamW>(rule, quick && !lists);
+    }
     if (rule.needs_update_norm) {
       lengths_of_lists<LAMB>(rule, quick);
       for (const bool bad : {false, true})

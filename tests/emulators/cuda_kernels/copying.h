@@ -17,14 +17,18 @@ struct Pairs {
       const Format target = Format(p % kFormatCount),
                    source = Format(p / kFormatCount % kFormatCount);
       size_t n = sizes[p % sizes.size()];
-      if (target == F::m8 || source == F::m8) n = to_groups(n);
+      if (is_grouped(target) || is_grouped(source)) n = to_groups(n);
       const auto skew = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
       to.emplace_back(n, target, skew(), skew());
       from.emplace_back(n, source, skew(), skew());
-      if (random() % 2) {
+      if (random() % 2 && target != F::log8) {  // which is for squares alone
         from[p].fill_with_any_bits(random);
       } else {
-        from[p].fill(numbers(n, p, 3.0f, source == F::float16_root || source == F::ue8m8), true);
+        const bool squares = !kFormats[p % kFormatCount].is(kForAll & ~kForSquare) ||
+                             !kFormats[p / kFormatCount % kFormatCount].is(kForAll & ~kForSquare);
+        std::vector<float> x = numbers(n, p, 3.0f, squares);
+        for (size_t i = 5; i < n; i += 97) x[i] = i % 3 == 0 ? 0 : i % 3 == 1 ? HUGE_VALF : NAN;
+        from[p].fill(x, true);
       }
     }
   }

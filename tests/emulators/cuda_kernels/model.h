@@ -30,10 +30,12 @@ constexpr Kept kKept[13] = {
     {F::bfloat16, false, {}},
 };
 constexpr Format kMoments[5] = {F::m8, F::float32, F::bfloat16_stochastic, F::float16, F::bfloat16};
-constexpr Format kFirstSquares[5] = {F::ue8m8, F::float32, F::bfloat16_stochastic, F::float16,
-                                     F::float16_root};
+constexpr Format kFirstSquares[10] = {
+    F::log8,  F::ue8m8,   F::float32, F::float16,      F::float16_root, F::bfloat16_stochastic,
+    F::ue8m8, F::float32, F::float16, F::float16_root,
+};
 constexpr Format kSquares[6] = {F::ue8m8, F::float32, F::float16_root, F::bfloat16_stochastic,
-                                F::ue8m8, F::bfloat16};
+                                F::log8,  F::bfloat16};
 constexpr int kAllPairs = 390;
 
 struct Shape {
@@ -55,28 +57,37 @@ struct Tensor {
   }
 };
 
+// Whether a state of tensor number t may be stored in groups.
+bool has_groups(size_t t) { return t % 5 == 0 || t % 6 == 4; }
+
 Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   // Most tensors are aligned, some in all but one array, few in none.
   const auto skew = [&](size_t which) {
-    return t % 16 == 2 || (t % 4 == 1 && t / 4 % 8 == which) ? 1 + t % 7 : 0;
+    return t % 16 == 2 || (t % 4 == 1 && t / 4 % 9 == which) ? 1 + t % 7 : 0;
   };
   const Kept& kept = kKept[t % 13];
-  Format first = squares == 0 ? kFirstSquares[t % 5] : kMoments[t % 5];
-  if (first == F::m8 && n % kGroup != 0) first = F::bfloat16_stochastic;
+  const auto whole_groups = [&](Format f) {
+    return is_grouped(f) && n % kGroup != 0 ? F::bfloat16_stochastic : f;
+  };
+  const Format first = whole_groups(squares == 0 ? kFirstSquares[t % 10] : kMoments[t % 5]),
+               second = whole_groups(squares == 1 ? kSquares[t % 6] : F::float32);
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
   x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 13) % 3], skew(0), 0);
   if (kept.has_copy) x.arrays[kCopy] = StoredArray(n, kept.copy, skew(1), 0);
   x.arrays[kMaster] = StoredArray(n, kept.master, skew(2), skew(3));
   if (states > 0) x.arrays[kState0] = StoredArray(n, first, skew(4), skew(5));
-  if (states > 1) x.arrays[kState1] = StoredArray(n, kSquares[t % 6], skew(6), 0);
+  if (states > 1) x.arrays[kState1] = StoredArray(n, second, skew(6), skew(8));
   if (states > 2) x.arrays[kState2] = StoredArray(n, F::float32, skew(7), 0);
 
   // Some so small that squares need care, some weights beyond float16, where it saturates.
   const bool still = t % 19 == 5;
   const float w_spread = still || t % 13 == 2 ? 1e-20f : t % 9 == 7 ? 1e5f : 1.0f;
   std::vector<float> g = numbers(n, 5 * t, still ? 1e-20f : 8.0f),
-                     w = numbers(n, 5 * t + 1, w_spread);
+                     w = numbers(n, 5 * t + 1, w_spread), s1 = numbers(n, 5 * t + 3, 1e-2f, true),
+                     s2 = numbers(n, 5 * t + 4, 1e-2f, true);
+  if (t % 4 != 3)  // some elements without gradients
+    for (size_t i = 3; i < n; i += 40) g[i] = s1[i] = s2[i] = 0;
   if (n > 0 && t % 17 == 6) w[n - 1] = std::nanf("");
   if (n > 0 && t % 17 == 9) w[n / 2] = 1e30f;  // whose square overflows
   if (bad && n > 1) {
@@ -88,8 +99,11 @@ Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
   x.arrays[kMaster].fill(w, true);
   if (t % 3 == 1) x.arrays[kMaster].write_weights(!bad);
   x.arrays[kState0].fill(numbers(n, 5 * t + 2, still ? 1e-20f : 1e-2f, squares == 0), true);
-  x.arrays[kState1].fill(numbers(n, 5 * t + 3, 1e-2f, true), true);
-  x.arrays[kState2].fill(numbers(n, 5 * t + 4, 1e-2f, true), true);
+  x.arrays[kState1].fill(s1, true);
+  x.arrays[kState2].fill(s2, true);
+  // CenteredRMSprop makes NaN of its own, and a sum of two has the sign of either.
+  if (t % 3 == 1 && states < 3)
+    for (const Role r : {kState0, kState1}) x.arrays[r].write_groups();
   x.clock = t % 6 == 5 ? Clock{0, 1, 1, 0} : Clock{2, 0.81, 0.998, 3.5};
   return x;
 }
@@ -167,12 +181,12 @@ const std::vector<size_t> kRagged = {
     0,  1,    7,  8,  9,     0,     63,    64, 65, 4095, 4096,  4097, 16383, 16384, 16385, 3,
     49, 2049, 15, 17, 65535, 65536, 65537, 31, 0,  33,   70001, 2,    12320, 100,   65568};
 
-// `count` sizes in which `cycle` repeats; where the moments may be in m8, whole groups.
+// `count` sizes in which `cycle` repeats; where a state may be stored in groups, whole groups.
 Shape repeated(const std::vector<size_t>& cycle, size_t count, int per_group, size_t offset = 0) {
   Shape shape = {{}, per_group, offset};
   for (size_t t = 0; t < count; ++t) {
     const size_t n = cycle[t % cycle.size()];
-    shape.sizes.push_back((t + offset) % 5 == 0 ? to_groups(n) : n);
+    shape.sizes.push_back(has_groups(t + offset) ? to_groups(n) : n);
   }
   return shape;
 }

@@ -154,6 +154,22 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
   std::printf("%s: %zu tensors, %s\n", rule.name, slots.size(), bad ? "overflow" : "applied");
 }
 
+// A state in a format of another kind of states, which the kernels know nothing of.
+void refuses_other_kinds(const Rule& rule) {
+  Model model({{64}, 1}, false, rule.states, rule.squares);
+  const Model before = model;
+  for (const auto& [state, format] : {std::pair(0, F::log8), std::pair(1, F::m8)}) {
+    std::vector<Slot> slots = model.slots();
+    slots[0].state[state].format = format;
+    Outside outside;
+    const DecideInputs inputs = outside.decide_inputs();
+    Verdict verdict = {7, 7, 7, 7, 7};
+    expect(rule.on_cuda(slots, model.hypers(), &inputs, &verdict, {}, {}, {}) &&
+               verdict.found_inf == 7 && model.tensors[0].same(before.tensors[0]),
+           "another kind's format is refused", rule.name, size_t(state));
+  }
+}
+
 // Lists of all lengths at which a launch, of ours or of others, begins or ends, empty tensors
 // anywhere.
 template <class R>

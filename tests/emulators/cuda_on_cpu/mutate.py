@@ -19,7 +19,7 @@ DEFINES = ["AMP_MP_ISA=baseline"]
 class Mutant:
     """A mistake, and what notices it."""
 
-    file: str  # of csrc/cuda
+    file: str  # of csrc/cuda, or from there
     text: str  # occurs there exactly once
     replacement: str
     shown_by: str  # pattern of the files to compile with it, of csrc/cuda

@@ -118,7 +118,7 @@ def test_many_tensors_take_few_launches_more() -> None:
     optimizer.step()
     with watching() as seen:
         optimizer.step()
-    # measure takes 994 tensors a launch, a rule of two states 407
+    # measure takes 1,123 tensors a launch, AdamW 404
     assert (seen.kernels, seen.others, seen.waits) == (1 + 1 + 3, 0, 0)
 
 
@@ -461,7 +461,7 @@ def test_gathered_norms_need_no_host() -> None:
     """Measured and added on the device; where all have gradients nothing is copied either."""
     shape = (40, 96)
     halves = cuts.Blocks(
-        DEVICE, shape, cuts.cuts(shape, [16], []), "lamb_", "bfloat16", ("m8", "ue8m8"), split=True
+        DEVICE, shape, cuts.cuts(shape, [16], []), "lamb_", "bfloat16", ("m8", "log8"), split=True
     )
     halves.set_gradients(torch.from_numpy(np.ones(40 * 96, np.float32)))
     measured, weights = halves.slots.measure(), halves.slots.measure_weights()

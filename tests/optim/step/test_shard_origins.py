@@ -34,6 +34,8 @@ CUTS = [(shape, how) for shape, ways in PLACES.items() for how in ways]
 WAYS = {
     "adamw, lean": ("adamw_", "bfloat16", ("bfloat16_stochastic", "ue8m8"), True),
     "adamw, tiny": ("adamw_", "bfloat16", ("m8", "ue8m8"), True),
+    "adamw, log8": ("adamw_", "bfloat16", ("bfloat16_stochastic", "log8"), True),
+    "adamw, m8 and log8": ("adamw_", "bfloat16", ("m8", "log8"), True),
     "adamw, low": ("adamw_", "bfloat16_stochastic", ("bfloat16_stochastic",) * 2, False),
     "sgd": ("sgd_", "float16_stochastic", ("bfloat16_stochastic",), False),
     "sgd, m8": ("sgd_", "bfloat16_stochastic", ("m8",), False),
@@ -42,6 +44,7 @@ WAYS = {
     "lion, m8": ("lion_", "float16_stochastic", ("m8",), False),
     "lamb": ("lamb_", "bfloat16_stochastic", ("bfloat16_stochastic", "ue8m8"), False),
     "lamb, m8": ("lamb_", "bfloat16", ("m8", "ue8m8"), True),
+    "lamb, m8 and log8": ("lamb_", "bfloat16_stochastic", ("m8", "log8"), False),
 }
 
 
@@ -50,9 +53,9 @@ def blocks_of(shape: str, how: str) -> list[Cut]:
 
 
 def fits(shape: str, how: str, formats: tuple[str, ...]) -> bool:
-    """Whether each block has whole groups of m8, if that is among the formats."""
+    """Whether each block has whole groups, if one of the formats needs them."""
     blocks = [Cut(slice(0, 0), slice(0, SHAPES[shape][1])), *blocks_of(shape, how)]
-    return "m8" not in formats or all(
+    return not {"m8", "log8"} & set(formats) or all(
         b.columns.start % 32 == 0 and b.columns.stop % 32 == 0 for b in blocks
     )
 
@@ -97,7 +100,7 @@ def test_another_place_draws_other_bits(device: str, wrong: tuple[int, int, int]
     assert not np.array_equal(found[:, 70:], right[:, 70:])
 
 
-NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8")
+NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8", "log8")
 
 
 @pytest.mark.parametrize(

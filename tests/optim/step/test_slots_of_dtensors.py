@@ -218,7 +218,7 @@ def test_what_belongs_to_no_dtensor_is_refused(device: str, mesh: DeviceMesh) ->
     arguments: dict[str, Any] = {
         "masters": [None],
         "states": [],
-        "scales": [None],
+        "scales": [],
         "formats": [],
         "stochastic": [False],
         "clocks": [clock(device)],
