@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import amp_mp as amp
 
-KINDS = ("torch", "float32", "exact", "lean", "tiny")
+LOW = ("exact", "lean", "tiny", "micro")
+KINDS = ("torch", "float32", *LOW)
 LABELS = {
     "torch": "torch.optim.AdamW, `dcp.save` and `dcp.load`, float32",
     "float32": "amp_mp, float32 weights",
-    **{kind: f'amp_mp, bfloat16 weights, `memory="{kind}"`' for kind in ("exact", "lean", "tiny")},
+    **{kind: f'amp_mp, bfloat16 weights, `memory="{kind}"`' for kind in LOW},
 }
 
 

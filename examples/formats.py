@@ -1,4 +1,4 @@
-"""Compare the storage formats "exact", "lean" and "tiny" with float32 masters, over several seeds.
+"""Compare "exact", "lean", "tiny" and "micro" with float32 masters, over several seeds.
 
 There are two jobs: the GPT of train_gpt.py, and the fine-tuning of finetune_task.py. With the same
 seed, all formats start from the same weights and see the same batches. The program prints a table
@@ -33,10 +33,16 @@ from tqdm import tqdm
 import amp_mp as amp
 
 REFERENCE = "reference"
-COLORS = {REFERENCE: "black", "exact": "tab:blue", "lean": "tab:orange", "tiny": "tab:red"}
+COLORS = {
+    REFERENCE: "black",
+    "exact": "tab:blue",
+    "lean": "tab:orange",
+    "tiny": "tab:red",
+    "micro": "tab:purple",
+}
 # The largest allowed difference to the reference, in units of its spread over the seeds.
 # All seeds are equally good, so a smaller difference is no loss.
-ALLOWED = {"lean": 1, "tiny": 2}
+ALLOWED = {"lean": 1, "tiny": 2, "micro": 2}
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,8 @@ def table(job: Job, rows: Mapping[str, dict[str, Any]]) -> Table:
     """One row per arm; the loss is the mean over the seeds of the final validation loss."""
     names = ("loss", "sd", "spread", "to ref.", "pitches, %", "B/param", "passed")
     promises = (
-        "passed: exact has the reference's bits; lean is within its spread, tiny within twice that"
+        "passed: exact has the reference's bits; lean is within its spread, tiny and micro within "
+        "twice that"
     )
     result = Table(Column(no_wrap=True), *names, title=job.title, caption=promises)
     for arm, row in rows.items():

@@ -18,7 +18,7 @@ WEIGHT_DTYPES = {
 }
 OPTIMIZERS = ("adamw", "adam", "sgd", "torch-adamw")
 PARALLEL = ("none", "ddp", "fsdp", "hsdp", "tp")
-MEMORY = ("float32", "exact", "lean", "tiny")
+MEMORY = ("float32", "exact", "lean", "tiny", "micro")
 
 
 class SettingsError(ValueError):

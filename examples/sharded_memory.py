@@ -8,7 +8,8 @@ import amp_mp as amp
 
 RANKS = (8, 64, 256, 1024)
 GIB = 2**30
-SHORT = ("float32", "float32, lean states", "exact", "lean", "tiny")  # of sharded_memory's recipes
+# Of sharded_memory's recipes.
+SHORT = ("float32", "float32, lean states", "exact", "lean", "tiny", "micro")
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def measure_copy(dtype: torch.dtype, shapes: ShapeList, device: str) -> Copy:
 
 def ours() -> list[Candidate]:
     """amp_mp's, those that targets speak of first."""
-    order: tuple[str, ...] = ("exact", "tiny", "lean", "float32")
+    order: tuple[str, ...] = ("exact", "tiny", "lean", "micro", "float32")
     found = [
         Candidate(
             f"amp_mp {memory}",

@@ -44,7 +44,7 @@ def check(device: str) -> dict[str, Counts]:
     """Counts of one step, the sixth, for both dtypes and every way of storing."""
     found = {}
     dtypes = (torch.bfloat16, torch.float16)
-    for dtype, memory in itertools.product(dtypes, ("float32", "exact", "lean", "tiny")):
+    for dtype, memory in itertools.product(dtypes, ("float32", "exact", "lean", "tiny", "micro")):
         step = trainer(dtype, memory, device)
         for _ in range(5):
             step()

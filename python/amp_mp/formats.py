@@ -7,9 +7,12 @@
     float16       2      nearest, saturating at +-65504
     float16_root  2      the square root of a number >= 0, in float16
     ue8m8         2      a number >= 0: 8 bits of exponent, 8 of mantissa; stochastic rounding
-    m8            1 + 1/16  groups of 32 with a bfloat16 scale, cubed codes; stochastic rounding
+    m8            1 + 1/16  groups of 32 with a bfloat16 scale, codes of nearly a cube; stochastic
+    log8          1 + 1/32  a number >= 0: groups of 32 with a power of two as scale, logarithmic
+                  codes with a floor of 2^-26 of the scale in place of 0; stochastic
 
-Every NaN stays a NaN. docs/formats.md has errors and ranges.
+Every NaN stays a NaN, and makes its group NaN where there are groups. docs/formats.md has errors
+and ranges.
 """
 
 from collections.abc import Sequence
@@ -24,12 +27,14 @@ from amp_mp.optim.state.formats import (
     REST_FORMATS,
     SQUARES,
     get,
+    is_grouped,
     native_name,
     new_rest,
     new_state,
     put,
     split_name,
 )
+from amp_mp.optim.state.old_codes import OLD_FORMATS
 
 SPLITS = ("split32", "split24")
 NAMES = (*SPLITS, *dict.fromkeys((*MOMENTS, *SQUARES)))
@@ -47,23 +52,24 @@ def encode(
     """Stores float32 numbers.
 
     Args:
-        x: any shape, float32, dense.
+        x: any shape, float32, dense. A negative number becomes NaN in float16_root and ue8m8; in
+            log8 all its group does.
         format: one of the module's.
         weight_dtype: of a split's first part, torch.bfloat16 or torch.float16.
         seed, step, number: choose the random bits of stochastic rounding; the optimizers pass a
             group's seed, the parameter's step and its number among the optimizer's parameters.
 
     Returns:
-        The arrays: for a split (weight, remainder), for m8 (codes, scales), else one.
+        The arrays: for a split (weight, remainder), for m8 and log8 (codes, scales), else one.
 
     Raises:
         TypeError: x is not float32.
-        ValueError: another format or weight_dtype, or m8 for a number of elements that is not a
-            multiple of 32.
+        ValueError: another format or weight_dtype, or a format of groups for a number of elements
+            that is not a multiple of 32.
     """
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
-    _check(format)
+    _check(format, NAMES)
     if format in SPLITS:
         if weight_dtype not in LOW_PRECISION:
             raise ValueError(
@@ -73,9 +79,9 @@ def encode(
         rest = new_rest(format, weight)
         put(x, weight, rest, split_name(format, weight_dtype))
         return weight, rest
-    if format == "m8" and x.numel() % GROUP:
+    if is_grouped(format) and x.numel() % GROUP:
         raise ValueError(
-            f"m8 stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
+            f"{format} stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
         )
     data, scales = new_state(format, x)
     put(x, data, scales, native_name(format), seed=seed, step=step, tensor_index=number)
@@ -85,10 +91,11 @@ def encode(
 def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     """The float32 numbers that the arrays of `encode` hold, in the shape of the first.
 
+    format: one of the module's, or "m8_cubed": what "m8" was before its codes got another meaning.
     Raises ValueError for another format, or arrays that are not of it.
     """
-    _check(format)
-    count = 2 if format in SPLITS or format == "m8" else 1
+    _check(format, (*NAMES, *OLD_FORMATS))
+    count = 2 if format in SPLITS or is_grouped(format) else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
     data, rest = parts[0], parts[1] if count == 2 else None
@@ -102,9 +109,9 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     return get(data, rest, split_name(format, data.dtype))
 
 
-def _check(format: str) -> None:
-    if format not in NAMES:
-        raise ValueError(f"format must be one of {', '.join(NAMES)}; found {format!r}")
+def _check(format: str, known: tuple[str, ...]) -> None:
+    if format not in known:
+        raise ValueError(f"format must be one of {', '.join(known)}; found {format!r}")
 
 
 __all__ = ["NAMES", "decode", "encode"]

@@ -23,6 +23,7 @@ INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amp exact": lambda params: amp.optim.AdamW(params, lr=0.125, memory="exact"),
     "amp lean": lambda params: amp.optim.AdamW(params, lr=0.125, memory="lean"),
     "amp tiny": lambda params: amp.optim.AdamW(params, lr=0.125, memory="tiny"),
+    "amp micro": lambda params: amp.optim.AdamW(params, lr=0.125, memory="micro"),
 }
 
 

@@ -142,7 +142,7 @@ def test_a_wrapped_optimizer_goes_on_past_an_overflow_too(
 
 # float16 weights.
 
-MEMORY = [None, "exact", "lean", "tiny"]
+MEMORY = [None, "exact", "lean", "tiny", "micro"]
 
 
 def small_loss(weight: Tensor, power: int = -20) -> Tensor:

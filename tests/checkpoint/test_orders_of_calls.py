@@ -51,7 +51,7 @@ def test_a_checkpoint_of_before_the_first_step_is_at_step_0(preset: str, tmp_pat
         train(*each, 2)
     assert snapshot(*other) == snapshot(*pair)
     # Saving made masters before the first forward; those of 24 bits round some weights otherwise.
-    assert snapshot(*fresh) == snapshot(*pair) or preset in ("lean", "tiny")
+    assert snapshot(*fresh) == snapshot(*pair) or preset in ("lean", "tiny", "micro")
 
 
 @pytest.mark.parametrize("saved", [*PRESETS, "plain"])

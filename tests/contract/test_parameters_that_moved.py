@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import array, assert_same, on, random
-from rules import ADAM, RULES, STORAGES, Expected, found_master, found_state
+from rules import (
+    ADAM,
+    RULES,
+    STORAGES,
+    SUFFIXES,
+    WITHOUT_ROWS,
+    Expected,
+    formats_of,
+    found_master,
+    found_state,
+)
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -109,7 +119,7 @@ def test_small_updates_are_not_lost_after_prepare(device: str, storage: str) -> 
         assert (moved - 2001e-6).abs().max() <= bound
 
 
-@pytest.mark.parametrize("storage", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("storage", ["exact", "lean", "tiny", "micro"])
 def test_remainders_of_a_file_are_for_weights_of_their_dtype(device: str, storage: str) -> None:
     """A bfloat16 run's optimizer, loaded beside float16 weights."""
     model = weight_of(torch.bfloat16, device)
@@ -140,7 +150,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], object]] = {
 def test_another_layout_changes_no_number(
     device: str, storage: str, dtype: torch.dtype, layout: str
 ) -> None:
-    """m8's groups are of neighbours in memory: its moments are rounded once more, others stay."""
+    """Groups are of neighbours in memory: states in groups are rounded once more, others stay."""
     model = weight_of(dtype, device)
     arguments = {**ADAM, **STORAGES[storage], "check_overflow": True}
     optimizer = amp.optim.AdamW(model.parameters(), **arguments)
@@ -161,18 +171,18 @@ def test_another_layout_changes_no_number(
     assert torch.equal(*masters)
     for name in ("exp_avg", "exp_avg_sq"):
         one, two = optimizer.state[model.weight], plain.state[twin.weight]
-        if storage != "tiny" or name != "exp_avg":
-            entry = next(e for e in (name, f"{name}_ue8m8") if e in two)
+        format = formats_of("adamw", (name,), True, {"memory": storage})[name]
+        entry = name + SUFFIXES.get(format, "")
+        if format not in WITHOUT_ROWS:
             assert torch.equal(one[entry], two[entry]), name
             continue
         found, wanted = (
-            amp.formats.decode((s["exp_avg_m8"], s["exp_avg_m8_scale"]), "m8")
-            if "exp_avg_m8" in s
-            else s["exp_avg"].float()
-            for s in (one, two)
+            amp.formats.decode((s[entry], s[f"{entry}_scale"]), format) for s in (one, two)
         )
-        # a code of a group of numbers up to M is cubed, so a step of it is below 3 M / 127
-        assert (found - wanted).abs().max() <= 3 / 127 * wanted.abs().max()
+        largest = wanted.abs().max()
+        # one step of the largest of a group; of the number itself, and log8's floor
+        bound = 3 / 64 * largest if format == "m8" else wanted / 8 + 2.0**-26 * 64 / 31 * largest
+        assert ((found - wanted).abs() <= bound).all()
     if storage in ("float32", "exact"):
         for one in (model, twin):
             one.weight.grad = grad_of(one.weight, 9)

@@ -61,7 +61,7 @@ def own_file(memory: Any) -> tuple[float, str, str]:
     return apart(whole(model), whole(again)), refused, refused_weights
 
 
-@pytest.mark.parametrize("memory", ["exact", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "micro"])
 def test_each_rank_loads_its_own_file_and_no_others(memory: str) -> None:
     for rank, (difference, *refused) in enumerate(on_ranks(2, own_file, memory)):
         assert difference == 0
@@ -94,7 +94,7 @@ OPTIONS: list[dict[str, bool]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"] if LARGE else ["tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"] if LARGE else ["micro"])
 def test_every_option_of_torchs_state_dicts(memory: str, options: dict[str, bool]) -> None:
     assert on_ranks(2, through_torchs_state_dict, memory, options) == [0.0, 0.0]
 
@@ -121,7 +121,7 @@ def written(how: str, memory: Any) -> float:
     return max(float(weight.abs().max()) for weight in whole(model))
 
 
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"] if LARGE else ["tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"] if LARGE else ["micro"])
 @pytest.mark.parametrize("how", ["mask", "clamp", "local", "to_local", "data", "tp"])
 def test_what_is_written_into_shards_stays(how: str, memory: str) -> None:
     assert on_ranks(2, written, how, memory) == [0.0, 0.0]

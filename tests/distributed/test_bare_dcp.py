@@ -27,7 +27,9 @@ import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 LOW = torch.bfloat16
-PRESETS = ("float32", "exact", "lean", "tiny")
+PRESETS = ("float32", "exact", "lean", "micro")
+if LARGE:
+    PRESETS += ("tiny",)
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (64, 8, 2, 2), (1,)]
 OPTIONS: dict[str, dict[str, bool]] = {
     "sharded": {},
@@ -86,7 +88,7 @@ def in_memory(way: str, preset: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize("preset", PRESETS if LARGE else ("exact", "tiny"))
+@pytest.mark.parametrize("preset", PRESETS if LARGE else ("exact", "micro"))
 def test_state_dicts_with_any_of_torchs_options(way: str, preset: str) -> None:
     assert on_ranks(2, in_memory, way, preset) == [[], []]
 

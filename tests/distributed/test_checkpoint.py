@@ -37,7 +37,9 @@ LOW = torch.bfloat16
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (3, 64), (64, 8, 2, 2), (1,)]
 HALF = torch.float16
 FLOAT = torch.float32
-PRESETS = ("float32", "exact", "lean", "tiny")
+PRESETS = ("float32", "exact", "lean", "micro")
+if LARGE:
+    PRESETS += ("tiny",)
 PLACES = [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("columns fsdp", 4), ("hsdp", 4)]
 PAIRS = [*itertools.product(PLACES, repeat=2)]
 FEW = [((a, n), (b, m)) for (a, n), (b, m) in PAIRS if a == b == "fsdp" and n != m]
@@ -94,7 +96,9 @@ def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dt
     model, optimizer = trained("fsdp", preset, 0, dtype)
     amp.checkpoint.load(path, model, optimizer)
     plain, plain_optimizer = trained(None, saved, 3, of)
-    short = [p in ("lean", "tiny") for p, d in ((saved, of), (preset, dtype)) if d != FLOAT]
+    short = [
+        p in ("lean", "tiny", "micro") for p, d in ((saved, of), (preset, dtype)) if d != FLOAT
+    ]
     bound, least = (2.0**-16 if any(short) else 0.0), 1e-38
     if HALF in (of, dtype) and (saved, of) != (preset, dtype):
         # Below 2^-14 float16 has places of 2^-24, which a remainder divides by 2^16 or 2^8.
@@ -110,7 +114,7 @@ def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dt
     return found, digests(list(model.parameters()), optimizer)
 
 
-KINDS = [(preset, LOW) for preset in PRESETS] + [("exact", FLOAT), ("tiny", FLOAT)]
+KINDS = [(preset, LOW) for preset in PRESETS] + [("exact", FLOAT), ("micro", FLOAT)]
 KINDS += [(preset, HALF) for preset in PRESETS if LARGE or preset == "lean"]
 
 

@@ -89,16 +89,19 @@ def run(rule: str, memory: str, dtype: torch.dtype, layout: str, number: int, pa
 
 
 CASES = [
-    ("adamw", "tiny", torch.float16),
+    ("adamw", "micro", torch.float16),
     ("sgd", "lean", torch.bfloat16),
     ("lion", "tiny", torch.bfloat16),
     ("lamb", "exact", torch.bfloat16),
     ("novograd", "lean", torch.bfloat16),
-    ("adagrad", "tiny", torch.bfloat16),
+    ("adagrad", "micro", torch.bfloat16),
     ("amsgrad adamw", "exact", torch.bfloat16),
 ]
 LONG = [
-    (r, m, d) for r in RULES for m in ("exact", "tiny") for d in (torch.bfloat16, torch.float16)
+    (r, m, d)
+    for r in RULES
+    for m in ("exact", "tiny", "micro")
+    for d in (torch.bfloat16, torch.float16)
 ]
 
 
@@ -139,10 +142,13 @@ def test_states_of_layerwise_rules_are_loaded_bit_for_bit(
 
 
 def cut(layout: str, path: str) -> Any:
-    """Groups that do not fit the cut become bfloat16 numbers; returns what is wrong."""
-    model, optimizer = made("adamw", "tiny", torch.bfloat16, layout)
+    """Groups that do not fit the cut become bfloat16 and ue8m8; returns what is wrong.
+
+    ue8m8 has all levels of log8.
+    """
+    model, optimizer = made("adamw", "micro", torch.bfloat16, layout)
     amp.checkpoint.load(f"{path}/a", model, optimizer)
-    plain, plain_optimizer = made("adamw", "tiny", torch.bfloat16)
+    plain, plain_optimizer = made("adamw", "micro", torch.bfloat16)
     steps(plain, plain_optimizer, range(3))
     plain_optimizer.init_state()
     wanted = plain_optimizer.torch_state_dict()["state"]
@@ -155,7 +161,7 @@ def cut(layout: str, path: str) -> Any:
             continue
         exact = wanted[number]["exp_avg"]
         off = (local(found[number]["exp_avg"]) - local(placed_as(param, exact))).abs()
-        cut_groups = "exp_avg_m8" not in optimizer.state[param]
+        cut_groups = "exp_avg_m8v2" not in optimizer.state[param]
         bound = 2.0**-7 * local(placed_as(param, exact)).abs() if cut_groups else 0 * off
         name = plain_params[[p for g in plain_optimizer.param_groups for p in g["params"]][number]]
         if not bool((off <= bound).all()):
@@ -167,13 +173,13 @@ def cut(layout: str, path: str) -> Any:
                 wrong.append(f"{name}: {entry}")
     steps(model, optimizer, range(3, 5))
     amp.checkpoint.save(f"{path}/{layout}", model, optimizer)
-    formats = {n: "exp_avg_m8" in optimizer.state.get(p, {}) for n, p in model.named_parameters()}
+    formats = {n: "exp_avg_m8v2" in optimizer.state.get(p, {}) for n, p in model.named_parameters()}
     return wrong, formats, digests_of(list(model.parameters()), optimizer)
 
 
 @pytest.mark.parametrize(("layout", "world"), [("rows", 2), ("rows", 4), ("rows fsdp", 4)])
 def test_groups_that_processes_cut_are_converted(layout: str, world: int, tmp_path: Path) -> None:
-    model, optimizer = made("adamw", "tiny", torch.bfloat16)
+    model, optimizer = made("adamw", "micro", torch.bfloat16)
     steps(model, optimizer, range(3))
     amp.checkpoint.save(tmp_path / "a", model, optimizer)
     ranks = on_ranks(world, cut, layout, str(tmp_path))
@@ -187,12 +193,41 @@ def test_groups_that_processes_cut_are_converted(layout: str, world: int, tmp_pa
     assert {float(state["step"]) for state in optimizer.state.values()} == {5.0, 1.0}
 
 
+def with_cubes(layout: str, path: str) -> list[str]:
+    """Where a file of before, with m8's codes as cubes, gives another state than to one process."""
+    model, optimizer = made("adamw", "tiny", torch.bfloat16, layout)
+    amp.checkpoint.load(path, model, optimizer)
+    plain, plain_optimizer = made("adamw", "tiny", torch.bfloat16)
+    amp.checkpoint.load(path, plain, plain_optimizer)
+    assert "exp_avg_m8v2" in plain_optimizer.state[next(plain.parameters())]
+    pairs = [list(each.parameters()) for each in (model, plain)]
+    return differences(pairs[0], optimizer, pairs[1], plain_optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("fsdp", 2), ("columns fsdp", 4)] if LARGE else [("fsdp", 2)]
+)
+def test_cubes_of_older_versions_are_read_by_any_number_of_processes(
+    layout: str, world: int, tmp_path: Path
+) -> None:
+    model, optimizer = made("adamw", "tiny", torch.bfloat16)
+    steps(model, optimizer, range(3))
+    found = 0
+    for state in optimizer.state.values():
+        for entry in [e for e in state if "_m8v2" in e]:
+            state[entry.replace("_m8v2", "_m8")] = state.pop(entry)
+            found += 1
+    assert found > 2
+    amp.checkpoint.save(tmp_path / "c", model, optimizer)
+    assert on_ranks(world, with_cubes, layout, str(tmp_path / "c")) == [[]] * world
+
+
 def templates(path: str, layout: str) -> list[str]:
     """How many elements of each state this process reads, in words where it is not its shard."""
     from amp_mp.checkpoint.contents import Contents
     from amp_mp.checkpoint.templates import state_template
 
-    model, _ = made("adamw", "tiny", torch.bfloat16, layout)
+    model, _ = made("adamw", "micro", torch.bfloat16, layout)
     params = dict(model.named_parameters())
     contents = Contents(path, params)
     found = []
@@ -209,11 +244,12 @@ def templates(path: str, layout: str) -> list[str]:
 
 
 def test_every_process_reads_its_shards_and_no_more(tmp_path: Path) -> None:
-    model, optimizer = made("adamw", "tiny", torch.bfloat16)
+    model, optimizer = made("adamw", "micro", torch.bfloat16)
     steps(model, optimizer, range(1))
     amp.checkpoint.save(tmp_path / "c", model, optimizer)
     for layout, world in (("fsdp", 2), ("fsdp", 4), ("columns fsdp", 4), ("hsdp", 4)):
         assert on_ranks(world, templates, str(tmp_path / "c"), layout) == [[]] * world
     # "rows" cuts dimension 1: rows of 96, and the convolution's, within groups.
-    whole = {f"{n} {e}" for n in ("p1", "p2") for e in ("exp_avg_m8", "exp_avg_m8_scale")}
+    codes = ("exp_avg_m8v2", "exp_avg_sq_log8")
+    whole = {f"{n} {e}{end}" for n in ("p1", "p2") for e in codes for end in ("", "_scale")}
     assert set(on_ranks(2, templates, str(tmp_path / "c"), "rows")[0]) == whole

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 SHAPES = [(96, 64), (33,), (1, 33), (3, 64), (1,)]
 SPLITS = [("fsdp", 2), ("rows", 2), ("columns fsdp", 4)]
-PRESETS = ["float32", "exact", "lean", "tiny"] if LARGE else ["exact", "tiny"]
+PRESETS = ["float32", "exact", "lean", "tiny", "micro"] if LARGE else ["exact", "micro"]
 
 
 def other_values(model: nn.Module) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ def offloaded(preset: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["exact", "tiny"])
+@pytest.mark.parametrize("preset", ["exact", "micro"])
 def test_shards_that_are_kept_on_the_host(preset: str) -> None:
     for losses in on_ranks(2, offloaded, preset):
         assert losses[:4] == losses[4:]

@@ -40,11 +40,12 @@ if LARGE:
     SPLITS += [("fsdp", 1), ("rows", 4), ("columns", 4)]
 BY_LAYER = [name for name, (kind, _) in RULES.items() if kind.rules[0].needs_norms]
 BY_ELEMENT = [name for name in RULES if name not in BY_LAYER]
-SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "tiny"]
+SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro"]
+UNGROUPED = {"moment": "bfloat16", "square": "ue8m8"}
 DTYPES = (LOW, torch.float16, torch.float32) if LARGE else (LOW, torch.float32)
 
 
-def has_m8(param: Tensor) -> bool:
+def has_groups(param: Tensor) -> bool:
     """Whether a state of 8 bits fits: a group of 32 lies in one row, and in one shard of it."""
     rows = [n for n in param.shape if n > 1]
     if len(rows) < 2:
@@ -67,11 +68,13 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
     kind, numbers = RULES[rule]
     split, whole = list(shard(Bag(SHAPES, dtype), layout).parameters()), Bag(SHAPES, dtype)
     groups = [{"params": [p]} for p in split]
-    moments = [n for n, k in kinds_of(kind.rules).items() if k == "moment"]
+    kinds = kinds_of(kind.rules)
+    if rule.startswith("centered"):  # its squares are float32
+        kinds.pop("square_avg")
     plain_groups: list[dict[str, Any]] = [{"params": [p]} for p in whole.parameters()]
     for group, param in zip(plain_groups, split, strict=True):
-        if preset == "tiny" and not has_m8(param):
-            group.update(dict.fromkeys(moments, "bfloat16"))
+        if preset in ("tiny", "micro") and not has_groups(param):
+            group.update({name: UNGROUPED[k] for name, k in kinds.items() if k in UNGROUPED})
     found: list[Any] = []
     for made in (groups, plain_groups):
         optimizer = kind(made, **numbers, **STORAGES[preset], **more)

@@ -61,7 +61,7 @@ def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
     assert found.size < wanted.size
 
 
-@pytest.mark.parametrize("arm", ["lean", "tiny"])
+@pytest.mark.parametrize("arm", ["lean", "tiny", "micro"])
 def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
     with tqdm(disable=True) as bar:
         wanted, found, again = (
@@ -113,15 +113,17 @@ def test_the_verdict_counts_bytes_and_measures_in_spreads() -> None:
     reference = runs([1.0, 1.5, 1.25], 1.0)
     good = {"reference": reference, "exact": runs([1.0, 1.5, 1.25], 1.0)}
     good |= {"lean": runs([1.5, 1.0, 1.25], 1.0), "tiny": runs([0.0, 1.5, 1.25], 1.0)}
+    good["micro"] = good["tiny"]
     rows = summary(good)
     assert all(row["passed"] for row in rows.values())
     assert rows["reference"]["spread"] == 0.5
     assert rows["reference"]["deviation"] == 0.25
-    assert rows["tiny"]["to_reference"] == 1.0
+    assert rows["tiny"]["to_reference"] == rows["micro"]["to_reference"] == 1.0
     bad = {"reference": reference, "exact": runs([1.0, 1.5, 1.25], 1 + 2.0**-7)}
     bad |= {"lean": runs([1.625, 1.5, 1.25], 1.0), "tiny": runs([1.0, 2.625, 1.25], 1.0)}
+    bad["micro"] = bad["tiny"]
     rows = summary(bad)
-    assert not any(rows[arm]["passed"] for arm in ("exact", "lean", "tiny"))
+    assert not any(rows[arm]["passed"] for arm in ("exact", "lean", "tiny", "micro"))
     assert rows["exact"]["differing_bytes"] == [1, 1, 1]
 
 

@@ -24,6 +24,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "exact": {"memory": "exact"},
     "lean": {"memory": "lean"},
     "tiny": {"memory": "tiny"},
+    "micro": {"memory": "micro"},
     "none": {"master": "none", "rounding": "stochastic"},
 }
 

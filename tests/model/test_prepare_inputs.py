@@ -125,7 +125,7 @@ class Adapted(nn.Module):
         return self.base(x) + (x.float() @ self.down.t() @ self.up.t()).to(x.dtype)
 
 
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
 def test_memory_is_for_the_states_where_all_parameters_are_float32(
     device: str, memory: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_memory_is_for_the_states_where_all_parameters_are_float32(
     assert raw_bytes(base.state_dict()) == before
     names = {name for state in optimizer.state.values() for name in state}
     assert not [name for name in names if name.startswith(("master", "remainder"))]
-    bytes_ = {"exact": 8, "lean": 4, "tiny": 3.0625}[memory]
+    bytes_ = {"exact": 8, "lean": 4, "tiny": 3.0625, "micro": 2.09375}[memory]
     report = optimizer.memory_report().bytes
     states = sum(n for kind, n in report.items() if kind.startswith("exp_avg"))
     assert states == bytes_ * sum(p.numel() for p in trained)

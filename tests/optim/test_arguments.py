@@ -128,7 +128,7 @@ def test_a_parameter_that_cannot_be_stepped_is_refused_when_it_is_given(
         AdamW([weight(device), frozen]).step()
 
 
-@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny", "micro"])
 def test_a_first_step_in_inference_mode_is_refused_and_a_later_one_works(
     device: str, memory: str | None
 ) -> None:
@@ -146,10 +146,11 @@ def test_a_first_step_in_inference_mode_is_refused_and_a_later_one_works(
 
 def entry_is_of(entry: str, name: str) -> bool:
     """Whether an entry holds the state of a name, in any format."""
-    return entry in (name, f"{name}_m8", f"{name}_m8_scale", f"{name}_ue8m8", f"{name}_root")
+    ends = ("", "_m8v2", "_m8v2_scale", "_ue8m8", "_log8", "_log8_scale", "_root")
+    return entry in [f"{name}{end}" for end in ends]
 
 
-@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", [None, "exact", "lean", "tiny", "micro"])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_a_state_that_was_lost_is_named_and_nothing_changed(
     device: str, memory: str | None, name: str
@@ -211,18 +212,49 @@ WRONG_FILES: dict[str, tuple[str, Spoil, str]] = {
     "old remainder": ("exact", replaced(remainder=full(torch.float32)), "'remainder' of par"),
     "m8 without scale": (
         "tiny",
-        dropped("exp_avg_m8_scale"),
-        "'exp_avg_m8' .* no 'exp_avg_m8_scale'",
+        dropped("exp_avg_m8v2_scale"),
+        "'exp_avg_m8v2' .* no 'exp_avg_m8v2_scale'",
     ),
     "m8 with few scales": (
         "tiny",
-        replaced(exp_avg_m8_scale=full(torch.float32, 2)),
-        "'exp_avg_m8_scale' of parameter 0 has 2 elements",
+        replaced(exp_avg_m8v2_scale=full(torch.float32, 2)),
+        "'exp_avg_m8v2_scale' of parameter 0 has 2 elements",
+    ),
+    "log8 without scale": (
+        "micro",
+        dropped("exp_avg_sq_log8_scale"),
+        "'exp_avg_sq_log8' .* no 'exp_avg_sq_log8_scale'",
+    ),
+    "scales that became numbers": (
+        "micro",
+        replaced(exp_avg_sq_log8_scale=full(torch.float32, 4, 1)),
+        "'exp_avg_sq_log8_scale' of parameter 0 has 4 elements of torch.float32, must have 4 of "
+        "torch.uint8",
+    ),
+    "a moment in codes of squares": (
+        "micro",
+        replaced(exp_avg_log8=full(torch.uint8), exp_avg_m8v2=None),
+        "'exp_avg_log8' of parameter 0 is stored as 'log8', but can be float32, ",
+    ),
+    "cubes without scale": (
+        "lean",
+        replaced(exp_avg_m8=full(torch.int8), exp_avg=None),
+        "'exp_avg_m8' .* no 'exp_avg_m8_scale'",
+    ),
+    "cubes that became numbers": (
+        "lean",
+        replaced(exp_avg_m8=full(torch.float32), exp_avg=None),
+        "'exp_avg_m8' of parameter 0 has dtype torch.float32, but 'm8' is stored as torch.int8",
+    ),
+    "cubes beside codes of today": (
+        "tiny",
+        replaced(exp_avg_m8=full(torch.int8), exp_avg_m8_scale=full(torch.bfloat16, 4, 1)),
+        "'exp_avg_m8.*' of parameter 0 is there as 'exp_avg_m8.*', too",
     ),
     "codes that became numbers": (
         "tiny",
-        replaced(exp_avg_m8=full(torch.bfloat16)),
-        "'exp_avg_m8' of parameter 0 has dtype torch.bfloat16, but 'm8' is stored as torch.int8",
+        replaced(exp_avg_m8v2=full(torch.bfloat16)),
+        "'exp_avg_m8v2' of parameter 0 has dtype torch.bfloat16, but 'm8' is stored as torch.int8",
     ),
     "squares that became numbers": (
         "lean",
@@ -280,7 +312,7 @@ def test_a_file_that_cannot_be_loaded_is_refused_by_name_with_nothing_changed(
     optimizer.step()
 
 
-FORMATS = [None, "exact", "lean", "tiny"]
+FORMATS = [None, "exact", "lean", "tiny", "micro"]
 
 
 @pytest.mark.parametrize("memory", FORMATS)

@@ -14,7 +14,7 @@ import numpy as np
 import reference
 import reference_formats as formats
 from reference import Clock, Floats
-from rules import PRESETS
+from rules import PRESETS, WITHOUT_ROWS
 
 LOW = ("bfloat16", "float16")
 
@@ -56,10 +56,11 @@ class Parameter:
     state: State | None = field(default=None)
 
     def kinds(self) -> tuple[str, str]:
-        """The formats of m and v: m8 needs rows of 32 in memory."""
+        """The formats of m and v: groups need rows of 32 in memory."""
         _, moment, square = PRESETS[self.memory]
-        rows = len(self.shape) > 1
-        return ("bfloat16" if moment == "m8" and not rows else moment), square
+        if len(self.shape) > 1:
+            return moment, square
+        return WITHOUT_ROWS.get(moment, moment), WITHOUT_ROWS.get(square, square)
 
     def master(self) -> Floats:
         """The number that the next step starts from."""
@@ -106,11 +107,14 @@ class Parameter:
             self.state = self.turned(state, seed, 0)
 
     def turned(self, state: State, seed: int, number: int) -> State:
-        """The state in the parameter's layout; groups of m8 are made of other neighbours."""
+        """The state in the parameter's layout; groups are then made of other neighbours."""
         turn = (self.shape, state.layout, self.layout)
-        m, v = (permuted(x, *turn) for x in (state.m, state.v))
-        if state.kinds[0] == "m8":
-            m = stored(m, "m8", seed, 0, number)
+        m, v = (
+            stored(x, kind, seed, 0, number) if kind in WITHOUT_ROWS else x
+            for x, kind in zip(
+                (permuted(x, *turn) for x in (state.m, state.v)), state.kinds, strict=True
+            )
+        )
         new = State(state.clock, m, v, state.memory, layout=self.layout, kinds=state.kinds)
         new.rest = None if state.rest is None else permuted(state.rest, *turn)
         new.stored = None if state.stored is None else permuted(state.stored, *turn)
@@ -142,7 +146,7 @@ class Parameter:
         random = (group["seed"], 0, self.number)
         for name, kind, was in zip("mv", state.kinds, old.kinds, strict=True):
             values = permuted(getattr(old, name), *turn)
-            if kind != was or (kind == "m8" and old.layout != self.layout):
+            if kind != was or (kind in WITHOUT_ROWS and old.layout != self.layout):
                 values = stored(values, kind, *random)
             setattr(state, name, values)
         wanted, found = PRESETS[self.memory][0], PRESETS[old.memory][0]

@@ -59,7 +59,12 @@ PRESETS = {
     "exact": ("split32", "float32", "float32"),
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
+    "micro": ("split24", "m8", "log8"),
 }
+# Formats of groups, and what takes their place where rows are no multiple of 32.
+WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
+# What an entry's name adds to the state's.
+SUFFIXES = {"m8": "_m8v2", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
 # The arguments for each preset.
 STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
 SQUARES = ("exp_avg_sq", "square_avg", "sum")
@@ -76,7 +81,7 @@ def formats_of(
         format = storage.get(name, square if name in SQUARES else moment)
         if name in FLOAT32_ONLY or (rule.startswith("centered") and name in SQUARES):
             format = "float32"
-        formats[name] = "bfloat16" if format == "m8" and not rows else format
+        formats[name] = format if rows else WITHOUT_ROWS.get(format, format)
     return formats
 
 
@@ -204,10 +209,13 @@ def found_state(state: dict[str, Any], name: str, format: str) -> np.ndarray:
     """A state's numbers, decoded by the reference."""
     if format == "float32":
         return array(state[name]).reshape(-1)
-    entry = name + {"m8": "_m8", "ue8m8": "_ue8m8", "float16_root": "_root"}.get(format, "")
+    entry = name + SUFFIXES.get(format, "")
     bits = raw(state[entry])
     if format == "m8":
         return formats.decode([bits, raw(state[f"{entry}_scale"]).view(np.uint16)], format)
+    if format == "log8":
+        scales = raw(state[f"{entry}_scale"]).view(np.uint8)
+        return formats.decode([bits.view(np.uint8), scales], format)
     return formats.decode([bits.view(np.uint16)], format)
 
 

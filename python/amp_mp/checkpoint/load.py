@@ -42,7 +42,8 @@ def load(
     Every process calls it and reads its own shards. For that it needs memory beside the model and
     the optimizer: the file's tensors of these shards and the new state, about twice their bytes;
     where formats or dtypes differ also float32 copies, up to three times. Nothing is read whole
-    but small numbers, `more`, and moments stored as `m8` whose groups of 32 the shards would cut.
+    but small numbers, `more`, and states stored as `m8` or `log8` whose groups of 32 the shards
+    would cut.
 
     Args:
         path: the directory. Load only files that you trust: `more` is unpickled.

@@ -36,6 +36,7 @@ RECIPES = (
     Recipe('bfloat16 shards, memory="exact"', torch.bfloat16, torch.bfloat16, "exact"),
     Recipe('bfloat16 shards, memory="lean"', torch.bfloat16, torch.bfloat16, "lean"),
     Recipe('bfloat16 shards, memory="tiny"', torch.bfloat16, torch.bfloat16, "tiny"),
+    Recipe('bfloat16 shards, memory="micro"', torch.bfloat16, torch.bfloat16, "micro"),
 )
 
 

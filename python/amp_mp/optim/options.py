@@ -23,8 +23,9 @@ SHARED_ARGUMENTS = """
             which then accepts float16 gradients. False is for frameworks that need unscaled
             gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.
         memory: how masters and states are stored with bfloat16 weights: "exact" (12 bytes per
-            parameter besides the gradient, loses nothing), "lean" (7), "tiny" (6.1) or "float32"
-            (14: float32 masters and states). Default "exact". float32 parameters have no master.
+            parameter besides the gradient, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1,
+            for beta2 <= .99) or "float32" (14: float32 masters and states). Default "exact".
+            float32 parameters have no master.
         master: how masters alone are stored. "split32", "split24": the parameter and a remainder of
             2 or 1 bytes together are the master (nearest, ties away from zero). "float32": the
             parameter is the copy of a float32 tensor, rounded to the nearest even value (float16 is
@@ -34,8 +35,9 @@ SHARED_ARGUMENTS = """
             from. Default None: as memory says.
         exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
             of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
-            "float32", "bfloat16", "float16", "float16_root" or "ue8m8": see amp_mp.formats.
-            Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are always float32.
+            "float32", "bfloat16", "float16", "float16_root", "ue8m8" or "log8": see
+            amp_mp.formats. Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are
+            always float32.
         rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
         process_groups: torch.distributed process groups, or a device mesh, whose processes hold
             other parameters of the same model: pipeline stages, or the rest of the parameters under
@@ -47,7 +49,7 @@ SHARED_ARGUMENTS = """
             and a CUDA graph can capture it. lr may be a tensor of one element.
 
     Every state also has step, and for low-precision parameters master, remainder16 or remainder8.
-    Codes have names of their own: exp_avg_m8, exp_avg_sq_ue8m8 (docs/formats.md).
+    Codes have names of their own: exp_avg_m8v2, exp_avg_sq_ue8m8 (docs/formats.md).
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 

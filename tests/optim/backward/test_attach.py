@@ -83,7 +83,14 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: i
 
 @pytest.mark.parametrize(
     ("dtype", "memory"),
-    [(torch.float32, None), (LOW, None), (LOW, "exact"), (LOW, "lean"), (LOW, "tiny")],
+    [
+        (torch.float32, None),
+        (LOW, None),
+        (LOW, "exact"),
+        (LOW, "lean"),
+        (LOW, "tiny"),
+        (LOW, "micro"),
+    ],
 )
 def test_released_gradients_make_the_ordinary_step_bit_for_bit(
     device: str, dtype: torch.dtype, memory: str | None

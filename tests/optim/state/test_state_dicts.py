@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 
-PRESETS = ("float32", "exact", "lean", "tiny")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro")
 KINDS: dict[str, dict[str, Any]] = {
     "Adam": {},
     "AdamW": {"amsgrad": True},
@@ -29,9 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
 SHAPES = ((4, 32), (2, 3, 64), (3, 8, 8), (2, 3, 4, 8), (1, 64), (33,), (64,), (5, 31), (0, 32), ())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How far a format's numbers may be from what was stored, relative to the number itself, or for m8
-# to the largest of its group: one step, because rounding is stochastic.
-STEP = {"float32": 0.0, "bfloat16": 2.0**-7, "ue8m8": 2.0**-8, "m8": 3 / 127}
-CODED = {"m8": torch.int8, "ue8m8": torch.int16}
+# to the largest of its group: one step, because rounding is stochastic. log8 has a floor besides.
+STEP = {"float32": 0.0, "bfloat16": 2.0**-7, "ue8m8": 2.0**-8, "m8": 3 / 64, "log8": 1 / 8}
+SUFFIXES = {"m8": "_m8v2", "log8": "_log8", "ue8m8": "_ue8m8"}
+GROUPED = ("m8", "log8")
 
 
 def optimizer_of(kind: str, params: list[nn.Parameter], memory: str) -> amp.optim.FusedOptimizer:
@@ -64,20 +65,21 @@ def through_a_file(value: Any) -> Any:
 
 def decoded(state: dict[str, Any], name: str) -> tuple[str, Tensor]:
     """The format by the entry's name, and the numbers."""
-    if f"{name}_m8" in state:
-        parts = (state[f"{name}_m8"], state[f"{name}_m8_scale"])
-        return "m8", amp.formats.decode(parts, "m8")
-    if f"{name}_ue8m8" in state:
-        return "ue8m8", amp.formats.decode((state[f"{name}_ue8m8"],), "ue8m8")
+    for format, suffix in SUFFIXES.items():
+        entries = [name + suffix, *([f"{name}{suffix}_scale"] if format in GROUPED else [])]
+        if entries[0] in state:
+            return format, amp.formats.decode([state[e] for e in entries], format)
     return str(state[name].dtype).removeprefix("torch."), state[name].float()
 
 
 def bound(format: str, values: Tensor) -> Tensor:
     size = values.abs()
+    if format not in GROUPED:
+        return STEP[format] * size
+    largest = size.reshape(-1, 32).amax(1, keepdim=True).expand(-1, 32).reshape(values.shape)
     if format == "m8":
-        groups = size.reshape(-1, 32).amax(1, keepdim=True)
-        size = groups.expand(-1, 32).reshape(values.shape)
-    return STEP[format] * size
+        return STEP["m8"] * largest
+    return STEP["log8"] * size + 2.0**-26 * (2 * 32 / 31) * largest
 
 
 @pytest.mark.parametrize("round_", range(40))
@@ -94,7 +96,8 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
         for entry, value in state.items():
             assert value.dtype not in (torch.int16, torch.uint16), entry
             if not value.dtype.is_floating_point:
-                assert entry.startswith("remainder8") or entry.endswith("_m8"), entry
+                ends = ("_m8v2", "_log8", "_log8_scale")
+                assert entry.startswith("remainder8") or entry.endswith(ends), entry
     saved = through_a_file(saved)
 
     for memory in (source, target):
@@ -111,7 +114,8 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
                 if before == after:
                     assert torch.equal(found, wanted)
                 assert bool(((found - wanted).abs() <= bound(after, wanted)).all()), (name, after)
-                held = [e for e in new if e in (name, f"{name}_m8", f"{name}_ue8m8")]
+                entries = [name, *(name + suffix for suffix in SUFFIXES.values())]
+                held = [e for e in new if e in entries]
                 assert len(held) == 1, held
             assert len([e for e in new if e.startswith(("master", "remainder"))]) == (
                 param.dtype != torch.float32
@@ -147,18 +151,18 @@ def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
         (2, 1, 1, 32): (2, 1, 1, 1),
     }
     params, optimizer = stepped("Lion", [*wanted], [torch.bfloat16] * 5, "tiny", device)
-    found = [optimizer.state[p]["exp_avg_m8_scale"] for p in params]
+    found = [optimizer.state[p]["exp_avg_m8v2_scale"] for p in params]
     assert [tuple(s.shape) for s in found] == [*wanted.values()]
     turned = nn.Parameter(torch.ones(8, 32, 4, 4, device=device))
     turned.data = turned.data.to(memory_format=torch.channels_last)
     optimizer = amp.optim.Lion([turned], memory="tiny")
     turned.grad = torch.ones_like(turned)
     optimizer.step()
-    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
+    assert tuple(optimizer.state[turned]["exp_avg_m8v2_scale"].shape) == (128,)
     saved = optimizer.state_dict()
-    saved["state"][0]["exp_avg_m8_scale"] = saved["state"][0]["exp_avg_m8_scale"].view(4, 2, 16)
+    saved["state"][0]["exp_avg_m8v2_scale"] = saved["state"][0]["exp_avg_m8v2_scale"].view(4, 2, 16)
     optimizer.load_state_dict(saved)
-    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
+    assert tuple(optimizer.state[turned]["exp_avg_m8v2_scale"].shape) == (128,)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
@@ -185,7 +189,7 @@ def test_a_state_held_twice_is_refused_by_name(device: str) -> None:
     (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
     optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
     optimizer.forget()
-    message = "parameter 0 of group 0 holds 'exp_avg' twice, as 'exp_avg' and as 'exp_avg_m8'"
+    message = "parameter 0 of group 0 holds 'exp_avg' twice, as 'exp_avg' and as 'exp_avg_m8v2'"
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     del optimizer.state[param]["exp_avg"]

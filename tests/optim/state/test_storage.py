@@ -14,7 +14,16 @@ import reference
 import reference_formats as formats
 import torch
 from helpers import DTYPES, RAGGED, array, assert_same, interesting_floats, random, raw_bytes
-from rules import PRESETS, RULES, STORAGES, Expected, found_master, found_state, raw
+from rules import (
+    PRESETS,
+    RULES,
+    STORAGES,
+    WITHOUT_ROWS,
+    Expected,
+    found_master,
+    found_state,
+    raw,
+)
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -172,8 +181,8 @@ def test_encoding_equals_the_reference_bit_for_bit(device: str, format: str, wei
     inputs = [random(n, n, special=True) for n in RAGGED]
     inputs += [interesting_floats(), random(4096, 1, 1e-38), random(4096, 2, 1e30)]
     for values in inputs:
-        values = values[: values.size // 32 * 32] if format == "m8" else values
-        values = np.abs(values) if format in ("ue8m8", "float16_root") else values
+        values = values[: values.size // 32 * 32] if format in WITHOUT_ROWS else values
+        values = np.abs(values) if format in ("ue8m8", "log8", "float16_root") else values
         parts = amp.formats.encode(
             torch.from_numpy(values).to(device),
             format,
@@ -185,10 +194,14 @@ def test_encoding_equals_the_reference_bit_for_bit(device: str, format: str, wei
         bits = formats.stream(values.size, seed, step, number)
         with np.errstate(all="ignore"):
             wanted = formats.encode(values, format, bits, weight)
+        numbers = formats.decode(wanted, format, weight)
         for part, want in zip(parts, wanted, strict=True):
-            assert np.array_equal(raw(part).view(want.dtype), want), values.size
+            found = raw(part).view(want.dtype)
+            if format in WITHOUT_ROWS and want.size == values.size:  # codes of NaN mean nothing
+                found, want = (np.where(np.isnan(numbers), 0, codes) for codes in (found, want))
+            assert np.array_equal(found, want), values.size
         decoded = array(amp.formats.decode(parts, format))
-        assert_same(decoded, formats.decode(wanted, format, weight), format)
+        assert_same(decoded, numbers, format)
 
 
 @pytest.mark.parametrize("format", amp.formats.NAMES)
@@ -273,63 +286,6 @@ def test_the_mean_over_steps_is_right(device: str, native: str) -> None:
     assert np.abs(error).max() <= 1 / 512 + 6 * 0.5 / np.sqrt(steps)
 
 
-# Groups.
-
-
-def test_the_cube_root_is_near_and_never_beyond() -> None:
-    """At most 1.6e-4 short, and never above 127 * 256, where a byte more would overflow."""
-    top = int(np.array((127 * 256) ** 3, np.float32).view(np.uint32))
-    for first in range(0x0D000000, top, 1 << 24):  # from 4e-31 on: below, the code is 0 anyhow
-        n = np.arange(first, min(first + (1 << 24), top + 1), 61, np.uint32).view(np.float32)
-        ratio = formats.cube_root(n) / np.cbrt(n.astype(np.float64))
-        assert ratio.min() >= 1 - 1.6e-4
-        assert ratio.max() <= 1 + 2.0**-22
-    near = np.arange(top - (1 << 20), top + 1, dtype=np.uint32).view(np.float32)
-    assert formats.cube_root(near).max() <= 127 * 256
-    assert np.array_equal(formats.cube_root(-near), -formats.cube_root(near))
-
-
-def test_a_group_spans_six_decades_and_codes_have_the_right_mean(device: str) -> None:
-    """Codes are 127 cbrt(x / scale), within 1/50 and six standard deviations of a code / 2."""
-    steps = 400
-    x = random(32 * 64, 1) * np.float32(1e-3)
-    x[::32] = np.exp2(np.arange(-60.0, 68.0, 2)).astype(np.float32)
-    x[1::32] = x[::32] * np.float32(1e-6)
-    x[2::32] = -x[::32]
-    x = np.where(np.abs(x) > np.repeat(x[::32], 32), np.float32(0), x)
-    codes = np.zeros(x.size)
-    for step in range(steps):
-        data, scales = amp.formats.encode(torch.from_numpy(x).to(device), "m8", step=step)
-        assert torch.equal(scales.float().cpu(), torch.from_numpy(x[::32]))  # powers of two
-        codes += raw(data)
-        assert np.sign(raw(data))[2] == -1
-    wanted = 127 * np.cbrt(x.astype(np.float64) / np.repeat(x[::32], 32))
-    error = codes / steps - wanted
-    assert np.abs(error).max() <= 1 / 50 + 6 * 0.5 / np.sqrt(steps)
-    assert np.abs(error.mean()) <= 1 / 50 + 5 * 0.5 / np.sqrt(steps * x.size)
-    assert (codes[1::32] > 0).all()  # a millionth of the largest is not zero
-
-
-def test_a_scale_is_never_below_its_group(device: str) -> None:
-    x = random(32 * 4096, 3, 1e4)
-    data, scales = amp.formats.encode(torch.from_numpy(x).to(device), "m8")
-    most, scale = np.abs(x.reshape(-1, 32)).max(axis=1), array(scales)
-    assert (scale >= most).all()
-    assert (scale <= most * np.float32(1 + 2.0**-7)).all()
-    assert np.abs(array(amp.formats.decode((data, scales), "m8"))).max() <= scale.max()
-
-
-def test_a_bad_number_spoils_its_own_group_alone(device: str) -> None:
-    for bad in (np.nan, np.inf):
-        x = np.ones(96, np.float32)
-        x[40] = bad
-        _, found = there_and_back(device, x, "m8")
-        assert np.isnan(found[32:64]).any()
-        assert np.allclose(found[np.r_[0:32, 64:96]], 1, rtol=0.03)
-    _, found = there_and_back(device, np.zeros(32, np.float32), "m8")
-    assert (found == 0).all()
-
-
 # The functions for single tensors.
 
 
@@ -340,7 +296,7 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
         "format": (
             lambda: amp.formats.encode(x, "int4"),
             ValueError,
-            r"format must be one of split32, split24, .*ue8m8; found 'int4'",
+            r"format must be one of split32, split24, .*ue8m8, log8; found 'int4'",
         ),
         "format of decode": (
             lambda: amp.formats.decode((x,), "fp8"),
@@ -361,6 +317,21 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
             lambda: amp.formats.encode(x, "m8"),
             ValueError,
             r"m8 stores groups of 32; x has 33 elements, shape \(33,\)",
+        ),
+        "groups of squares": (
+            lambda: amp.formats.encode(x, "log8"),
+            ValueError,
+            r"log8 stores groups of 32; x has 33 elements, shape \(33,\)",
+        ),
+        "one array of groups": (
+            lambda: amp.formats.decode((torch.zeros(32, dtype=torch.uint8),), "log8"),
+            ValueError,
+            r"log8 has 2 array\(s\), found 1",
+        ),
+        "cubes are not written any more": (
+            lambda: amp.formats.encode(torch.zeros(32), "m8_cubed"),
+            ValueError,
+            "format must be one of .*; found 'm8_cubed'",
         ),
         "one array": (
             lambda: amp.formats.decode((weight,), "split32"),
@@ -433,8 +404,11 @@ def test_ten_thousand_exact_steps_are_float32_masters_steps(device: str) -> None
 
 @pytest.mark.parametrize("format", SQUARES)
 def test_the_second_moment_follows_a_gradient_that_drops(device: str, format: str) -> None:
-    """Nearest rounding would stay at the old value: .999 of a number is the same number."""
-    count, beta2 = 4096, 0.999
+    """Nearest rounding would stay at the old value: .999 of a number is the same number.
+
+    The mean is right. Single elements scatter, by what docs/formats.md says and a tenth.
+    """
+    count, beta2 = (128, 32), 0.999
     param = nn.Parameter(torch.zeros(count, device=device))
     optimizer = amp.optim.AdamW([param], lr=0.0, betas=(0.9, beta2), exp_avg_sq=format)
     generator = torch.Generator().manual_seed(1)
@@ -444,10 +418,11 @@ def test_the_second_moment_follows_a_gradient_that_drops(device: str, format: st
         param.grad = pool[step % 500] * (1.0 if step < 3000 else 0.1)
         wanted.mul_(beta2).add_(param.grad.double().square(), alpha=1 - beta2)
         optimizer.step()
-    entries = {"ue8m8": "exp_avg_sq_ue8m8", "float16_root": "exp_avg_sq_root"}
-    state = optimizer.state[param][entries.get(format, "exp_avg_sq")]
-    found = amp.formats.decode((state,), format).double()
-    assert float((found / wanted).mean()) == pytest.approx(1, abs=0.02)
+    found = found_state(optimizer.state[param], "exp_avg_sq", format).astype(np.float64)
+    ratio = found / wanted.cpu().numpy().reshape(-1)
+    assert ratio.mean() == pytest.approx(1, abs=0.02)
+    spread = {"float32": 1e-3, "ue8m8": 0.07, "log8": 0.37}[format]
+    assert spread / 2 <= ratio.std() <= spread or format == "float32"
 
 
 @pytest.mark.parametrize("format", MOMENTS)
@@ -455,9 +430,11 @@ def test_the_first_moment_of_a_constant_gradient_is_right(device: str, format: s
     """Averaged over steps and elements, for elements of a group that are 1, 1/8, 1/1000 of it.
 
     A step's bias, ten times over with beta1 = .9: bfloat16's probabilities are 256ths of an ulp of
-    2^-7; a code t = 127 cbrt(.) is 1.6e-4 short at most, and has a variance of 1/4 at most, which
-    cubed is 3/4 / t^2. A step's deviation is an ulp / 2 or 3/2 / t, 1 / sqrt(1 - .81) of it
-    stationary; five of these, ten steps counting as one.
+    2^-7. m8's numbers from code 2^k on are 3/2^k apart at most, and the mean is too large between
+    two of them with a power of two between, by .375 / 2^k at most and by 2/3 of that on average. A
+    moment that scatters by a step and more is there a third of the time. A step's deviation is an
+    ulp / 2 or 3/2 / 2^k, 1 / sqrt(1 - .81) of it stationary; five of these, ten steps counting as
+    one.
     """
     steps, sizes = 200, np.float32([1, 1 / 8, 1 / 1000])
     columns = np.repeat(sizes, [11, 11, 10])
@@ -470,42 +447,19 @@ def test_the_first_moment_of_a_constant_gradient_is_right(device: str, format: s
         optimizer.step()
         state = optimizer.state[param]
         if step >= steps // 2:
-            entries = ("exp_avg", "exp_avg_m8", "exp_avg_m8_scale")
-            parts = [state[name] for name in entries if name in state]
-            total += array(amp.formats.decode(parts, format)) / (1 - 0.9 ** (step + 1))
+            values = found_state(state, "exp_avg", format).reshape(512, 32)
+            total += values / (1 - 0.9 ** (step + 1))
     ratio = total / (steps // 2) / columns
     for size in sizes:
         chosen = ratio[:, columns == size]
-        code = 126 * np.cbrt(size)
+        octave = 2.0 ** -np.floor(np.log2(126 * np.cbrt(size)))
         bias, deviation = {
             "float32": (2.0**-23, 2.0**-23),
             "bfloat16": (2.0**-7 / 512, 2.0**-8),
-            "m8": (3 * 1.6e-4 + 0.75 / code**2, 1.5 / code),
+            "m8": (0.375 * octave * 2 / 3 / 3, 1.5 * octave),
         }[format]
         tolerance = 10 * bias + 5 * deviation / np.sqrt(0.19 * chosen.size * steps / 20)
         assert chosen.mean() == pytest.approx(1, abs=tolerance), size
-
-
-def test_updates_of_mixed_groups_do_not_grow(device: str) -> None:
-    """Adam bounds its update by what m and v are of the same gradients: so they have to agree."""
-    generator = torch.Generator().manual_seed(1)
-    spread = torch.exp(1.5 * torch.randn(512, 32, generator=generator))
-    grads = [(spread * torch.randn(512, 32, generator=generator)).to(device) for _ in range(420)]
-    largest = {}
-    for memory in MEMORIES:
-        param = nn.Parameter(torch.zeros(512, 32, device=device))
-        optimizer = amp.optim.AdamW(
-            [param], lr=1e-3, weight_decay=0.0, memory=memory, master="float32"
-        )
-        most = torch.zeros((), device=device)
-        for grad in grads:
-            param.grad = grad
-            optimizer.step()
-            most = torch.maximum(most, param.detach().abs().max())
-            param.data.zero_()
-        largest[memory] = float(most)
-    assert largest["lean"] <= 1.5 * largest["exact"]
-    assert largest["tiny"] <= 1.5 * largest["exact"]
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -578,7 +532,7 @@ def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "wanted"),
-    [(None, 12), ("float32", 14), ("exact", 12), ("lean", 7), ("tiny", 6.0625)],
+    [(None, 12), ("float32", 14), ("exact", 12), ("lean", 7), ("tiny", 6.0625), ("micro", 5.09375)],
 )
 def test_memory_is_what_the_storages_take(device: str, memory: str | None, wanted: float) -> None:
     param = nn.Parameter(torch.ones(1024, 1024, dtype=torch.bfloat16, device=device))
@@ -595,30 +549,6 @@ def test_memory_is_what_the_storages_take(device: str, memory: str | None, wante
     assert report.total == sum(storages.values())
     assert report.parameters == param.numel()
     assert f"{report.bytes_per_parameter:.3f} beside the gradient" in str(report)
-
-
-def test_moments_without_rows_of_32_are_bfloat16(device: str) -> None:
-    """Biases, and rows that a group would reach beyond; the layout in memory counts."""
-    ones = {
-        "matrix": (torch.ones(5, 64), torch.int8),
-        "bias": (torch.ones(64), torch.bfloat16),
-        "column": (torch.ones(64, 1), torch.bfloat16),
-        "odd rows": (torch.ones(32, 31), torch.bfloat16),
-        "transposed": (torch.ones(64, 5).t(), torch.bfloat16),
-        "filters": (torch.ones(2, 3, 8, 4), torch.int8),
-        "empty": (torch.ones(0, 32), torch.bfloat16),
-    }
-    params = {name: nn.Parameter(x.to(device).bfloat16()) for name, (x, _) in ones.items()}
-    optimizer = amp.optim.AdamW(params.values(), memory="tiny")
-    for param in params.values():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    for name, param in params.items():
-        state = optimizer.state[param]
-        grouped = ones[name][1] == torch.int8
-        assert state["exp_avg_m8" if grouped else "exp_avg"].dtype == ones[name][1], name
-        assert ("exp_avg_m8" in state) == ("exp_avg_m8_scale" in state) == grouped, name
-        assert ("exp_avg" in state) == (not grouped), name
 
 
 def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:
@@ -782,7 +712,7 @@ def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str
     assert_alike(mine, low, back, update)
 
 
-@pytest.mark.parametrize("memory", ["lean", "tiny"])
+@pytest.mark.parametrize("memory", ["lean", "tiny", "micro"])
 def test_torch_reads_what_compact_formats_hold(device: str, memory: str) -> None:
     net = small_model(device)
     optimizer = amp.optim.AdamW(net.parameters(), memory=memory)
@@ -868,10 +798,10 @@ def test_groups_have_their_own_formats(device: str) -> None:
         for p in params
     ]
     assert found == [
-        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg_m8v2": "int8", "exp_avg_sq_ue8m8": "int16"},
         {"master": "float32", "exp_avg": "float32", "exp_avg_sq_ue8m8": "int16"},
         {"remainder8": "int8", "exp_avg": "bfloat16", "exp_avg_sq_ue8m8": "int16"},
-        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_root": "float16"},
+        {"remainder8": "int8", "exp_avg_m8v2": "int8", "exp_avg_sq_root": "float16"},
     ]
     assert "memory" not in optimizer.param_groups[2]
 
@@ -882,7 +812,7 @@ def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
         "memory": (
             lambda p: adamw(p, memory="huge"),
             ValueError,
-            "memory must be one of float32, exact, lean, tiny; found 'huge'",
+            "memory must be one of float32, exact, lean, tiny, micro; found 'huge'",
         ),
         "rounding": (
             lambda p: adamw(p, rounding="up"),
@@ -902,7 +832,7 @@ def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
         "squares in codes": (
             lambda p: adamw(p, exp_avg_sq="m8"),
             ValueError,
-            "exp_avg_sq must be one of float32, float16, bfloat16, float16_root, ue8m8",
+            "exp_avg_sq must be one of float32, float16, bfloat16, float16_root, ue8m8, log8",
         ),
         "moments without sign": (
             lambda p: amp.optim.Lion(p, exp_avg="ue8m8"),

@@ -238,7 +238,7 @@ def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])
 def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
     """As an eager step does: zeros, a clamp, other numbers, through `.data` too."""
     graphed, eager = Training(memory=memory), Training(memory=memory)
@@ -438,7 +438,7 @@ def test_on_a_side_stream() -> None:
     assert here.state() == there.state()
 
 
-@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])
 def test_a_model_moved_to_the_device_after_two_steps_is_trained_there(memory: str) -> None:
     """Bit for bit as one that was there from the start; model.cuda() keeps its parameters."""
     torch.manual_seed(0)

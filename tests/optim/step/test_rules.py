@@ -74,7 +74,7 @@ def test_rule_equals_the_reference_bit_for_bit(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
 @pytest.mark.parametrize("weight", ["float16", "bfloat16"])
 def test_every_preset_equals_the_reference_bit_for_bit(
     device: str, rule: str, memory: str, weight: str
@@ -83,7 +83,7 @@ def test_every_preset_equals_the_reference_bit_for_bit(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", ["lean", "tiny"])
+@pytest.mark.parametrize("memory", ["lean", "tiny", "micro"])
 def test_float32_weights_may_have_compact_states(device: str, rule: str, memory: str) -> None:
     check(device, rule, "float32", "bfloat16", SHAPES, memory=memory, master="float32")
 
@@ -136,7 +136,7 @@ def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
 
 
 @pytest.mark.parametrize("rule", ELEMENTWISE)
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
 @pytest.mark.parametrize("weight", ["float16", "bfloat16"])
 def test_compact_formats_keep_infinities_and_nans(
     device: str, rule: str, memory: str, weight: str

@@ -23,10 +23,12 @@ from amp_mp.optim.state.formats import (
     KINDS,
     MASTER_ENTRIES,
     NATIVE_FORMATS,
+    is_grouped,
     rest_dtype,
     scale_name,
 )
 from amp_mp.optim.state.init import CLOCK
+from amp_mp.optim.state.old_codes import stored_like
 from amp_mp.sharding.shards import is_dtensor, local_of, other_rank
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -124,13 +126,12 @@ def _wrong_state(
         if kind == "exact" or DTYPES.get(format) != dtype:
             return f"has dtype {dtype}, but its param_group says that it is stored as {format!r}"
     else:
-        format = coded
+        format = stored_like(coded)
         if format not in KINDS[kind]:
             return f"is stored as {format!r}, but can be {', '.join(KINDS[kind])} only"
         if DTYPES[format] != dtype:
             return f"has dtype {dtype}, but {format!r} is stored as {DTYPES[format]}"
-    grouped = NATIVE_FORMATS[format]["rest_dtype"] is not None
-    if grouped and state.get(scale_name(entry)) is None:
+    if is_grouped(format) and state.get(scale_name(entry)) is None:
         return f"is stored as {format!r}, but has no {scale_name(entry)!r}"
     return ""
 
@@ -142,7 +143,7 @@ def _wrong_scale(entry: str, value: Tensor, state: dict[str, Any], tag: str, par
     """
     data = entry.removesuffix("_scale")
     format = next((f for suffix, f in CODES.items() if data.endswith(suffix)), tag)
-    rest = NATIVE_FORMATS[format]["rest_dtype"] if format in DTYPES else None
+    rest = NATIVE_FORMATS[stored_like(format)]["rest_dtype"] if format in DTYPES else None
     count = param.numel() // GROUP
     if rest is None or (value.dtype == rest and value.numel() == count):
         return ""

@@ -10,20 +10,22 @@ from amp_mp.optim.state.formats import (
     CODES,
     DTYPES,
     MASTER_ENTRIES,
-    NATIVE_FORMATS,
     REST_FORMATS,
     entry_name,
+    is_grouped,
     rest_dtype,
     rest_name,
     scale_name,
     scale_shape,
     short_name,
 )
+from amp_mp.optim.state.old_codes import OLD_FORMATS
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 # Files of before codes had names of their own: remainders of both formats under one name, codes
-# under the state's name.
+# under the state's name, which had the meaning of that time.
 OLD_REMAINDERS = {"remainder": torch.bfloat16, "remainder_float16": torch.float16}
+OLD_MEANINGS = {new: old for old, new in OLD_FORMATS.items()}
 
 
 class Held(NamedTuple):
@@ -46,8 +48,7 @@ def entries_of(name: str) -> tuple[str, ...]:
 
 def scales_of(name: str) -> tuple[str, ...]:
     """All entries that may hold a state's scales."""
-    grouped = [f for f in CODES.values() if NATIVE_FORMATS[f]["group"] > 1]
-    return tuple(scale_name(entry_name(name, format)) for format in grouped)
+    return tuple(scale_name(entry_name(name, f)) for f in CODES.values() if is_grouped(f))
 
 
 def is_held(state: Mapping[str, Any], name: str) -> bool:
@@ -119,7 +120,7 @@ def renamed(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
         if entry in OLD_REMAINDERS and isinstance(value, Tensor):
             entry = rest_name(REST_FORMATS[value.dtype], OLD_REMAINDERS[entry])
         elif isinstance(data, Tensor) and DTYPES.get(tag) == data.dtype:
-            entry = entry_name(name, tag) + end
+            entry = entry_name(name, OLD_MEANINGS.get(tag, tag)) + end
         found[entry] = as_integers(value) if has_bits(entry) else value
     return found
 

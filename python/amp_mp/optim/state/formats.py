@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.state.old_codes import OLD_FORMATS, decode_old, stored_like
 from amp_mp.sharding.shards import local_of, shards_of
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
@@ -29,8 +30,10 @@ SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
 # The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
+DTYPES |= {old: DTYPES[new] for old, new in OLD_FORMATS.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
+WITHOUT_GROUPS = {"moment": "bfloat16", "square": "ue8m8"}  # where groups do not fit, by kind
 ROUNDINGS = ("nearest", "stochastic")
 # What `memory=` stands for, by kind, and what holds without it.
 DEFAULT = {"master": "split32", "moment": "float32", "square": "float32"}
@@ -39,6 +42,7 @@ PRESETS = {
     "exact": DEFAULT,
     "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
+    "micro": {"master": "split24", "moment": "m8", "square": "log8"},
 }
 
 
@@ -56,13 +60,15 @@ def _suffix(format: str) -> str:
 # themselves. Codes have names of their own, because some ways of loading convert dtypes in silence:
 # torch's distributed checkpoint would make a code a number.
 SUFFIXES = {format: _suffix(format) for format in DTYPES}
+# Codes under "_m8" were cubes. They would be read wrong in silence if today's had the same name.
+SUFFIXES |= {"m8": "_m8v2", "m8_cubed": "_m8"}
 CODES = {suffix: format for format, suffix in SUFFIXES.items() if suffix}
 
 
 # Each entry's name is one object (sys.intern): a step looks entries up by the thousand, and a dict
 # compares other objects letter by letter.
 def entry_name(name: str, format: str) -> str:
-    """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8`."""
+    """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8v2`."""
     return sys.intern(name + SUFFIXES[format])
 
 
@@ -125,7 +131,7 @@ def resolve_group(
 
 
 def has_groups(param: Tensor) -> bool:
-    """Whether m8's groups of 32 fit into a parameter's rows as they lie in memory.
+    """Whether groups of 32 fit into a parameter's rows as they lie in memory.
 
     A group must not reach from one row into the next, whose gradients have another size. A tensor
     of one dimension (a bias, a norm's weight) has no rows: its neighbours are unrelated. Of a
@@ -144,8 +150,14 @@ def has_groups(param: Tensor) -> bool:
 
 def format_of(declared: str, param: Tensor) -> str:
     """The format in which a state of the declared format is stored for this parameter."""
-    grouped = NATIVE_FORMATS[declared]["group"] > 1
-    return "bfloat16" if grouped and not has_groups(param) else declared
+    if not is_grouped(declared) or has_groups(param):
+        return declared
+    return next(f for kind, f in WITHOUT_GROUPS.items() if declared in KINDS[kind])
+
+
+def is_grouped(format: str) -> bool:
+    """Whether a state's elements share scales, which are an entry of their own."""
+    return bool(NATIVE_FORMATS[stored_like(format)]["group"] > 1)
 
 
 def native_name(format: str) -> str:
@@ -172,7 +184,7 @@ def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def scale_shape(param: Tensor, part: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The shape of m8's scales: one that can be split over processes as the parameter is.
+    """The shape of the groups' scales: one that can be split over processes as the parameter is.
 
     Where groups do not lie along the last dimension, nor within the rows of the first, it is flat.
     part: the shape of a shard; gives the shape of its scales.
@@ -223,8 +235,8 @@ def placed(value: Tensor, param: Tensor) -> Tensor:
 def put(values: Tensor, data: Tensor, rest: Tensor | None, native: str, **random: int) -> None:
     """Stores float32 values of data's layout in arrays of a format."""
     like = torch.empty_like(data, dtype=torch.float32).copy_(values)
-    if native == "ue8m8":
-        like += 0.0  # the format has no sign: -0.0 would become a NaN
+    if native in ("ue8m8", "log8"):
+        like += 0.0  # these formats have no sign: -0.0 would become a NaN
     second = None if rest is None else flat(rest)
     _C.encode_(flat(like), flat(data), second, native, **random)
 
@@ -233,5 +245,6 @@ def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     """The float32 values, in data's layout."""
     values = torch.empty_like(data, dtype=torch.float32)
     second = None if rest is None else flat(rest)
-    flat(values).copy_(_C.decode(flat(data), second, native))
+    decode = decode_old if native in OLD_FORMATS else _C.decode
+    flat(values).copy_(decode(flat(data), second, native))
     return values

@@ -23,7 +23,7 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
     """Makes what is missing of a parameter's state and returns the parameter's clock (clock_of).
 
     Each of the rule's states is a tensor of the parameter's shape and layout in the format that the
-    group names, and the entry's name says which (entry_name); m8 adds a tensor of scales. A
+    group names, and the entry's name says which (entry_name); m8 and log8 add a tensor of scales. A
     low-precision parameter also gets a `master`, float32, or remainders (rest_name). Beside a
     DTensor all of these are DTensors placed as it is; the clock is a plain tensor, the same on all
     processes.
