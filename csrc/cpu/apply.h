@@ -88,11 +88,14 @@ AMP_MP_OWN void apply_tiles(const Slot& slot, int64_t begin, int64_t end, const 
 }
 
 // By pairs, for bfloat16 gradients and bfloat16_split24 masters whose states have the
-// formats F0 and F1, float32 for a state that the rule does not have; kStep elements at a time.
-template <class Rule, Format F0, Format F1, int kStep>
-AMP_MP_BOTH void apply_steps(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
+// formats F0 and F1, float32 for a state that the rule does not have.
+template <class Rule, Format F0, Format F1>
+AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
                              float multiplier, uint64_t seed) {
-  Halves<kStep> halves[2];
+  // Without groups more elements at a time: the loop's beginning and end cost less. With groups the
+  // memory would wait while a long step is encoded.
+  constexpr int kStep = is_grouped<F0> || is_grouped<F1> ? kTile : 4 * kTile;
+  Halves halves[2];
   Bytes<kStep> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
   for (int64_t i = begin; i < end; i += kStep) {
     const int n = int(end - i < kStep ? end - i : kStep);
@@ -116,22 +119,6 @@ AMP_MP_BOTH void apply_steps(const Slot slot, int64_t begin, int64_t end, const 
                          open<S1>(slot.state[1], last, nullptr, 1), Nothing{}, random + n - 1, 1);
     }
   }
-}
-
-// Longer steps make the beginnings and ends of the loops cost less. The states of a step's groups
-// are worked on to its end, though: steps of small tensors should be short, and one grouped state
-// has little to gain.
-template <class Rule, Format F0, Format F1>
-AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
-                             float multiplier, uint64_t seed) {
-  constexpr int kLong = 4 * kTile, grouped = is_grouped<F0> + is_grouped<F1>;
-  const int64_t middle = grouped == 0   ? end
-                         : grouped == 1 ? begin
-                                        : begin + (end - begin) / kLong * kLong;
-  if constexpr (grouped != 1)
-    apply_steps<Rule, F0, F1, kLong>(slot, begin, middle, rule, multiplier, seed);
-  if constexpr (grouped != 0)
-    apply_steps<Rule, F0, F1, kTile>(slot, middle, end, rule, multiplier, seed);
 }
 
 // Calls f.operator()<F0, F1>() for the formats of the states if apply_pairs has them; returns

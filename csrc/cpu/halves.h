@@ -10,26 +10,22 @@ namespace {
 typedef uint32_t Word __attribute__((may_alias, aligned(2)));  // of 2 bytes each
 typedef uint16_t Half __attribute__((may_alias, aligned(1)));  // of 1 byte each
 
-constexpr int kGroupPairs = kGroup / 2;
-constexpr int kBatch = 8;  // groups whose largest sizes are found together
+constexpr int kPairs = kTile / 2, kGroupPairs = kGroup / 2, kTileGroups = kTile / kGroup;
 
 // `mask` chooses the bits of a, elsewhere those of b.
 AMP_MP_BOTH uint32_t pick(uint32_t mask, uint32_t a, uint32_t b) {
   return (a & mask) | (b & ~mask);
 }
 
-template <int Tile>
 struct Halves {
-  static constexpr int kPairs = Tile / 2, kTileGroups = Tile / kGroup;
   alignas(64) float even[kPairs], odd[kPairs];
   alignas(64) uint32_t each[kPairs];  // a constant of its group for each place
 };
 
 // A constant of each group to all its places. Loops over elements with one scalar for each group
 // would be vectors of half the width.
-template <int Groups>
 AMP_MP_BOTH void spread_pairs(const uint32_t* __restrict constant, uint32_t* __restrict to) {
-  for (int g = 0; g < Groups; ++g)
+  for (int g = 0; g < kTileGroups; ++g)
     for (int i = 0; i < kGroupPairs; ++i) to[g * kGroupPairs + i] = constant[g];
 }
 
@@ -41,13 +37,13 @@ AMP_MP_BOTH void larger_of_both(const Lanes& a, const Lanes& b, const Lanes& low
   larger(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high), result);
 }
 
-// The largest size in each of kBatch groups, whose places are 16 of each array: a tree in which
+// The largest kSizeBits in each group of a tile, whose places are 16 of each array: a tree in which
 // each level halves the number of vectors. Reducing each group by itself would take three times the
 // instructions.
 template <class Group>
 AMP_MP_BOTH void largest_of_groups(const float* __restrict even, const float* __restrict odd,
                                    uint32_t* __restrict largest) {
-  static_assert(kBatch == 8 && kGroupPairs == 16);
+  static_assert(kTileGroups == 8 && kGroupPairs == 16);
   constexpr Lanes low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high8 = low8 + 8;
   constexpr Lanes low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27},
                   high4 = low4 + 4;
@@ -65,13 +61,12 @@ AMP_MP_BOTH void largest_of_groups(const float* __restrict even, const float* __
   for (int k = 0; k < 2; ++k) larger_of_both(a[2 * k], a[2 * k + 1], low4, high4, b[k]);
   larger_of_both(b[0], b[1], low2, high2, c);
   larger_of_both(c, c, low1, high1, c);
-  memcpy(largest, &c, kBatch * sizeof *largest);
+  memcpy(largest, &c, kTileGroups * sizeof *largest);
 }
 
 // n elements from `at` on; both are multiples of kGroup.
-template <class Group, int Tile>
-AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves<Tile>& to, int n) {
-  constexpr int kTileGroups = Tile / kGroup;
+template <class Group>
+AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves& to, int n) {
   using Code = typename Group::Code;
   alignas(64) uint32_t scale[kTileGroups] = {}, base[kTileGroups];
   const auto* scales = static_cast<const typename Group::Scale*>(from.rest) + at / kGroup;
@@ -82,7 +77,7 @@ AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves<Tile>& to, 
     base[g] = Group::base(scale[g]);
     bad |= Group::is_plain(scale[g]) ? 0u : 1u;
   }
-  spread_pairs<kTileGroups>(base, to.each);
+  spread_pairs(base, to.each);
   float* __restrict even = to.even, * __restrict odd = to.odd;
   const uint32_t* __restrict each = to.each;
   for (int i = 0; i < n / 2; ++i) {
@@ -97,26 +92,23 @@ AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves<Tile>& to, 
 }
 
 // `random` has a byte for each element. Overwrites the constants of `from`.
-template <class Group, int Tile>
-AMP_MP_BOTH void encode_halves(Halves<Tile>& from, const Array& to, int64_t at,
-                               const uint8_t* random, int n) {
-  constexpr int kTileGroups = Tile / kGroup;
+template <class Group>
+AMP_MP_BOTH void encode_halves(Halves& from, const Array& to, int64_t at, const uint8_t* random,
+                               int n) {
   using Code = typename Group::Code;
   alignas(64) uint32_t scale[kTileGroups], offset[kTileGroups];
   auto* scales = static_cast<typename Group::Scale*>(to.rest) + at / kGroup;
   const float* __restrict even = from.even, * __restrict odd = from.odd;
   uint32_t* __restrict each = from.each;
   uint32_t bad = 0;
-  // Also of groups behind n, which are not stored: a constant number of groups is faster.
-  for (int g = 0; g < kTileGroups; g += kBatch)
-    largest_of_groups<Group>(even + g * kGroupPairs, odd + g * kGroupPairs, scale + g);
+  largest_of_groups<Group>(even, odd, scale);  // also of groups behind n, which are not stored
   for (int g = 0; g < kTileGroups; ++g) {
     scale[g] = Group::scale(scale[g]);
     offset[g] = Group::offset(scale[g]);
     bad |= Group::is_plain(scale[g]) ? 0u : 1u;
   }
   for (int g = 0; g < n / kGroup; ++g) scales[g] = Group::store(scale[g]);
-  spread_pairs<kTileGroups>(offset, each);
+  spread_pairs(offset, each);
   Half* codes = reinterpret_cast<Half*>(static_cast<Code*>(to.data) + at);
   const Half* bytes = reinterpret_cast<const Half*>(random);
   for (int i = 0; i < n / 2; ++i) {

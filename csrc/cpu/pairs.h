@@ -90,23 +90,23 @@ struct StatePairs<Format::m8> : HalvesAccess {};
 template <>
 struct StatePairs<Format::log8> : HalvesAccess {};
 
-template <Format F, int Tile>
-AMP_MP_BOTH StatePairs<F> open_pairs(const Array& array, int64_t at, Halves<Tile>& halves, int n) {
+template <Format F>
+AMP_MP_BOTH StatePairs<F> open_pairs(const Array& array, int64_t at, Halves& halves, int n) {
   if constexpr (F == Format::float32) {
     return {};
   } else if constexpr (is_grouped<F>) {
-    decode_halves<GroupOf<typename Elements<F>::Data>, Tile>(array, at, halves, n);
+    decode_halves<GroupOf<typename Elements<F>::Data>>(array, at, halves, n);
     return {{halves.even, halves.odd}};
   } else {
     return {reinterpret_cast<Word*>(at_element<uint16_t>(array.data, at))};
   }
 }
 
-template <Format F, int Tile>
-AMP_MP_BOTH void close_pairs(const Array& array, int64_t at, Halves<Tile>& halves,
-                             const uint8_t* random, int n) {
+template <Format F>
+AMP_MP_BOTH void close_pairs(const Array& array, int64_t at, Halves& halves, const uint8_t* random,
+                             int n) {
   if constexpr (is_grouped<F>)
-    encode_halves<GroupOf<typename Elements<F>::Data>, Tile>(halves, array, at, random, n);
+    encode_halves<GroupOf<typename Elements<F>::Data>>(halves, array, at, random, n);
 }
 
 template <class Rule, class S0, class S1>
