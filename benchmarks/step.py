@@ -1,9 +1,9 @@
-"""A whole optimizer step on bfloat16 gradients: torch's pipeline against amp_mp's.
+"""A whole optimizer step on bfloat16 or float16 gradients: torch's pipeline against amp_mp's.
 
-Both keep bfloat16 weights, float32 masters and states, clip by the global norm, check for overflow,
-and carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_, clip_grad_norm_,
-fused AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp: measure, then one
-pass: 28 with memory="exact". Other libraries: peers.py.
+Both keep low-precision weights, float32 masters and states, clip by the global norm, check for
+overflow, and carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_,
+clip_grad_norm_, fused AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp:
+measure, then one pass: 28 with memory="exact". Other libraries: peers.py.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py
 """
@@ -35,23 +35,25 @@ STEP_BYTES = {
 SCALE = 2.0**10
 
 
-def weights(sizes: list[int], device: str) -> list[torch.nn.Parameter]:
-    """bfloat16 parameters with bfloat16 gradients that carry the loss scale."""
+def weights(
+    sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.nn.Parameter]:
+    """Parameters with gradients of the same dtype that carry the loss scale."""
     generator = torch.Generator().manual_seed(0)
     params = []
     for size in sizes:
         shape = (size // 64, 64)  # rows, as a model's matrices have
         values = torch.randn(shape, generator=generator)
-        param = torch.nn.Parameter((0.02 * values).bfloat16().to(device))
+        param = torch.nn.Parameter((0.02 * values).to(device, dtype))
         grad = 1e-3 * SCALE * torch.randn(shape, generator=generator)
-        param.grad = grad.bfloat16().to(device)
+        param.grad = grad.to(device, dtype)
         params.append(param)
     return params
 
 
-def torch_pipeline(sizes: list[int], device: str) -> Candidate:
+def torch_pipeline(sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -> Candidate:
     """What mixed precision with low-precision weights takes with torch alone."""
-    model = weights(sizes, device)
+    model = weights(sizes, device, dtype)
     masters = [torch.nn.Parameter(p.detach().float()) for p in model]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     optimizer.step = functools.partial(optimizer.step)  # keeps GradScaler from its fused protocol
@@ -72,9 +74,12 @@ def torch_pipeline(sizes: list[int], device: str) -> Candidate:
     return Candidate("torch", step, TORCH_BYTES * sum(sizes))
 
 
-def our_step(sizes: list[int], device: str, memory: str = "exact") -> Candidate:
+def our_step(
+    sizes: list[int], device: str, memory: str = "exact", dtype: torch.dtype = torch.bfloat16
+) -> Candidate:
     """The same by amp_mp."""
-    optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, max_grad_norm=1.0, memory=memory)
+    model = weights(sizes, device, dtype)
+    optimizer = amp.optim.AdamW(model, lr=1e-4, max_grad_norm=1.0, memory=memory)
     scaler = amp.GradScaler(device, init_scale=SCALE)
     scaler.scale(torch.ones((), device=device))
 
@@ -86,17 +91,17 @@ def our_step(sizes: list[int], device: str, memory: str = "exact") -> Candidate:
     return Candidate(f"amp_mp, {memory}", step, moved)
 
 
-def passes(sizes: list[int], device: str) -> list[Candidate]:
+def passes(sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -> list[Candidate]:
     """amp_mp's passes alone: the update in every format, measuring in every dtype."""
     total = sum(sizes)
     found = []
     for memory, each in STEP_BYTES.items():
-        optimizer = amp.optim.AdamW(weights(sizes, device), lr=1e-4, memory=memory)
+        optimizer = amp.optim.AdamW(weights(sizes, device, dtype), lr=1e-4, memory=memory)
         name = f"  AdamW.step alone, {memory}"
         found.append(Candidate(name, optimizer.step, round(each * total)))
-    for dtype, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
-        grads = [p.grad.to(dtype) for p in weights(sizes, device)]
-        name = f"  measure alone, {str(dtype).removeprefix('torch.')}"
+    for measured, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
+        grads = [p.grad.to(measured) for p in weights(sizes, device)]
+        name = f"  measure alone, {str(measured).removeprefix('torch.')}"
         run = functools.partial(amp._C.measure, grads)
         found.append(Candidate(name, run, width * total))
     return found
@@ -132,10 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where (cpu)")
     parser.add_argument("--threads", type=int, default=1, help="threads for all candidates (1)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="weights (bfloat16)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
     parser.add_argument("--json", type=Path, help="also write the medians to this file")
     arguments = parser.parse_args()
-    device = arguments.device
+    device, dtype = arguments.device, getattr(torch, arguments.dtype)
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} thread(s), amp_mp {amp.build_info()}")
     results = {}
@@ -143,11 +151,11 @@ def main() -> None:
         ("50 tensors of 1,000,000", [1_000_000] * 50, arguments.rounds),
         ("500 tensors of 256", [256] * 500, 10 * arguments.rounds),
     ):
-        base = torch_pipeline(sizes, device)
+        base = torch_pipeline(sizes, device, dtype)
         candidates = [
             base,
-            *(our_step(sizes, device, memory) for memory in STEP_BYTES),
-            *(passes(sizes, device) if sizes[0] > 10_000 else []),
+            *(our_step(sizes, device, memory, dtype) for memory in STEP_BYTES),
+            *(passes(sizes, device, dtype) if sizes[0] > 10_000 else []),
             in_place(sum(sizes), device),
             reading(sum(sizes), device),
         ]

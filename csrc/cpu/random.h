@@ -186,7 +186,10 @@ class RowBytes {
       } else {
         draw(stream_, at.draw, word);
       }
-      const int left = kDraw - int(at.byte), most = n - k < left ? n - k : left;
+      // The window has the bytes of one row of shared bytes side by side, a draw its own.
+      const int left = from_window ? kSharedBytes - int((place + k) % kSharedBytes)
+                                   : kDraw - int(at.byte),
+                most = n - k < left ? n - k : left;
       for (int i = 0; i < most; ++i) bytes[k + i] = uint8_t(drawn[at.byte + i] + at.added);
       k += most;
     }

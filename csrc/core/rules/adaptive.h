@@ -154,7 +154,7 @@ struct Lion {
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
     // interpolate between momentum and gradient, and keep the sign; 0 and NaN stay as they are
     const float c = beta1 * m + one_minus_beta1 * g;
-    const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c;
+    const float sign = sign_of(c);
     // update the momentum
     m = beta2 * m + one_minus_beta2 * g;
     // decay the weight and take the step

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/macros.h"
+#include "core/formats.h"
 
 namespace amp_mp {
 
@@ -43,6 +43,19 @@ struct Clock {
 struct Norms {
   double grad, weight, update;
 };
+
+// `yes ? a : b` without a branch: loops that call a rule twice stay scalar with one.
+AMP_MP_BOTH float select(bool yes, float a, float b) {
+  const uint32_t mask = yes ? 0xFFFFFFFFu : 0u;
+  return from_bits((to_bits(a) & mask) | (to_bits(b) & ~mask));
+}
+
+// 1, -1, or a zero or a NaN itself; without a branch.
+AMP_MP_BOTH float sign_of(float x) {
+  const uint32_t u = to_bits(x), magnitude = u & kMagnitude;
+  const uint32_t one = (u & ~kMagnitude) | to_bits(1.0f);
+  return from_bits(magnitude - 1 < kInfinity ? one : u);
+}
 
 template <class Rule>
 constexpr bool needs_norms = requires { Rule::kNorms; };

@@ -28,7 +28,7 @@ struct SGD {
     // update the momentum buffer
     buffer = momentum * buffer + gain * g;
     // take the step
-    w = w - lr * (nesterov ? g + momentum * buffer : buffer);
+    w = w - lr * select(nesterov, g + momentum * buffer, buffer);
   }
 };
 
@@ -53,7 +53,7 @@ struct ScaledSGD {
     // update the momentum buffer
     buffer = momentum * buffer + lr * g;
     // take the step
-    w = w - (nesterov ? lr * g + momentum * buffer : buffer);
+    w = w - select(nesterov, lr * g + momentum * buffer, buffer);
   }
 };
 
@@ -105,7 +105,7 @@ struct LARS {
     // update the momentum buffer
     buffer = momentum * buffer + gain * g;
     // take the step
-    w = w - lr * (nesterov ? g + momentum * buffer : buffer);
+    w = w - lr * select(nesterov, g + momentum * buffer, buffer);
   }
 };
 
