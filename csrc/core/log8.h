@@ -49,13 +49,15 @@ struct Log8Group {
     return from_bits((coarse < fine ? coarse : fine) + base);
   }
 
-  // The number in 256ths of a code, rounded to nearest. Cutting them off would make each store 2e-4
-  // too small on average, and at beta2 = .999 that adds up to 20 %.
-  static AMP_MP_BOTH uint32_t offset(uint32_t scale) { return base(scale); }
+  // Where code 0 would begin if all powers of two had 16 steps, and where it begins with 8; both
+  // less half a 256th of a code, so that the shifts round to nearest. Cutting off instead would
+  // make each store 2e-4 too small on average, and at beta2 = .999 that adds up to 20 %.
+  static constexpr uint32_t kFine = 0x3C800000u - (1u << 10) - (160u << 19);
+  static constexpr uint32_t kCoarse = 0x32800000u - (1u << 11);
+  static AMP_MP_BOTH uint32_t offset(uint32_t scale) { return base(scale) + kFine; }
   static AMP_MP_BOTH uint32_t round(float x, uint32_t offset, uint32_t random) {
     const uint32_t u = to_bits(x) - offset;
-    const int32_t fine = (int32_t(u - 0x3C800000u + (1u << 10)) >> 11) + (160 << 8),
-                  coarse = int32_t(u - 0x32800000u + (1u << 11)) >> 12;
+    const int32_t fine = int32_t(u) >> 11, coarse = int32_t(u + (kFine - kCoarse)) >> 12;
     const int32_t code = fine > coarse ? fine : coarse;
     return uint32_t(code > 0 ? code : 0) + random;
   }

@@ -140,6 +140,7 @@ class Bytes {
   Window window_;
   alignas(64) uint8_t bytes_[Tile + kRandomBlock];
 };
+
 // The same for any shard, also one that has gaps between its rows in the whole tensor. A class of
 // its own: the test for rows would cost the steps of small tensors a tenth.
 class RowBytes {
