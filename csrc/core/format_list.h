@@ -1,7 +1,8 @@
 #pragma once
 // The list of formats: how an array of numbers may be stored, and which arrays may be stored so.
 // Everything that depends on the set of formats is derived from it. A new format is a line in the
-// list, its `decode` and `encode` in core/formats.h and two lines in cuda/convert.h.
+// list, its `decode` and `encode` in core/formats.h and two lines in cuda/convert.h; one of groups
+// is a line in the list and a struct as core/groups.h says.
 #include <cstdint>
 
 #include "core/macros.h"
