@@ -67,7 +67,7 @@ KEY = ("amp_mp exact", BASE, FLASH_32_NAME, "amp_mp tiny", FLASH_24_NAME)
 
 def candidates(shapes: ShapeList, device: str, others: bool) -> list[Candidate]:
     """All that a list is timed with, in the order of what targets need: those of KEY first."""
-    every = {c.name: c for c in (*torchs(), *ours(), *(peers() if others else []))}
+    every = {c.name: c for c in (*ours(), *(peers() if others else []), *torchs())}
     slow = [name for name in every if name.startswith("torchao")]  # compiles for every shape
     names = dict.fromkeys([*(n for n in KEY if n in every), *(n for n in every if n not in slow)])
     found = [every[name] for name in (*names, *slow)]

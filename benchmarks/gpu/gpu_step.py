@@ -1,10 +1,10 @@
 """A whole optimizer step on a GPU: amp_mp's, torch's, other libraries'; four lists of parameters.
 
-First, on every list, what decides the most: exact's share of the bandwidth of a copy, against torch
-and FlashOptim (gpu_peers.KEY). Then all else. A candidate's figures: time on the device, time of the
-host, bytes by formula, share of the copy's bandwidth, kernels and waits of a step. Each goes to
-benchmarks/results/<gpu>.json when it is known. A second run goes on where the first one ended; what
-was measured of the same code on the same GPU stays, unless --again is given.
+First, on every list, what decides the most: exact's share of the bandwidth of a copy, and exact
+and tiny against torch and FlashOptim (gpu_peers.KEY). Then all else. A candidate's figures: time on
+the device, time of the host, bytes by formula, share of the copy's bandwidth, kernels and waits of
+a step. Each goes to benchmarks/results/<gpu>.json when it is known. A second run goes on where the
+first one ended; what was measured of the same code on the same GPU stays, unless --again is given.
 
     python benchmarks/gpu/gpu_step.py
     python benchmarks/gpu/gpu_step.py --key                   # the deciding ones alone
@@ -81,7 +81,8 @@ def timed(entry: dict[str, Any]) -> bool:
 
 def done(entry: dict[str, Any]) -> bool:
     """Whether there is nothing to measure again; a trace that time ran out for may work later."""
-    return timed(entry) and ("launches" in entry or "no time" not in entry.get("not_counted", ""))
+    counted = "launches" in entry or "no time" not in entry.get("not_counted", "no time")
+    return timed(entry) and counted
 
 
 def add(found: List, part: List) -> None:
@@ -186,16 +187,14 @@ def benchmark(
 
 
 def not_measured(lists: dict[str, List], device: str, quick: bool, key: bool) -> list[str]:
-    """A line for each list with candidates that were not timed, and why if that is known."""
+    """A line for each candidate that was not timed, with the reason."""
     lines = []
     for shapes in shape_lists(quick):
         entries = lists.get(shapes.key, {}).get("candidates", {})
         missing = [n for n in names(shapes, device, quick, key) if not timed(entries.get(n, {}))]
-        whys = [
-            f"{n} ({entries.get(n, {}).get('error', 'not run: no time left')})" for n in missing
-        ]
-        if missing:
-            lines.append(f"{shapes.key}: {', '.join(whys)}")
+        for name in missing:
+            why = entries.get(name, {}).get("error", "not run: no time left")
+            lines.append(f"{shapes.key}: {name}: {why.removeprefix('TimeoutError: ')}")
     return lines
 
 

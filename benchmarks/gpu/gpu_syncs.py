@@ -1,8 +1,8 @@
 """Does the host ever wait in a training step with loss scaling and clipping? How many launches?
 
 scale, backward, step and update are traced; a call that waits for the device is a wait, and so is
-a copy to the host. step and update are also traced alone, for their launches. Exit status 1 if there
-is a wait, or more than three launches of step and update. `--device cpu` tries the code.
+a copy to the host. step and update are also traced alone, for their launches. Exit status 1 if
+there is a wait, or more than three launches of step and update. `--device cpu` tries the code.
 
     python benchmarks/gpu/gpu_syncs.py
 """
@@ -82,8 +82,8 @@ def main() -> None:
     found = check(arguments.device)
     for name, counts in found.items():
         print(
-            f"{name:<18} {counts['launches']:3d} launches, {counts['step_launches']} of them in step "
-            f"and update, {counts['waits']} waits, {counts['to_host']} copies to the host"
+            f"{name:<18} {counts['launches']:3d} launches, {counts['step_launches']} in the step, "
+            f"{counts['waits']} waits, {counts['to_host']} copies to the host"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(found) + "\n")

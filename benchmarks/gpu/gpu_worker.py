@@ -136,12 +136,12 @@ class Worker:
 
     def one_by_one(self, wanted: list[Candidate], ceilings: Ceilings) -> None:
         """Large lists: in memory one at a time, each between ceilings of its own."""
+        copies: list[Copy] = []
         for candidate in wanted:
-            copies: list[Copy] = []
-            if self.guard(candidate.name, lambda c=candidate: self.alone(c, ceilings, copies)):
-                self.count(candidate, copies)
             copies.clear()
             self.free()
+            if self.guard(candidate.name, lambda c=candidate: self.alone(c, ceilings, copies)):
+                self.count(candidate, copies)
 
     def alone(self, candidate: Candidate, ceilings: Ceilings, copies: list[Copy]) -> None:
         """Builds the candidate into `copies` and times it."""
