@@ -22,6 +22,7 @@ case $part in
   *) echo "gpu.sh: expected tests, bench, sanitize or nothing, found $part" >&2; exit 2 ;;
 esac
 total=${GPU_SECONDS:-$total}
+[[ $total =~ ^[0-9]+$ ]] || { echo "GPU_SECONDS: expected whole seconds, found $total" >&2; exit 2; }
 
 callers=
 IFS=: read -ra folders <<<"${PYTHONPATH:-}"
@@ -129,8 +130,10 @@ run() {
     bits) pytest bits 90 6 -k cuda "${bits[@]}" ;;
     host_waits)
       step host_waits 60 "$python" benchmarks/gpu/gpu_syncs.py --json "$logs/host_waits.json" ;;
-    bench_key) bench bench_key 240 --key ;;
-    bench) bench bench 520 ${AGAIN:+--again} ;;
+    bench_key) bench bench_key 240 --key ${AGAIN:+--again} ;;
+    bench)  # after bench_key it goes on
+      [ "$part" = bench ] || AGAIN=
+      bench bench 520 ${AGAIN:+--again} ;;
     cuda_tests)  # left out: what runs the kernels on the CPU, and what builds the library once more
       pytest cuda_tests 150 6 -k cuda "${others[@]}" "${bits[@]/#/--ignore=}" ;;
     memcheck | racecheck) sanitize "$1" ;;
@@ -141,7 +144,7 @@ run() {
 }
 
 build=200
-[ "$part" = bench ] || [ "$part" = sanitize ] && build=105  # the rest is promised to what comes
+[ "$part" = bench ] || [ "$part" = sanitize ] && build=100  # the rest is promised to what comes
 step build "$build" "$python" benchmarks/gpu/gpu_build.py "$logs/environment.json" \
   "$logs/built.json" || exit 1
 for name in $steps; do run "$name"; done

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_summary
 import pytest
 from gpu_machine import ROOT, Machine
+
+pytestmark = pytest.mark.slow
 
 SANITIZER = """#!/bin/bash
 [ "$2" = memcheck ] && { echo "========= Error: Device not supported."; exit 1; }
@@ -24,9 +25,6 @@ ORDER += ["memcheck", "racecheck", "other_tests"]
 
 def outcomes(machine: Machine) -> dict[str, str]:
     return {name: part["outcome"] for name, part in machine.results["parts"].items()}
-
-
-# ---- what a user calls ---------------------------------------------------------------------------
 
 
 def test_make_gpu_goes_through_every_step_and_says_what_became_of_it(tmp_path: Path) -> None:
@@ -83,12 +81,12 @@ def test_the_parts_have_the_time_that_is_promised(tmp_path: Path) -> None:
     script = (ROOT / "benchmarks/gpu/gpu.sh").read_text()
     machine = Machine(tmp_path, {})
     machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
-    assert "build=105" in script
-    bench = machine.make("gpu-bench", GPU_SECONDS=str(533 - 105))
+    assert "build=100  #" in script
+    bench = machine.make("gpu-bench", GPU_SECONDS=str(533 - 100))
     assert bench.returncode == 0
     (call,) = machine.called("gpu_step.py")
     assert int(call.split("--seconds ")[1].split()[0]) >= 400
-    sanitize = machine.make("gpu-sanitize", GPU_SECONDS=str(530 - 105))
+    sanitize = machine.make("gpu-sanitize", GPU_SECONDS=str(530 - 100))
     assert sanitize.stdout.count("at most 200 s") == 2
 
 
@@ -132,6 +130,16 @@ def test_a_call_that_is_killed_leaves_what_it_knew(tmp_path: Path) -> None:
     assert machine.results["left"] == ["host_waits", "cuda_tests", "other_tests"]
 
 
+def test_a_call_that_is_interrupted_says_what_it_knows(tmp_path: Path) -> None:
+    stop = 'kill "$(ps -o ppid= -p "$PPID" | tr -d " ")"; exec sleep 100'
+    machine = Machine(tmp_path, {"gpu_syncs.py": stop})
+    done = machine.make("gpu-tests", OUT=str(tmp_path / "out"))
+    assert done.returncode != 0
+    assert done.stdout.count("not done: the call ended before it") == 3
+    copied = json.loads((tmp_path / "out/Made-Up-9000.json").read_text())
+    assert copied["left"] == ["host_waits", "cuda_tests", "other_tests"]
+
+
 def test_a_failed_build_ends_the_call_and_says_what_was_not_done(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"gpu_build.py": "echo 'nvcc: no such flag'; exit 1"})
     done = machine.make("gpu-bench")
@@ -166,52 +174,33 @@ def test_figures_of_other_code_are_put_aside(tmp_path: Path) -> None:
     assert "bench" not in json.loads((folder / "Made-Up-9000.json").read_text())["parts"]
 
 
-def test_an_unknown_part_is_refused() -> None:
-    command = ["bash", str(ROOT / "benchmarks/gpu/gpu.sh"), "everything"]
-    done = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("part", "seconds", "message"),
+    [
+        ("everything", "9", "expected tests, bench, sanitize or nothing, found everything"),
+        ("bench", "9 min", "GPU_SECONDS: expected whole seconds, found 9 min"),
+    ],
+)
+def test_wrong_words_are_refused(part: str, seconds: str, message: str) -> None:
+    command = ["bash", str(ROOT / "benchmarks/gpu/gpu.sh"), part]
+    environment = {**os.environ, "GPU_SECONDS": seconds}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "expected tests, bench, sanitize or nothing, found everything" in done.stderr
+    assert message in done.stderr
 
 
-@pytest.mark.slow
+def test_figures_are_measured_again_on_demand(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {})
+    machine.make("gpu-bench")
+    machine.make("gpu-bench", AGAIN="1")
+    machine.make("gpu", AGAIN="1")
+    again = ["--again" in call for call in machine.called("gpu_step.py")]
+    assert again == [False, True, True, False]  # make gpu: first the deciding ones, then the rest
+
+
 def test_without_a_gpu_make_gpu_ends_at_once() -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(ROOT / "benchmarks/gpu/gpu.sh")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "torch finds no GPU here" in done.stderr
-
-
-# ---- words ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "log", "wanted"),
-    [
-        ("build", "0", "", "passed"),
-        ("cuda_tests", "124", "", "FAILED: stopped, it took too long"),
-        ("benchmark", "139", "", "FAILED: exit status 139"),
-        ("racecheck", "9", "ERROR SUMMARY: 2 errors", "FAILED: found errors"),
-        ("racecheck", "1", "Device not supported", "refused by this machine"),
-        ("cuda_tests", "1", "Device not supported", "FAILED: exit status 1"),
-        ("memcheck", "absent", "", "not run: compute-sanitizer is not here"),
-        ("other_tests", "skipped", "", "not run: no time left"),
-    ],
-)
-def test_exit_statuses_become_words(name: str, status: str, log: str, wanted: str) -> None:
-    found = gpu_summary.outcome(name, status, log)
-    assert found == wanted
-    assert gpu_summary.Part(name, 1, found).failed == wanted.startswith("FAILED")
-
-
-def test_a_suites_counts_and_failures_are_read() -> None:
-    log = (
-        "..F [100%]\nE   FAILED to be equal\n==== short test summary info ====\n"
-        "FAILED tests/test_x.py::bad[cuda-a b] - assert 1 == 2\nERROR tests/test_y.py::worse\n"
-        "==== 1 failed, 2 passed, 1 skipped, 1 error in 3.21s ====\n"
-    )
-    assert gpu_summary.suite(log) == {
-        "counts": "1 failed, 2 passed, 1 skipped, 1 error in 3.21s",
-        "failures": ["tests/test_x.py::bad[cuda-a b]", "tests/test_y.py::worse"],
-    }
-    assert gpu_summary.suite("..F [ 50%]\n") is None
