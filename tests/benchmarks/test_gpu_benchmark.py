@@ -16,6 +16,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
 
 import gpu_report  # noqa: E402
+import gpu_syncs  # noqa: E402
 from gpu_counts import LABEL, count, counted, short  # noqa: E402
 from gpu_lists import ShapeList, llama_shapes, parameters, shape_lists  # noqa: E402
 from gpu_peers import candidates  # noqa: E402
@@ -211,6 +212,13 @@ def test_a_real_trace_has_its_region() -> None:
     found = count(lambda: ran.append(torch.ones(8).sum()), "cpu")
     assert len(ran) == 1
     assert found.launches == 0
+
+
+@pytest.mark.parametrize("name", ["waits", "to_host", "step_launches"])
+def test_one_wait_or_a_fourth_launch_is_too_much(name: str) -> None:
+    counts = {"launches": 40, "waits": 0, "to_host": 0, "step_launches": 3}
+    assert not gpu_syncs.too_much(counts)
+    assert gpu_syncs.too_much({**counts, name: counts[name] + 1})
 
 
 @pytest.mark.slow

@@ -104,6 +104,19 @@ def test_the_callers_wheels_are_found(tmp_path: Path) -> None:
     assert len(call.partition("|")[0].split(":")) == 2
 
 
+def test_pytests_plugins_are_not_needed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"import pytest_timeout": "exit 1", "import xdist": "exit 1"})
+    assert machine.make("gpu-tests").returncode == 0
+    without = machine.called("-m pytest")
+    assert all("timeout" not in call and " -n " not in call for call in without)
+    assert all("-o addopts=-ra --strict-markers" in call for call in without)
+    machine = Machine(tmp_path / "with", {"import pytest_timeout": "exit 0", "import xdist": ""})
+    assert machine.make("gpu-tests").returncode == 0
+    with_them = machine.called("-m pytest")
+    assert len(with_them) == len(without) == 3
+    assert all("--timeout=90" in call and " -n " in call for call in with_them)
+
+
 def test_what_there_was_no_time_for_is_told(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"gpu_build.py": "sleep 8"})
     done = machine.make("gpu-tests", GPU_SECONDS="12")
