@@ -98,7 +98,8 @@ class Machine:
     def make(self, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """`make target` in the tree; without network where this system can take it away."""
         offline = ["unshare", "-rn"] if _can_unshare() else []
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMP_MP_", "PYTHON"))}
+        own = ("AMP_MP_", "PYTHON", "MAKE", "MFLAGS", "GPU_SECONDS", "AGAIN", "OUT", "CXX")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(own)}
         clean |= {
             "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
             "CUDA_HOME": str(self.folder / "cuda"),
