@@ -13,7 +13,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-fast test-zoo test-distributed lint format bench gpu clean build
+.PHONY: demo test test-fast test-zoo test-distributed lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
 
 demo: build
 	$(PY) examples/demo.py
@@ -58,9 +58,13 @@ format: $(VENV)/tools
 bench: build
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
 
-# One go on a machine with a GPU, in less than 8 minutes: build for it, tests, sanitizers, benchmark.
+# On a machine with a GPU, with its own python3 and torch: docs/cuda.md. gpu is all three parts, with what
+# decides the most first; each part takes less than 9 minutes, and they share one build.
 gpu:
 	bash benchmarks/gpu/gpu.sh
+
+gpu-tests gpu-bench gpu-sanitize: gpu-%:
+	bash benchmarks/gpu/gpu.sh $*
 
 clean:
 	rm -rf build dist demo .venv .venv-zoo .mypy_cache .pytest_cache .ruff_cache .hypothesis

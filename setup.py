@@ -25,5 +25,6 @@ if not HAS_WHEELS and {"dist_info", "bdist_wheel", "editable_wheel"} & set(sys.a
 setup(
     license="MIT",  # pyproject.toml's key for it changed with setuptools 77
     ext_modules=[Extension("amp_mp._C", [])],
+    package_dir={"": "python"},  # setuptools before 61 does not read it in pyproject.toml
     cmdclass={"build_ext": BuildNative},
 )

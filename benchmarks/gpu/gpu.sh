@@ -1,104 +1,153 @@
 #!/usr/bin/env bash
-# make gpu: one go on a machine with a GPU, with the python3, torch and CUDA that are there and no
-# network, in less than 8 minutes: build for this GPU, the tests on it, waits of the host, the
-# benchmark, sanitizers, the other tests. A failing part does not stop the ones after it.
+# On a machine with a GPU, with the python3, torch and CUDA that are there and no network.
 #
-# Each part's output is in build/gpu/PART.log; the end of a failing one's is printed, and the verdict
-# last. The figures go to benchmarks/results/GPU.json and .png; with OUT set, copies of them and of
-# all logs go there.
+#   gpu.sh           everything, what decides the most first, in less than 27 minutes
+#   gpu.sh tests     bits, waits and launches, all other tests; like the next two, less than 9 minutes
+#   gpu.sh bench     the benchmark
+#   gpu.sh sanitize  memcheck and racecheck
+#
+# Each builds the library for this GPU if that has not been done. A failing step does not stop those
+# after it, except the build. GPU_SECONDS is the limit for all of a call; what does not fit is told.
+#
+# A step's output is in build/gpu/STEP.log; the end of a failing one's is printed, and the verdict last.
+# The results go to benchmarks/results/GPU.json after every step and every figure; figures of an
+# earlier call stay there. With OUT set, copies of it, the picture and all logs go to that folder.
 set -uo pipefail
+part=${1:-all}
+case $part in
+  all) total=1600 steps='bits host_waits bench_key cuda_tests bench memcheck racecheck other_tests' ;;
+  tests) total=530 steps='bits host_waits cuda_tests other_tests' ;;
+  bench) total=533 steps='bench' ;;
+  sanitize) total=530 steps='memcheck racecheck' ;;
+  *) echo "gpu.sh: expected tests, bench, sanitize or nothing, found $part" >&2; exit 2 ;;
+esac
+total=${GPU_SECONDS:-$total}
+[[ $total =~ ^[0-9]+$ ]] || { echo "GPU_SECONDS: expected whole seconds, found $total" >&2; exit 2; }
+
+callers=
+IFS=: read -ra folders <<<"${PYTHONPATH:-}"
+for folder in ${folders[@]+"${folders[@]}"}; do  # relative ones are the caller's
+  [ -n "$folder" ] && callers+=:$(realpath -m -- "$folder")
+done
+[ -n "${OUT:-}" ] && OUT=$(realpath -m -- "$OUT")
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
 logs=build/gpu
-total=465  # seconds for everything
-export PYTHONPATH=$PWD/python:$PWD/tests/support PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/python:$PWD/tests/support$callers PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # several processes share the cores
-rm -rf "$logs" && mkdir -p "$logs" || exit 1
+mkdir -p "$logs" || exit 1
+rm -f "$logs/parts.tsv" "$logs/lost_device.log"
+
+if ! "$python" benchmarks/gpu/gpu_environment.py --json "$logs/environment.json" \
+  >"$logs/environment.log" 2>"$logs/environment.err"; then
+  cat "$logs/environment.log" "$logs/environment.err" >&2
+  exit 1
+fi
+cat "$logs/environment.log"
+summary=("$python" benchmarks/gpu/gpu_summary.py "$logs")
+# shellcheck disable=SC2086
+"${summary[@]}" plan build $steps || exit 1
 
 ended=0
-finish() {  # copies what there is, also when interrupted
+finish() {  # says what is known, also when interrupted
   [ "$ended" = 1 ] && return
   ended=1
-  "$python" benchmarks/gpu/gpu_summary.py "$logs" benchmarks/results ${OUT:+--out "$OUT"}
+  "${summary[@]}" finish ${OUT:+--out "$OUT"}
 }
 trap finish EXIT
+child=
+trap '[ -n "$child" ] && kill "$child"; exit 130' INT TERM
 
-part() {  # NAME SECONDS COMMAND...
+step() {  # NAME SECONDS COMMAND...
   local name=$1 limit=$2 start=$SECONDS status=0 left=$((total - SECONDS))
   shift 2
   [ "$limit" -gt "$left" ] && limit=$left
   if [ "$limit" -lt 5 ]; then
-    printf '%s\t0\tskipped\n' "$name" >>"$logs/parts.tsv"
-    return 1
+    status=skipped
+  else
+    echo "== $name, at most $limit s"
+    timeout --kill-after=5 "$limit" "$@" >"$logs/$name.log" 2>&1 </dev/null &
+    child=$!
+    wait "$child" || status=$?
+    child=
   fi
-  echo "== $name, at most $limit s"
-  timeout --kill-after=5 "$limit" "$@" >"$logs/$name.log" 2>&1 </dev/null || status=$?
-  printf '%s\t%s\t%s\n' "$name" "$((SECONDS - start))" "$status" >>"$logs/parts.tsv"
-  return "$status"
+  "${summary[@]}" record "$name" "$((SECONDS - start))" "$status"
+  [ "$status" = 0 ]
 }
 
-show() {  # what answers, or that it is not there
-  "$@" 2>/dev/null || echo "no answer: $*"
-}
-
-{
-  show nvidia-smi --query-gpu=name,driver_version,compute_cap,memory.total --format=csv,noheader
-  show "$python" -c 'import platform, setuptools, torch
-print("python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda,
-      "setuptools", setuptools.__version__, "GPU seen by torch:", torch.cuda.is_available())'
-  show "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" --version | tail -n 2
-  show "${CXX:-g++}" --version | head -n 1
-  echo "$(nproc) cores"
-} 2>&1 | tee "$logs/environment.log"
-
-capability=$("$python" -c 'import torch
-print("%d.%d" % torch.cuda.get_device_capability())' 2>/dev/null)
-if [ -z "$capability" ]; then
-  echo 'make gpu: torch finds no GPU here' >&2
-  exit 1
-fi
-
-part build 150 env AMP_MP_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="${MAX_JOBS:-16}" \
-  "$python" setup.py --quiet build_ext --inplace || exit 1
+has() { "$python" -c "import $1" 2>/dev/null; }
 
 # Several processes share the GPU. One whose device a kernel has made unusable ends, and another
 # takes its place (tests/conftest.py); --timeout-method=thread ends one that a kernel holds.
 export AMP_MP_LOST_DEVICE=$PWD/$logs/lost_device.log
-tests=("$python" -m pytest -q -p no:cacheprovider --durations=15 --tb=short --timeout=90)
-"$python" -c 'import xdist' 2>/dev/null && workers=1 || workers=0
-spread() { [ "$workers" = 1 ] && echo "-n $1 --max-worker-restart=20 --timeout-method=thread"; }
-
-# On the GPU. Left out: what runs the kernels on the CPU, and what builds the library once more.
-# shellcheck disable=SC2046
-part cuda_tests 120 "${tests[@]}" $(spread 6) --session-timeout=100 -k cuda \
-  --ignore=tests/emulators --ignore=tests/project/test_build.py
-
-part host_waits 40 "$python" benchmarks/gpu/gpu_syncs.py --json "$logs/host_waits.json"
-part benchmark 175 "$python" benchmarks/gpu/gpu_step.py --seconds 145
+pytest() {  # NAME SECONDS PROCESSES ARGUMENTS...
+  local name=$1 limit=$2 processes=$3 left=$((total - SECONDS))
+  shift 3
+  [ "$limit" -gt "$left" ] && limit=$left
+  local command=("$python" -m pytest -q -p no:cacheprovider --tb=short --continue-on-collection-errors)
+  if has pytest_timeout; then
+    command+=(--timeout=90 --session-timeout=$((limit * 17 / 20)))
+  else  # pyproject.toml's settings for it would be errors
+    command+=(-o 'addopts=-ra --strict-markers --import-mode=importlib')
+  fi
+  if [ "$processes" -gt 1 ] && has xdist; then
+    command+=(-n "$processes" --max-worker-restart=20)
+    has pytest_timeout && command+=(--timeout-method=thread)
+  fi
+  step "$name" "$limit" ${WATCHED[@]+"${WATCHED[@]}"} "${command[@]}" "$@"
+}
+WATCHED=()
 
 # A tool that finds an error exits with 9. Few tests: every instruction of every kernel is watched.
 # Without torch's cache every tensor is an allocation of its own, whose ends the tool knows.
-subset='cuda and (every_preset and bfloat16 and (adamw or lamb) or one_bad_element and nan'
-subset+=' or rule_equals and unaligned and float16-bfloat16 and adamw or ieee)'
-for tool in memcheck racecheck; do
-  if command -v compute-sanitizer >/dev/null; then
-    part "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" \
-      --error-exitcode 9 "$python" -m pytest -q \
-      -p no:cacheprovider -p no:xdist --timeout=0 --session-timeout=40 -k "$subset" \
-      tests/optim/step/test_rules.py tests/optim/step/test_measure.py tests/formats/test_formats.py
-  else
-    printf '%s\t0\tabsent\n' "$tool" >>"$logs/parts.tsv"
+sanitize() {  # TOOL
+  local subset='cuda and (every_preset and bfloat16 and (adamw or lamb) or one_bad_element and nan'
+  subset+=' or rule_equals and unaligned and float16-bfloat16 and adamw or ieee)'
+  if ! command -v compute-sanitizer >/dev/null; then
+    "${summary[@]}" record "$1" 0 absent
+    return
   fi
-done
+  WATCHED=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9)
+  pytest "$1" 200 1 -p no:xdist -k "$subset" \
+    tests/optim/step/test_rules.py tests/optim/step/test_measure.py tests/formats/test_formats.py
+  WATCHED=()
+}
 
-# With what time is left, the rest: this torch and Python may be untested. Left out:
-# documentation, whole training runs, other processes' builds.
-left=$((total - SECONDS))
-[ "$left" -gt 110 ] && left=110
-# shellcheck disable=SC2046
-part other_tests "$left" "${tests[@]}" $(spread 12) --session-timeout=$((left * 8 / 10)) \
-  -k 'not cuda' --ignore=tests/project --ignore=tests/examples --ignore=tests/benchmarks \
-  --ignore=tests/emulators --ignore=tests/casting/test_casting_distributed.py
+bench() {  # NAME SECONDS ARGUMENTS...; it ends by itself before its time is over
+  local name=$1 limit=$2 left=$((total - SECONDS))
+  shift 2
+  [ "$limit" -gt "$left" ] && limit=$left
+  step "$name" "$limit" "$python" benchmarks/gpu/gpu_step.py \
+    --seconds $((limit > 40 ? limit - 20 : limit / 2)) "$@"
+}
+
+# Where the CPU's bits are the expected ones, or a formula's in NumPy.
+bits=(tests/optim/step/test_rules.py tests/optim/step/test_measure.py tests/formats/test_formats.py)
+others=(--ignore=tests/emulators --ignore=tests/project --ignore=tests/benchmarks)
+
+run() {
+  case $1 in
+    bits) pytest bits 90 6 -k cuda "${bits[@]}" ;;
+    host_waits)
+      step host_waits 60 "$python" benchmarks/gpu/gpu_syncs.py --json "$logs/host_waits.json" ;;
+    bench_key) bench bench_key 240 --key ${AGAIN:+--again} ;;
+    bench)  # after bench_key it goes on
+      [ "$part" = bench ] || AGAIN=
+      bench bench 520 ${AGAIN:+--again} ;;
+    cuda_tests)  # left out: what runs the kernels on the CPU, and what builds the library once more
+      pytest cuda_tests 150 6 -k cuda "${others[@]}" "${bits[@]/#/--ignore=}" ;;
+    memcheck | racecheck) sanitize "$1" ;;
+    other_tests)  # this torch and Python may be untested; left out: whole training runs
+      pytest other_tests 150 12 -k 'not cuda' "${others[@]}" --ignore=tests/examples \
+        --ignore=tests/casting/test_casting_distributed.py ;;
+  esac
+}
+
+build=200
+[ "$part" = bench ] || [ "$part" = sanitize ] && build=100  # the rest is promised to what comes
+step build "$build" "$python" benchmarks/gpu/gpu_build.py "$logs/environment.json" \
+  "$logs/built.json" || exit 1
+for name in $steps; do run "$name"; done
 
 finish
 exit $?

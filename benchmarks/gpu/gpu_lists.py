@@ -1,6 +1,7 @@
 """What gpu_step.py steps: four lists of parameters, by their real shapes.
 
-One tensor of 10^9 elements; a Llama of 1.2 billion parameters; ResNet-50; 2,000 tensors of 1,000.
+One tensor of 10^9 elements; a quarter of the layers of Llama 2 7B, so that torch's pipeline fits
+into 80 GB as well; ResNet-50; 2,000 tensors of 1,000.
 """
 
 from __future__ import annotations
@@ -36,20 +37,13 @@ class ShapeList:
 
 
 def llama_shapes(
-    hidden: int = 2048,
-    layers: int = 16,
-    key_value: int = 512,
-    inner: int = 8192,
-    words: int = 128256,
+    hidden: int = 4096, layers: int = 8, inner: int = 11008, words: int = 32000
 ) -> list[Shape]:
-    """Llama 3.2's decoder of 1.2 billion parameters; the embedding is the last layer's matrix too.
-
-    key_value: rows of the key and value matrices, 8 heads of 64.
-    """
+    """Llama 2 7B's shapes with 8 of its 32 layers: embedding, layers, norm, last matrix."""
     layer: list[Shape] = [
         (hidden, hidden),  # query
-        (key_value, hidden),
-        (key_value, hidden),
+        (hidden, hidden),  # key
+        (hidden, hidden),  # value
         (hidden, hidden),  # output
         (inner, hidden),  # gate
         (inner, hidden),  # up
@@ -57,7 +51,7 @@ def llama_shapes(
         (hidden,),  # norm before attention
         (hidden,),  # norm before the MLP
     ]
-    return [(words, hidden), *(layer * layers), (hidden,)]
+    return [(words, hidden), *(layer * layers), (hidden,), (words, hidden)]
 
 
 def resnet50_shapes(width: int = 64, classes: int = 1000) -> list[Shape]:
@@ -82,13 +76,13 @@ def shape_lists(quick: bool = False) -> list[ShapeList]:
     if quick:
         return [
             ShapeList("one", "one tensor of 16,384", ((16_384,),), True),
-            ShapeList("llama", "a tiny Llama", tuple(llama_shapes(16, 2, 8, 32, 64)), True),
+            ShapeList("llama", "a tiny Llama", tuple(llama_shapes(16, 2, 32, 64)), True),
             ShapeList("resnet50", "a thin ResNet-50", tuple(resnet50_shapes(2, 10)), False),
             ShapeList("many", "20 tensors of 1,000", ((1000,),) * 20, False),
         ]
     return [
         ShapeList("one", "one tensor of 1,000,000,000", ((1_000_000_000,),), True),
-        ShapeList("llama", "Llama 3.2 1B, 146 tensors", tuple(llama_shapes()), True),
+        ShapeList("llama", "Llama 2 7B, 8 of 32 layers, 75 tensors", tuple(llama_shapes()), True),
         ShapeList("resnet50", "ResNet-50, 161 tensors", tuple(resnet50_shapes()), False),
         ShapeList("many", "2,000 tensors of 1,000", ((1000,),) * 2000, False),
     ]

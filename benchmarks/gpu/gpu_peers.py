@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from gpu_candidates import CLIP, LR, Candidate, each, ours, plain, torchs
+from gpu_candidates import BASE, CLIP, LR, Candidate, each, ours, plain, torchs
 from gpu_lists import ShapeList
 
 # flashoptim: gradient 2, weight 4, remainder 2 or 4; moments 8 bits each with a float16 scale for
@@ -61,11 +61,15 @@ def peers() -> list[Candidate]:
     ]
 
 
+# Asked first, on every list: exact's share of the bandwidth, then against torch and FlashOptim.
+KEY = ("amp_mp exact", BASE, FLASH_32_NAME, "amp_mp tiny", FLASH_24_NAME)
+
+
 def candidates(shapes: ShapeList, device: str, others: bool) -> list[Candidate]:
-    """All that a list is timed with; the base first, then in the order of what targets need."""
-    first, *more = torchs()
-    found = [first, *ours(), *(peers() if others else []), *more]
-    slow = [c for c in found if c.name.startswith("torchao")]  # compiles for every shape
-    found = [c for c in found if c not in slow] + slow
+    """All that a list is timed with, in the order of what targets need: those of KEY first."""
+    every = {c.name: c for c in (*ours(), *(peers() if others else []), *torchs())}
+    slow = [name for name in every if name.startswith("torchao")]  # compiles for every shape
+    names = dict.fromkeys([*(n for n in KEY if n in every), *(n for n in every if n not in slow)])
+    found = [every[name] for name in (*names, *slow)]
     fits = not shapes.large and device == "cuda"
     return [c for c in found if fits or not c.small_only]

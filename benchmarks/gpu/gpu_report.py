@@ -15,6 +15,7 @@ Entry = dict[str, Any]
 Lists = dict[str, dict[str, Any]]
 
 COPY_SHARE = {"one": 0.90, "llama": 0.85}
+LAUNCHES = 3  # measure, decide, apply
 AGAINST_TORCH = 1.9
 TINY_AGAINST_FLASH = {"one": 0.98, "llama": 1.3, "resnet50": 3.0}
 READ_SHARE = 0.90
@@ -65,7 +66,18 @@ def at_least(what: str, value: float | None, bound: float, unit: str) -> Target:
 
 def targets(lists: Lists) -> list[Target]:
     """All of them, in the order in which they matter."""
-    return [*_bandwidth(lists), *_against_torch(lists), *_against_flash(lists), *_measure(lists)]
+    found = (_launches, _bandwidth, _against_torch, _against_flash, _measure)
+    return [target for some in found for target in some(lists)]
+
+
+def _launches(lists: Lists) -> Iterator[Target]:
+    exact = entry(lists, "one", "amp_mp exact") or {}
+    waits = max(exact["waits"], exact["to_host"]) if "waits" in exact else None
+    for what, value, most in (("launches", exact.get("launches"), LAUNCHES), ("waits", waits, 0)):
+        # A trace without any kernel has seen nothing.
+        known = value is not None and exact["launches"] > 0
+        text, met = (str(value), value <= most) if known else ("", None)
+        yield Target(f"one: {what} of a step, exact", f"<= {most}", text, met)
 
 
 def _bandwidth(lists: Lists) -> Iterator[Target]:

@@ -26,7 +26,7 @@ from gpu_peers import candidates
 from gpu_timing import Ceilings, Timed, copies_needed, finish, interleave, median
 
 DEVICE_LOST = 3
-SECONDS = 25.0  # for a candidate's building, timing or counting
+SECONDS = 40.0  # for a candidate's building, timing or counting
 Entry = dict[str, Any]
 
 
@@ -47,7 +47,12 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 class Worker:
-    """Times a list's candidates, counts their launches, and keeps the file up to date."""
+    """Times a list's candidates, counts their launches, and keeps the file up to date.
+
+    A candidate is built once. On large lists, where only one fits into memory, it is counted right
+    after it is timed. Tracing may slow down the launches of those that come later; there they are a
+    thousandth of a step. On small lists all are timed before the first is counted.
+    """
 
     def __init__(self, shapes: ShapeList, device: str, quick: bool, path: Path, seconds: float):
         """`seconds`: for everything; what has not begun by then is not run."""
@@ -75,6 +80,7 @@ class Worker:
             with limit(min(SECONDS, left + 5)):
                 work()
                 finish(self.device)
+            self.save()
             return True
         except Exception as error:
             cause = error.__cause__ or error
@@ -123,23 +129,23 @@ class Worker:
             torch.cuda.empty_cache()
 
     def run(self, wanted: list[Candidate]) -> None:
-        """Everything: times, then counts, which slow down what comes after them."""
+        """Everything."""
         ceilings = Ceilings(self.device, 10_000 if self.quick else 2**28)
         (self.one_by_one if self.shapes.large else self.together)(wanted, ceilings)
-        for candidate in wanted:
-            if not self.entries.get(candidate.name, {}).get("error"):
-                self.guard(candidate.name, lambda c=candidate: self.count(c), "not_counted")
-                self.free()
         self.save()
 
     def one_by_one(self, wanted: list[Candidate], ceilings: Ceilings) -> None:
         """Large lists: in memory one at a time, each between ceilings of its own."""
+        copies: list[Copy] = []
         for candidate in wanted:
-            self.guard(candidate.name, lambda c=candidate: self.alone(c, ceilings))
+            copies.clear()
             self.free()
+            if self.guard(candidate.name, lambda c=candidate: self.alone(c, ceilings, copies)):
+                self.count(candidate, copies)
 
-    def alone(self, candidate: Candidate, ceilings: Ceilings) -> None:
-        copies, timed = self.build(candidate, rotated=False)
+    def alone(self, candidate: Candidate, ceilings: Ceilings, copies: list[Copy]) -> None:
+        """Builds the candidate into `copies` and times it."""
+        copies[:], timed = self.build(candidate, rotated=False)
         group = [*ceilings.timed(), timed]
         rounds = 3 if self.quick else 15
         interleave(
@@ -186,12 +192,17 @@ class Worker:
                     name,
                     lambda c=candidate: self.record(c, built[c.name], by_name[c.name], copy),
                 )
+        for candidate in wanted:
+            if not self.entries[candidate.name].get("error"):
+                self.count(candidate, built[candidate.name])
 
-    def count(self, candidate: Candidate) -> None:
-        copy = candidate.build(self.shapes, self.device)
-        for _ in range(2):
-            copy.run()
-        self.entries[candidate.name] |= as_dict(count(copy.run, self.device))
+    def count(self, candidate: Candidate, copies: list[Copy]) -> None:
+        """Kernels and waits of one more step of what has been timed."""
+
+        def work() -> None:
+            self.entries[candidate.name] |= as_dict(count(copies[0].run, self.device))
+
+        self.guard(candidate.name, work, "not_counted")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
 
 import gpu_report  # noqa: E402
+import gpu_syncs  # noqa: E402
 from gpu_counts import LABEL, count, counted, short  # noqa: E402
-from gpu_lists import ShapeList, parameters, shape_lists  # noqa: E402
+from gpu_lists import ShapeList, llama_shapes, parameters, shape_lists  # noqa: E402
 from gpu_peers import candidates  # noqa: E402
 from gpu_timing import copies_needed  # noqa: E402
 
@@ -74,13 +76,15 @@ def test_quick_mode_draws_and_ends_with_the_targets(quick: tuple[Path, str]) -> 
 def test_lists_have_the_models_real_sizes() -> None:
     one, llama, resnet, many = shape_lists()
     assert (len(one.shapes), one.elements) == (1, 10**9)
-    assert (len(llama.shapes), llama.elements) == (146, 1_235_814_400)
+    assert (len(llama.shapes), llama.elements) == (75, 1_881_214_976)
     assert (len(resnet.shapes), resnet.elements) == (161, 25_557_032)
     assert (len(many.shapes), many.elements) == (2000, 2_000_000)
     assert resnet.shapes[:2] == ((64, 3, 7, 7), (64,))
     assert resnet.shapes[-2:] == ((1000, 2048), (1000,))
     assert resnet.shapes.count((512, 512, 3, 3)) == 3
-    assert llama.shapes.count((8192, 2048)) == 32
+    assert llama.shapes.count((11008, 4096)) == 16
+    whole = llama_shapes(layers=32)
+    assert (len(whole), sum(map(math.prod, whole))) == (291, 6_738_415_616)
 
 
 def test_parameters_are_bfloat16_with_scaled_gradients() -> None:
@@ -208,6 +212,13 @@ def test_a_real_trace_has_its_region() -> None:
     found = count(lambda: ran.append(torch.ones(8).sum()), "cpu")
     assert len(ran) == 1
     assert found.launches == 0
+
+
+@pytest.mark.parametrize("name", ["waits", "to_host", "step_launches"])
+def test_one_wait_or_a_fourth_launch_is_too_much(name: str) -> None:
+    counts = {"launches": 40, "waits": 0, "to_host": 0, "step_launches": 3}
+    assert not gpu_syncs.too_much(counts)
+    assert gpu_syncs.too_much({**counts, name: counts[name] + 1})
 
 
 @pytest.mark.slow

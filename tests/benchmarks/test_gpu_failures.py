@@ -76,7 +76,13 @@ def test_a_worker_that_dies_is_replaced(
     skipped = []
 
     def run_worker(
-        _shapes: object, _device: str, _quick: bool, skip: list[str], _seconds: float, path: Path
+        _shapes: object,
+        _device: str,
+        _quick: bool,
+        skip: list[str],
+        _seconds: float,
+        path: Path,
+        _heard: object,
     ) -> tuple[int | None, str]:
         skipped.append(skip)
         first = {"fine": {"ms": 1.0}, "bad": {"error": "illegal"} if status == DEVICE_LOST else {}}
@@ -111,14 +117,6 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert found == (None, "nothing happened for 0.5 s")
 
 
-def test_the_commit_may_come_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "command_output", lambda *_: None)
-    monkeypatch.delenv("AMP_MP_COMMIT", raising=False)
-    assert gpu_step.commit() is None
-    monkeypatch.setenv("AMP_MP_COMMIT", "abc")
-    assert gpu_step.commit() == "abc"
-
-
 # ---- verdicts ------------------------------------------------------------------------------------
 
 
@@ -129,7 +127,7 @@ def timed(ms: float, copy: float = 3000.0, **more: Any) -> dict[str, Any]:
 def test_targets_are_met_missed_or_not_measured() -> None:
     one = {
         "torch fused": timed(20.0),
-        "amp_mp exact": timed(10.0, share=0.9),
+        "amp_mp exact": timed(10.0, share=0.9, launches=3, waits=0, to_host=1),
         "amp_mp tiny": timed(6.0),
         "flashoptim 24-bit": timed(5.7),
         "flashoptim 32-bit, unquantised": {"error": "ModuleNotFoundError"},
@@ -142,6 +140,8 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     found = {t.what: t for t in gpu_report.targets(lists)}
     verdicts = {what: t.verdict for what, t in found.items() if what.startswith("one:")}
     assert verdicts == {
+        "one: launches of a step, exact": "met",
+        "one: waits of a step, exact": "MISSED",
         "one: exact, of copy bandwidth": "met",
         "one: exact against torch's pipeline": "met",
         "one: tiny against flashoptim 24-bit": "MISSED",
@@ -169,6 +169,12 @@ def test_a_bound_is_met_at_the_bound_and_nan_is_not_measured() -> None:
     assert gpu_report.at_least("x", 0.9, 0.9, "%").met is True
     assert gpu_report.at_least("x", 0.8999, 0.9, "%").met is False
     assert gpu_report.at_least("x", math.nan, 0.9, "%").met is None
+
+
+def test_a_trace_that_has_seen_nothing_has_measured_nothing() -> None:
+    exact = timed(10.0, share=0.9, launches=0, waits=0, to_host=0)
+    found = gpu_report.targets({"one": {"candidates": {"amp_mp exact": exact}}})
+    assert [t.met for t in found[:2]] == [None, None]
 
 
 def test_a_table_tells_times_and_errors() -> None:

@@ -1,4 +1,4 @@
-"""make gpu where there is no GPU: every part is gone through, and told how it ended."""
+"""make gpu and its parts, as a user calls them: a bare copy of the tree, tools that pretend."""
 
 from __future__ import annotations
 
@@ -10,116 +10,210 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_machine import ROOT, Machine
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
-import gpu_summary  # noqa: E402
-
-# In place of python3: answers what gpu.sh asks, is a part that succeeds or fails, or Python.
-PYTHON = """#!/bin/bash
-case "$*" in
-  *get_device_capability*) echo 9.0 ;;
-  *gpu_summary.py*) exec {python} "$@" ;;
-  *"-k cuda "*) echo "E   bits differ"; exit 1 ;;
-  *gpu_step.py*) echo "written to $RESULTS"; echo "flashoptim, a line of the table"
-    echo "== targets"; echo "fast, once more" ;;
-  *) echo "$@" ;;
-esac
-"""
 SANITIZER = """#!/bin/bash
 [ "$2" = memcheck ] && { echo "========= Error: Device not supported."; exit 1; }
 echo "========= ERROR SUMMARY: 1 error"; exit 9
 """
+BITS_DIFFER = {"-k cuda tests/optim": "echo 'E   bits differ'; exit 1"}
+ORDER = ["build", "bits", "host_waits", "bench_key", "cuda_tests", "bench"]
+ORDER += ["memcheck", "racecheck", "other_tests"]
 
 
-def test_make_gpu_goes_through_every_part_and_says_what_became_of_it(tmp_path: Path) -> None:
-    tools = {
-        "python3": PYTHON.format(python=sys.executable),
-        "nvidia-smi": "#!/bin/bash\necho 'Made Up 9000, 580.1, 9.0, 81559 MiB'\n",
-        "compute-sanitizer": SANITIZER,
-    }
-    (tmp_path / "bin").mkdir()
-    for name, text in tools.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "benchmarks/gpu").mkdir(parents=True)
-    for name in ("gpu.sh", "gpu_summary.py"):
-        shutil.copy(ROOT / "benchmarks/gpu" / name, tmp_path / "benchmarks/gpu")
-    results = tmp_path / "Made-Up-9000.json"
-    targets = [{"what": "fast", "wanted": ">= 90%", "found": "95%", "verdict": "met"}]
-    results.write_text(json.dumps({"commit": None, "targets": targets}))
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": "python3",
-        "RESULTS": str(results),
-        "OUT": str(tmp_path / "out"),
-    }
-    done = subprocess.run(
-        ["bash", str(tmp_path / "benchmarks/gpu/gpu.sh")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, done.stderr
-    content = json.loads(results.read_text())
-    assert {name: part["outcome"] for name, part in content["parts"].items()} == {
+def outcomes(machine: Machine) -> dict[str, str]:
+    return {name: part["outcome"] for name, part in machine.results["parts"].items()}
+
+
+def test_make_gpu_goes_through_every_step_and_says_what_became_of_it(tmp_path: Path) -> None:
+    table = "echo '== tables'; echo 'flashoptim, a line'; echo '== targets'; echo 'fast, again'"
+    machine = Machine(tmp_path, {**BITS_DIFFER, "gpu_step.py": table})
+    machine.tool("compute-sanitizer", SANITIZER)
+    done = machine.make("gpu", OUT=str(tmp_path / "out"), AMP_MP_COMMIT="c0ffee")
+    assert done.returncode != 0
+    assert outcomes(machine) == {
         "build": "passed",
-        "cuda_tests": "FAILED: exit status 1",
+        "bits": "FAILED: exit status 1",
         "host_waits": "passed",
-        "benchmark": "passed",
+        "bench_key": "passed",
+        "cuda_tests": "passed",
+        "bench": "passed",
         "memcheck": "refused by this machine",
         "racecheck": "FAILED: found errors",
         "other_tests": "passed",
     }
-    assert content["environment"][0] == "Made Up 9000, 580.1, 9.0, 81559 MiB"
+    assert list(outcomes(machine)) == ORDER  # what decides the most first
+    assert machine.results["left"] == []
+    assert machine.results["commit"] == "c0ffee"
+    assert machine.results["suites"]["cuda_tests"]["counts"] == "3 passed in 0.10s"
     printed = done.stdout
-    assert "-- cuda_tests\nE   bits differ" in printed
-    assert "flashoptim, a line of the table" in printed
-    assert "fast, once more" not in printed
-    assert printed.index("== parts") < printed.index("== verdict") < printed.index("fast")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {results.name, "gpu.log"}
-
-
-@pytest.mark.slow
-def test_without_a_gpu_make_gpu_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "benchmarks/gpu").mkdir(parents=True)
-    for name in ("gpu.sh", "gpu_summary.py"):
-        shutil.copy(ROOT / "benchmarks/gpu" / name, tmp_path / "benchmarks/gpu")
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(tmp_path / "benchmarks/gpu/gpu.sh")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "torch finds no GPU here" in done.stderr
+    assert "-- bits\nE   bits differ" in printed
+    assert "flashoptim, a line" in printed
+    assert "fast, again" not in printed
+    assert printed.index("== parts") < printed.index("== verdict") < printed.index("c0ffee")
+    copied = {path.name for path in (tmp_path / "out").iterdir()}
+    assert copied == {"Made-Up-9000.json", "gpu.log"}
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "log", "wanted"),
+    ("target", "steps"),
     [
-        ("build", "0", "", "passed"),
-        ("cuda_tests", "124", "", "FAILED: stopped, it took too long"),
-        ("benchmark", "139", "", "FAILED: exit status 139"),
-        ("racecheck", "9", "ERROR SUMMARY: 2 errors", "FAILED: found errors"),
-        ("racecheck", "1", "Device not supported", "refused by this machine"),
-        ("cuda_tests", "1", "Device not supported", "FAILED: exit status 1"),
-        ("memcheck", "absent", "", "not run: compute-sanitizer is not here"),
-        ("other_tests", "skipped", "", "not run: no time left"),
+        ("gpu-tests", ["build", "bits", "host_waits", "cuda_tests", "other_tests"]),
+        ("gpu-bench", ["build", "bench"]),
+        ("gpu-sanitize", ["build", "memcheck", "racecheck"]),
     ],
 )
-def test_exit_statuses_become_words(name: str, status: str, log: str, wanted: str) -> None:
-    found = gpu_summary.outcome(name, status, log)
-    assert found == wanted
-    assert gpu_summary.Part(name, 1, found).failed == wanted.startswith("FAILED")
+def test_a_part_can_be_called_alone(tmp_path: Path, target: str, steps: list[str]) -> None:
+    machine = Machine(tmp_path, {})
+    machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
+    done = machine.make(target)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert outcomes(machine) == dict.fromkeys(steps, "passed")
+    limits = [int(line.split()[-2]) for line in done.stdout.splitlines() if "at most" in line]
+    assert len(limits) == len(steps)
+    assert max(limits) < 540
 
 
-def test_a_suites_counts_and_failures_are_read() -> None:
-    log = (
-        "..F [100%]\nE   FAILED to be equal\n==== short test summary info ====\n"
-        "FAILED tests/test_x.py::bad[cuda-a b] - assert 1 == 2\nERROR tests/test_y.py::worse\n"
-        "==== 1 failed, 2 passed, 1 skipped, 1 error in 3.21s ====\n"
-    )
-    assert gpu_summary.suite(log) == {
-        "counts": "1 failed, 2 passed, 1 skipped, 1 error in 3.21s",
-        "failures": ["tests/test_x.py::bad[cuda-a b]", "tests/test_y.py::worse"],
-    }
-    assert gpu_summary.suite("..F [ 50%]\n") is None
+def test_the_parts_have_the_time_that_is_promised(tmp_path: Path) -> None:
+    """Even where the build takes all of its own: 100 s for each of 4 lists, 200 s for each tool."""
+    script = (ROOT / "benchmarks/gpu/gpu.sh").read_text()
+    machine = Machine(tmp_path, {})
+    machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
+    assert "build=100  #" in script
+    bench = machine.make("gpu-bench", GPU_SECONDS=str(533 - 100))
+    assert bench.returncode == 0
+    (call,) = machine.called("gpu_step.py")
+    assert int(call.split("--seconds ")[1].split()[0]) >= 400
+    sanitize = machine.make("gpu-sanitize", GPU_SECONDS=str(530 - 100))
+    assert sanitize.stdout.count("at most 200 s") == 2
+
+
+def test_the_callers_wheels_are_found(tmp_path: Path) -> None:
+    """PYTHONPATH=/my/wheels:more make gpu-bench"""
+    machine = Machine(tmp_path, {})
+    assert machine.make("gpu-bench", PYTHONPATH="/my/wheels:more").returncode == 0
+    (call,) = machine.called("gpu_step.py")
+    paths = call.partition("|")[0].split(":")
+    assert paths[0] == str(machine.tree / "python")
+    assert paths[-2:] == ["/my/wheels", str(machine.tree / "more")]
+    machine.calls.unlink()
+    assert machine.make("gpu-bench").returncode == 0  # and without any
+    (call,) = machine.called("gpu_step.py")
+    assert len(call.partition("|")[0].split(":")) == 2
+
+
+def test_pytests_plugins_are_not_needed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"import pytest_timeout": "exit 1", "import xdist": "exit 1"})
+    assert machine.make("gpu-tests").returncode == 0
+    without = machine.called("-m pytest")
+    assert all("timeout" not in call and " -n " not in call for call in without)
+    assert all("-o addopts=-ra --strict-markers" in call for call in without)
+    machine = Machine(tmp_path / "with", {"import pytest_timeout": "exit 0", "import xdist": ""})
+    assert machine.make("gpu-tests").returncode == 0
+    with_them = machine.called("-m pytest")
+    assert len(with_them) == len(without) == 3
+    assert all("--timeout=90" in call and " -n " in call for call in with_them)
+
+
+def test_what_there_was_no_time_for_is_told(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"gpu_build.py": "sleep 8"})
+    done = machine.make("gpu-tests", GPU_SECONDS="12")
+    names = ["bits", "host_waits", "cuda_tests", "other_tests"]
+    assert outcomes(machine) == {"build": "passed", **dict.fromkeys(names, "not run: no time left")}
+    assert machine.results["left"] == names
+    assert done.stdout.count("not run: no time left") == 4
+
+
+def test_a_step_that_hangs_is_stopped_and_the_next_one_runs(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {})
+    stop = '#!/bin/bash\ncase "$*" in *gpu_syncs*) exit 124 ;; *) exec "${@:3}" ;; esac\n'
+    machine.tool("timeout", stop)
+    assert machine.make("gpu-tests").returncode != 0
+    assert outcomes(machine)["host_waits"] == "FAILED: stopped, it took too long"
+    assert outcomes(machine)["cuda_tests"] == "passed"
+
+
+def test_a_call_that_is_killed_leaves_what_it_knew(tmp_path: Path) -> None:
+    kill = 'kill -9 "$(ps -o ppid= -p "$PPID" | tr -d " ")"; kill -9 "$PPID"'
+    machine = Machine(tmp_path, {"gpu_syncs.py": kill})
+    assert machine.make("gpu-tests").returncode != 0
+    assert outcomes(machine) == {"build": "passed", "bits": "passed"}
+    assert machine.results["left"] == ["host_waits", "cuda_tests", "other_tests"]
+
+
+def test_a_call_that_is_interrupted_says_what_it_knows(tmp_path: Path) -> None:
+    stop = 'kill "$(ps -o ppid= -p "$PPID" | tr -d " ")"; exec sleep 100'
+    machine = Machine(tmp_path, {"gpu_syncs.py": stop})
+    done = machine.make("gpu-tests", OUT=str(tmp_path / "out"))
+    assert done.returncode != 0
+    assert done.stdout.count("not done: the call ended before it") == 3
+    copied = json.loads((tmp_path / "out/Made-Up-9000.json").read_text())
+    assert copied["left"] == ["host_waits", "cuda_tests", "other_tests"]
+
+
+def test_a_failed_build_ends_the_call_and_says_what_was_not_done(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"gpu_build.py": "echo 'nvcc: no such flag'; exit 1"})
+    done = machine.make("gpu-bench")
+    assert done.returncode != 0
+    assert "nvcc: no such flag" in done.stdout
+    assert "bench                 not done" in done.stdout
+    assert outcomes(machine) == {"build": "FAILED: exit status 1"}
+
+
+def test_parts_add_to_one_file_and_repeated_ones_replace_their_own(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, BITS_DIFFER)
+    machine.make("gpu-tests")
+    assert outcomes(machine)["bits"] == "FAILED: exit status 1"
+    machine.make("gpu-bench")
+    assert outcomes(machine).keys() >= {"bits", "bench"}
+    again = Machine(tmp_path / "again", {})
+    shutil.rmtree(again.tree)
+    shutil.copytree(machine.tree, again.tree)
+    again.make("gpu-tests")
+    assert set(outcomes(again).values()) == {"passed"}
+    again.make("gpu-tests", GPU_SECONDS="4")  # no time for anything: what is known stays
+    assert set(outcomes(again).values()) == {"passed"}
+
+
+def test_figures_of_other_code_are_put_aside(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {})
+    machine.make("gpu-bench", AMP_MP_COMMIT="0ld")
+    done = machine.make("gpu-sanitize", AMP_MP_COMMIT="new", MADE_UP_SOURCE="def")
+    assert "Made-Up-9000.json was of other code" in done.stdout
+    folder = machine.tree / "benchmarks/results"
+    assert json.loads((folder / "Made-Up-9000-0ld.json").read_text())["parts"].keys() >= {"bench"}
+    assert "bench" not in json.loads((folder / "Made-Up-9000.json").read_text())["parts"]
+
+
+@pytest.mark.parametrize(
+    ("part", "seconds", "message"),
+    [
+        ("everything", "9", "expected tests, bench, sanitize or nothing, found everything"),
+        ("bench", "9 min", "GPU_SECONDS: expected whole seconds, found 9 min"),
+    ],
+)
+def test_wrong_words_are_refused(part: str, seconds: str, message: str) -> None:
+    command = ["bash", str(ROOT / "benchmarks/gpu/gpu.sh"), part]
+    environment = {**os.environ, "GPU_SECONDS": seconds}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_figures_are_measured_again_on_demand(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {})
+    machine.make("gpu-bench")
+    machine.make("gpu-bench", AGAIN="1")
+    machine.make("gpu", AGAIN="1")
+    again = ["--again" in call for call in machine.called("gpu_step.py")]
+    assert again == [False, True, True, False]  # make gpu: first the deciding ones, then the rest
+
+
+def test_without_a_gpu_make_gpu_ends_at_once() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(ROOT / "benchmarks/gpu/gpu.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "torch finds no GPU here" in done.stderr

@@ -112,3 +112,18 @@ def test_an_old_setuptools_without_wheel_is_one_clear_error() -> None:
     assert done.returncode != 0
     assert "pip install wheel" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_setuptools_that_reads_no_pyproject_finds_the_package() -> None:
+    """Ubuntu 22.04's, 59.6, is one; the arguments of setup() are all that it knows."""
+    code = (
+        "from setuptools import Distribution\n"
+        "Distribution.parse_config_files = lambda *_, **__: None\n"
+        "from distutils.core import run_setup\n"
+        "build = run_setup('setup.py', ['-q'], stop_after='config').get_command_obj('build_py')\n"
+        "build.ensure_finalized()\n"
+        "print(build.get_package_dir('amp_mp'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "python/amp_mp", done.stderr

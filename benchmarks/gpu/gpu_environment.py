@@ -1,0 +1,144 @@
+"""What has to be known to read figures later: commit, code, GPU, driver, versions of libraries.
+
+    python benchmarks/gpu/gpu_environment.py --json build/gpu/environment.json
+
+begins the file of the results as well. Exit status 1 if torch finds no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gpu_results
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = HERE.parent / "results"
+NATIVE = ("csrc", "build_tools", "setup.py")  # what the compiled library is made of
+SOURCE = (*NATIVE, "python/amp_mp", "benchmarks/gpu", "benchmarks/step.py")
+MODULES = {  # a package's module, where it has another name
+    "triton": "triton",
+    "flashoptim": "flashoptim",
+    "torch-optimi": "optimi",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "numpy": "numpy",
+    "setuptools": "setuptools",
+    "pytest": "pytest",
+    "pytest-timeout": "pytest_timeout",
+    "pytest-xdist": "xdist",
+}
+
+
+def command_output(*command: str) -> str | None:
+    """What a command prints; None if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """Of the code that runs: what AMP_MP_COMMIT says, else git, else the file COMMIT.
+
+    Another project's git, in a folder above, is not asked. "+changes" follows git's commit if files
+    differ from it.
+    """
+    if named := os.environ.get("AMP_MP_COMMIT", "").strip():
+        return named
+    top = command_output("git", "rev-parse", "--show-toplevel")
+    if top and Path(top).resolve() == ROOT:
+        found = command_output("git", "rev-parse", "HEAD")
+        changed = command_output("git", "status", "--porcelain", "--untracked-files=no")
+        return found and found + ("+changes" if changed else "")
+    file = ROOT / "COMMIT"
+    return (file.read_text().strip() if file.exists() else "") or None
+
+
+def digest(names: Iterable[str], root: Path = ROOT) -> str:
+    """16 digits that differ if a file differs; of a folder, all sources in it are taken."""
+    whole = hashlib.sha256()
+    for name in names:
+        found = [root / name] if (root / name).is_file() else (root / name).rglob("*")
+        for path in sorted(found):
+            if path.suffix in (".py", ".h", ".cpp", ".cu") and path.name != "_built_for.py":
+                content = path.read_bytes()
+                whole.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return whole.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that are here; PYTHONPATH's count, and those without metadata."""
+    found = {}
+    for package, module in MODULES.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "of unknown version"
+    return found
+
+
+def environment(device: str, quick: bool = False) -> dict[str, Any]:
+    """All of it; `quick`: of figures that only try the code."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    on_gpu = device == "cuda"
+    return {
+        "commit": commit(),
+        "source": digest(SOURCE),
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "driver": command_output(*query) if on_gpu else None,
+        "capability": "{}.{}".format(*torch.cuda.get_device_capability()) if on_gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+        "packages": versions(),
+        "quick": quick,
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """For people, with what is missing."""
+    lines = [f"{found['gpu'] or 'CPU'}, driver {found['driver']}, {found['cores']} cores"]
+    lines.append(f"python {found['python']}, torch {found['torch']}, CUDA {found['cuda']}")
+    lines.append(f"commit {found['commit'] or 'unknown'}, code {found['source']}")
+    if not found["commit"]:
+        lines[-1] += "; name the commit by AMP_MP_COMMIT=... or in the file COMMIT"
+    lines.append("here: " + ", ".join(" ".join(item) for item in found["packages"].items()))
+    missing = [name for name in MODULES if name not in found["packages"]]
+    lines.append(f"not here: {', '.join(missing) or 'nothing that is asked for'}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="where (cuda)")
+    parser.add_argument("--quick", action="store_true", help="figures will only try the code")
+    parser.add_argument("--json", type=Path, required=True, help="where it goes, for other parts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("make gpu: torch finds no GPU here")
+    found = environment(arguments.device, arguments.quick)
+    path = arguments.out / gpu_results.file_name(found["gpu"])
+    gpu_results.begin(path, found)
+    arguments.json.write_text(json.dumps({**found, "results": str(path)}) + "\n")
+    print(describe(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What make gpu writes beside its figures: commit, code, libraries; and whose figures stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_build
+import gpu_environment
+import gpu_results
+import pytest
+
+# ---- the commit ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree without git, in a folder of its own."""
+    monkeypatch.delenv("AMP_MP_COMMIT", raising=False)
+    root = tmp_path / "above/tree"
+    root.mkdir(parents=True)
+    monkeypatch.setattr(gpu_environment, "ROOT", root.resolve())
+    monkeypatch.setattr(gpu_environment, "HERE", root)
+    return root
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@x")
+    done = subprocess.run(
+        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def repository(folder: Path) -> str:
+    """A repository with one commit in the folder; its name."""
+    git(folder, "init", "-q")
+    (folder / "file").write_text("1")
+    git(folder, "add", "file")
+    git(folder, "commit", "-qm", "x")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def test_the_commit_is_gits_and_says_what_differs(tree: Path) -> None:
+    head = repository(tree)
+    (tree / "COMMIT").write_text("older\n")
+    assert gpu_environment.commit() == head
+    (tree / "file").write_text("2")
+    assert gpu_environment.commit() == head + "+changes"
+
+
+def test_without_git_it_is_the_files_or_the_variables(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_environment.commit() is None
+    (tree / "COMMIT").write_text("abc\n")
+    assert gpu_environment.commit() == "abc"
+    monkeypatch.setenv("AMP_MP_COMMIT", "def")
+    assert gpu_environment.commit() == "def"
+
+
+def test_another_projects_repository_above_is_not_asked(tree: Path) -> None:
+    repository(tree.parent)
+    assert gpu_environment.commit() is None
+    (tree / "COMMIT").write_text("abc\n")
+    assert gpu_environment.commit() == "abc"
+
+
+# ---- code and libraries --------------------------------------------------------------------------
+
+
+def test_the_digest_is_of_the_sources_content(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/x.cu").write_text("one")
+    first = gpu_environment.digest(["a"], tmp_path)
+    os.utime(tmp_path / "a/b/x.cu", (0, 0))
+    (tmp_path / "a/_built_for.py").write_text("")
+    (tmp_path / "a/notes.txt").write_text("")
+    assert gpu_environment.digest(["a"], tmp_path) == first
+    (tmp_path / "a/b/x.cu").write_text("two")
+    assert gpu_environment.digest(["a"], tmp_path) != first
+    assert gpu_environment.digest(["a/b/x.cu"], tmp_path) != first
+
+
+def test_libraries_of_pythonpath_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "flashoptim").mkdir()
+    (tmp_path / "flashoptim/__init__.py").write_text("")
+    (tmp_path / "flashoptim-0.1.4.dist-info").mkdir()
+    (tmp_path / "flashoptim-0.1.4.dist-info/METADATA").write_text(
+        "Name: flashoptim\nVersion: 0.1.4"
+    )
+    code = "import gpu_environment as e; print(e.describe(e.environment('cpu')))"
+    path = f"{gpu_environment.HERE}:{tmp_path}"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here, missing = (line.partition(": ")[2].split(", ") for line in found.splitlines()[-2:])
+    assert "flashoptim 0.1.4" in here
+    assert "flashoptim" not in missing
+    assert "numpy" in {name.split()[0] for name in here}
+
+
+# ---- the file of the results ---------------------------------------------------------------------
+
+IDENTITY = dict.fromkeys(gpu_results.IDENTITY, "same")
+
+
+def test_results_go_on_where_the_code_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "folder/gpu.json"
+    gpu_results.begin(path, {**IDENTITY, "commit": "1"})
+    gpu_results.update(path, {"lists": {"one": {}}})
+    content = gpu_results.begin(path, {**IDENTITY, "commit": "2"})  # another commit, same code
+    assert (content["commit"], content["lists"]) == ("2", {"one": {}})
+    assert [p.name for p in path.parent.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize("key", gpu_results.IDENTITY)
+def test_results_of_anything_else_are_put_aside(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    for number in range(3):
+        gpu_results.begin(path, {**IDENTITY, "commit": "abc", key: number})
+        gpu_results.update(path, {"figure": number})
+    assert json.loads(path.read_text())["figure"] == 2
+    assert json.loads((tmp_path / "gpu-abc.json").read_text())["figure"] == 0
+    assert json.loads((tmp_path / "gpu-abc-2.json").read_text())["figure"] == 1
+    assert "it is gpu-abc-2.json now" in capsys.readouterr().out
+
+
+def test_a_broken_file_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text('{"commit": "a')
+    assert gpu_results.begin(path, {**IDENTITY, "commit": None})["commit"] is None
+    assert (tmp_path / "gpu-broken.json").read_text() == '{"commit": "a'
+
+
+# ---- the build -----------------------------------------------------------------------------------
+
+
+def test_a_library_is_built_for_this_gpu_or_for_what_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, Any] = {"capability": "9.0"}
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert gpu_build.architectures(found) == "9.0"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert gpu_build.architectures(found) == "8.0"
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    with pytest.raises(SystemExit, match="name architectures in TORCH_CUDA_ARCH_LIST"):
+        gpu_build.architectures({"capability": None})

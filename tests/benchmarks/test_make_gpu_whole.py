@@ -1,0 +1,51 @@
+"""make gpu with the real build script and benchmark, without git, network and GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from gpu_lists import shape_lists
+from gpu_machine import Machine
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu_benchmark")]
+
+
+def test_make_gpu_and_its_parts_work_in_a_bare_copy_and_share_one_build(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {}, whole=True)
+    machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
+    assert not (machine.tree / ".git").exists()
+    (machine.tree / "COMMIT").write_text("c0ffee\n")
+    whole = machine.make("gpu")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "commit c0ffee" in whole.stdout
+    assert "GB/s: copy" in whole.stdout
+    content = machine.results
+    assert content["commit"] == "c0ffee"
+    assert content["left"] == content["not_measured"] == []
+    assert {part["outcome"] for part in content["parts"].values()} == {"passed"}
+    assert len(content["host_waits"]) == 10
+    assert list(content["lists"]) == [shapes.key for shapes in shape_lists()]
+    for found in content["lists"].values():
+        assert all(e["ms"] > 0 and e["waits"] == 0 for e in found["candidates"].values())
+    compiled = compilations(machine)
+    assert compiled > 10
+
+    for path in machine.tree.glob("csrc/**/*.*"):  # as in a new copy of the same tree
+        os.utime(path)
+    bench = machine.make("gpu-bench")
+    assert bench.returncode == 0, bench.stdout + bench.stderr
+    assert compilations(machine) == compiled
+    assert machine.results["lists"] == content["lists"]  # nothing was missing
+
+    with (machine.tree / "csrc/core/m8.h").open("a") as file:
+        file.write("// changed\n")
+    changed = machine.make("gpu-sanitize")
+    assert "was of other code" in changed.stdout
+    assert compilations(machine) > compiled
+    assert all("git rev-parse --show-toplevel" in line for line in machine.forbidden)
+
+
+def compilations(machine: Machine) -> int:
+    return len(machine.called("nvcc")) + len(machine.called("g++"))
