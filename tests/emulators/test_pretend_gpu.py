@@ -43,6 +43,7 @@ FILES = {
     "optim/step/test_slots_of_dtensors": 14,
     "apex/test_fp16_optimizer": 110,
     "grad_scaler/test_grad_scaler": 120,
+    "grad_scaler/test_cuda_streams": 100,
     "apex/test_handle": 80,
     "nn/test_linear_accumulate": 20,
     "nn/test_main_grads": 10,
