@@ -68,8 +68,12 @@ class ScaleUpdates:
         self._asked = self._ahead = self._reports = None
 
     def is_read(self, device: torch.device) -> None:
-        """Call it wherever the scale on this device is read: remembers captures."""
-        self._in_graph = self._in_graph or is_capturing(device)
+        """Call it wherever the scale on this device is read: remembers captures.
+
+        Compiled code counts as one, because it may be captured later without asking again.
+        """
+        if device.type == "cuda" and (torch.compiler.is_dynamo_compiling() or is_capturing(device)):
+            self._in_graph = True
 
     def _key(self, state: ScaleState) -> Key:
         """Stays equal until something else writes what the next numbers depend on."""
