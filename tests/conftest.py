@@ -28,6 +28,7 @@ if PRETEND_GPU:
     DEVICES = ["cuda"]
 # Without a GPU, emulators/test_pretend_gpu.py runs these.
 ON_A_GPU = [
+    "casting/test_cuda_cast_streams.py",
     "grad_scaler/test_cuda_streams.py",
     "optim/step/test_cuda_step.py",
     "optim/step/test_cuda_sharded_step.py",
