@@ -2,6 +2,7 @@
 // Streams whose work is delayed: what is queued runs when the host waits for it, in a random order
 // that CUDA allows. Work of one stream runs in its order, and what waits for a mark in another
 // stream runs behind that mark; nothing else is promised. Without a delay, all work runs at once.
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <optional>
