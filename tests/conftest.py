@@ -27,7 +27,12 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]
 # Without a GPU, emulators/test_pretend_gpu.py runs these.
-ON_A_GPU = ["optim/step/test_cuda_step.py", "optim/step/test_cuda_sharded_step.py"]
+ON_A_GPU = [
+    "casting/test_cuda_cast_streams.py",
+    "grad_scaler/test_cuda_streams.py",
+    "optim/step/test_cuda_step.py",
+    "optim/step/test_cuda_sharded_step.py",
+]
 collect_ignore = [] if "cuda" in DEVICES else ON_A_GPU
 if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
     collect_ignore.append("zoo")

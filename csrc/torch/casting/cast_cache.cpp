@@ -56,18 +56,24 @@ uint64_t watch_clearing() {
 // The current copy, with autograd history if with_grad; undefined if there is none.
 at::Tensor find(const CastKey& key, const at::Tensor& tensor, bool with_grad) {
   CastTable& table = cast_table();
-  at::Tensor copy;
+  at::Tensor copy, linked;
+  bool of_other_stream = false;
+  void* const stream = stream_of(tensor);
   {
     const std::lock_guard<std::mutex> lock(table.mutex);
     const auto found = table.entries.find(key);
     if (found == table.entries.end() || !is_current(found->second, tensor)) return {};
     const CachedCast& e = found->second;
+    of_other_stream = e.stream != stream;
+    if (of_other_stream && !e.is_ready_with_tensor) return {};
     if (with_grad && e.linked)
-      if (auto alive = e.linked->lock()) return at::Tensor(std::move(alive));
+      if (auto alive = e.linked->lock()) linked = at::Tensor(std::move(alive));
     copy = e.copy;
   }
+  if (of_other_stream) record_current_stream(copy);
   if (!with_grad) return copy;
-  at::Tensor linked = link(key, tensor, copy);
+  if (linked.defined()) return linked;
+  linked = link(key, tensor, copy);
   const std::lock_guard<std::mutex> lock(table.mutex);
   const auto found = table.entries.find(key);
   if (found != table.entries.end() && found->second.copy.is_same(copy))
@@ -122,6 +128,7 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   CachedCast entry{
       WeakTensor(tensor.getIntrusivePtr()), tensor._version(), tensor.const_data_ptr(), {}, {}};
   entry.copy = tensor.detach().to(dtype);
+  entry.stream = stream_of(tensor);
   at::Tensor result = with_grad ? link(key, tensor, entry.copy) : entry.copy;
   if (with_grad) entry.linked = WeakTensor(result.getIntrusivePtr());
   insert(key, std::move(entry), clearings);

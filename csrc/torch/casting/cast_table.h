@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "torch/casting/cast_link.h"
+#include "torch/device.h"
 
 namespace amp_mp::casting {
 
@@ -20,6 +21,10 @@ struct CachedCast {
   // reference would keep the leaf alive for ever. A forward pass keeps it alive while it needs it;
   // linking the copy again casts nothing.
   std::optional<WeakTensor> linked;
+  // On which the copy was made. Other streams have to wait for the tensor, not for this one; they
+  // take the copy only if a step has written it, together with the tensor.
+  void* stream = nullptr;
+  bool is_ready_with_tensor = false;
   bool written = false;  // by the current optimizer step
 };
 
@@ -57,8 +62,19 @@ struct CastTable {
 
 CastTable& cast_table();
 
+// The current one of the tensor's device; null on a CPU.
+inline void* stream_of(const at::Tensor& t) {
+  return t.is_cuda() ? current_stream(t.device()) : nullptr;
+}
+
 inline size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
+}
+
+// For a copy that was made on another stream: its memory is not given away before the current one
+// has come so far.
+inline void record_current_stream(at::Tensor& copy) {
+  copy.record_stream(c10::impl::VirtualGuardImpl(copy.device().type()).getStream(copy.device()));
 }
 
 // Whether the cast has the tensor's present values, as far as version counter and memory tell.

@@ -49,18 +49,23 @@ Tensors copies_to_write(const Tensors& tensors) {
 
 void copies_written(const Tensors& tensors, const Tensors& copies) {
   CastTable& table = cast_table();
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!copies[i].defined()) continue;
-    bump_version(copies[i]);
-    const auto found =
-        table.entries.find({tensors[i].unsafeGetTensorImpl(), copies[i].scalar_type(), Life::kept});
-    if (found == table.entries.end() || !found->second.copy.is_same(copies[i])) continue;
-    CachedCast& e = found->second;
-    e.version = tensors[i]._version();
-    e.memory = tensors[i].const_data_ptr();
-    e.written = true;
+  Tensors of_other_streams;
+  {
+    const std::lock_guard<std::mutex> lock(table.mutex);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!copies[i].defined()) continue;
+      bump_version(copies[i]);
+      const auto found = table.entries.find(
+          {tensors[i].unsafeGetTensorImpl(), copies[i].scalar_type(), Life::kept});
+      if (found == table.entries.end() || !found->second.copy.is_same(copies[i])) continue;
+      CachedCast& e = found->second;
+      e.version = tensors[i]._version();
+      e.memory = tensors[i].const_data_ptr();
+      e.written = e.is_ready_with_tensor = true;
+      if (e.stream != stream_of(tensors[i])) of_other_streams.push_back(copies[i]);
+    }
   }
+  for (at::Tensor& copy : of_other_streams) record_current_stream(copy);
 }
 
 void optimizer_stepped() {

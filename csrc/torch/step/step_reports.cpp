@@ -42,11 +42,12 @@ StepReports::StepReports(const at::Device& device) : device_(device) {
 }
 
 StepReportBuffer StepReports::next_buffer() {
-  stream_ = current_stream(device_);
+  void* const stream = current_stream(device_);
   const c10::OptionalDeviceGuard guard(device_);
-  if (cuda::is_capturing(stream_)) {
+  if (cuda::is_capturing(stream)) {
     is_captured_ = true;
   } else {
+    stream_ = stream;
     ++queued_;
   }
   return {reports_, reinterpret_cast<uint64_t*>(data_of<int64_t>(counts_))};
@@ -68,6 +69,10 @@ std::optional<StepReport> StepReports::newest(bool wait) const {
   TORCH_CHECK(
       !is_capturing(device_),
       "amp_mp: the report of a captured step exists only after a replay; ask after replaying");
+  if (is_captured_) {  // the host sees neither a replay nor its stream, which may be any
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+    return look();
+  }
   const char* error = cuda::synchronize(stream_);
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device_, ": ", error);
   return look();

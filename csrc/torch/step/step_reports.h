@@ -22,7 +22,8 @@ class StepReports {
   StepReportBuffer next_buffer();
 
   // The newest decision that has reached the host, or nullopt; `seal` counts decisions from 1. With
-  // wait: the newest that has been queued, after waiting for its stream if necessary.
+  // wait: the newest that has been queued, after waiting for its stream if necessary; once a graph
+  // holds a decision, for the whole device, since replays may be on any stream.
   std::optional<StepReport> newest(bool wait) const;
 
  private:
@@ -31,7 +32,7 @@ class StepReports {
   StepReport* reports_;
   uint64_t queued_ = 0;       // decisions, not counting replays of CUDA graphs
   bool is_captured_ = false;  // replays of a graph may have decided more often than the host knows
-  void* stream_ = nullptr;    // of the last decision
+  void* stream_ = nullptr;    // of the last decision that no graph holds
 };
 
 }  // namespace amp_mp

@@ -1,7 +1,6 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +18,10 @@ from amp_mp.grad_scaler.gradients import (
 )
 from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step.capture import is_capturing
 from amp_mp.optim.step.decide import as_scalar
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.outside_graphs import outside_graphs
 from amp_mp.scaling.dynamic import make_policy
-from amp_mp.scaling.observe import SkipWarning, describe_nonfinite
 from amp_mp.scaling.policies import ScalePolicy
 from amp_mp.sharding.reduction import checked_groups
 
@@ -69,11 +66,21 @@ class GradScaler(torch.amp.GradScaler):
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
-        self._updates, self._skip_warning = ScaleUpdates(self._scale_state), SkipWarning()
+        self._updates = ScaleUpdates(self._scale_state)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's. May be captured by a CUDA graph, with or without the rest of an iteration."""
+        self._updates.is_read(torch.device(self._device))
+        return super().scale(outputs)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        scale, tracker = super()._check_scale_growth_tracker(funcname)
+        self._updates.is_read(scale.device)
+        return scale, tracker
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +129,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale_on(self, device: torch.device) -> Tensor | None:
         """The factor of the losses, float32 [] on the device; None before the first scaled loss."""
+        self._updates.is_read(device)
         return as_scalar(self._get_scale_async(), device)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -165,6 +173,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
         grads = native_gradients(optimizer)
+        self._updates.is_read(inv_scale.device)
         if grads is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         totals = self._whole.totals(optimizer, grads)
@@ -201,19 +210,8 @@ class GradScaler(torch.amp.GradScaler):
             if policy is not None and policy.needs_max_abs and known:
                 max_abs = combined(states, "max_abs_per_device", scale.device, torch.max)
             self._updates.in_place(found_inf, max_abs)
-            self._warn_of_skips(states, found_inf, scale)
+            self._updates.warn_of_skips(states, found_inf)
         self._per_optimizer_states.clear()
-
-    def _warn_of_skips(
-        self, states: list[dict[str, Any]], found_inf: Tensor, scale: Tensor
-    ) -> None:
-        """Warns where iterations are skipped again and again; amp_mp's optimizers do it alone."""
-        seen = [state["optimizer"]() for state in states if "optimizer" in state]
-        others = [o for o in seen if o is not None and not getattr(o, "amp_scaling", False)]
-        if others and not is_capturing(scale.device):
-            step, in_a_row = self._updates.overflows(found_inf)
-            describe = partial(describe_nonfinite, [o.param_groups for o in others], 1.0)
-            self._skip_warning.count("GradScaler", step, in_a_row, describe)
 
     def get_scale(self) -> float:
         """The scale after the last update; waits for the device unless its report is on the host.
@@ -225,12 +223,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        own = ("_updates", "_skip_warning", "_whole")
+        own = ("_updates", "_whole")
         return {name: value for name, value in state.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updates, self._skip_warning = ScaleUpdates(self._scale_state), SkipWarning()
+        self._updates = ScaleUpdates(self._scale_state)
         self._whole = WholeGradients(self._process_groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Where a GradScaler's scale and its other numbers are written after an iteration."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.step.capture import is_capturing
+from amp_mp.scaling.observe import SkipWarning, describe_nonfinite
 from amp_mp.scaling.policies import ScalePolicy
 
 
@@ -42,8 +44,8 @@ class ScaleUpdates:
     The step of one optimizer computes, in the same launch, what the numbers will be if no other
     optimizer takes part in the iteration; `update` then only exchanges the tensors, which costs no
     kernel. The scale must not change before `update`: a GAN scales its second loss after the first
-    optimizer has stepped. Otherwise, and while a CUDA graph is captured, whose replays read one
-    address, `update` writes the numbers in place.
+    optimizer has stepped. Otherwise `update` writes the numbers in place; and so it does for ever
+    once a CUDA graph has been captured that reads the scale, since its replays read one address.
     """
 
     def __init__(self, state: Callable[[], ScaleState]) -> None:
@@ -57,11 +59,21 @@ class ScaleUpdates:
         self._stepped: _C.StepReports | None = None  # of the optimizer that made them
         self._reports: _C.StepReports | None = None  # where the last update was reported
         self._own: _C.StepReports | None = None
+        self._in_graph = False  # whether a CUDA graph reads the scale
         self._counted = 0, 0  # on a CPU: updates in place, and overflows in a row
+        self._skip_warning = SkipWarning()
 
     def forget(self) -> None:
         """Drops numbers computed ahead: the scale was set by hand, or the step did not run."""
         self._asked = self._ahead = self._reports = None
+
+    def is_read(self, device: torch.device) -> None:
+        """Call it wherever the scale on this device is read: remembers captures.
+
+        Compiled code counts as one, because it may be captured later without asking again.
+        """
+        if device.type == "cuda" and (torch.compiler.is_dynamo_compiling() or is_capturing(device)):
+            self._in_graph = True
 
     def _key(self, state: ScaleState) -> Key:
         """Stays equal until something else writes what the next numbers depend on."""
@@ -73,7 +85,7 @@ class ScaleUpdates:
         state = self._state()
         device = state.scale.device
         self._asked = self._ahead = None
-        if is_capturing(device):
+        if self._in_graph:
             return None
         self._make_reports(device)
         if state.policy is not None:
@@ -97,7 +109,7 @@ class ScaleUpdates:
         """The numbers computed ahead if they are valid. alone: one optimizer made the iteration."""
         ahead, self._ahead = self._ahead, None
         state = self._state()
-        if not alone or ahead is None or ahead != self._key(state):
+        if self._in_graph or not alone or ahead is None or ahead != self._key(state):
             return None
         taken, self._spare = self._spare, state.tensors()
         if state.policy is not None:  # torch's tracker stays where it is
@@ -123,17 +135,25 @@ class ScaleUpdates:
         _C.update_scale_(update, found_inf.double(), largest, self._own)
         self._reports = self._own
 
-    def overflows(self, found_inf: Tensor) -> tuple[int, int]:
-        """Updates in place so far, and how many of the last ones in a row were overflows.
+    def warn_of_skips(self, states: list[dict[str, Any]], found_inf: Tensor) -> None:
+        """Warns where iterations are skipped again and again; amp_mp's optimizers do it alone.
 
-        Call it after each. On CUDA it does not wait, and what has been reported counts.
+        Call it after each update in place, with the optimizers' states. On CUDA it does not wait,
+        and what has been reported counts.
         """
+        seen = [state["optimizer"]() for state in states if "optimizer" in state]
+        others = [o for o in seen if o is not None and not getattr(o, "amp_scaling", False)]
+        if not others or is_capturing(found_inf.device):
+            return
         if self._own is not None:
             found = self._own.newest(wait=False)
-            return (found[0], found[7]) if found is not None else (0, 0)
-        step, in_a_row = self._counted
-        self._counted = step + 1, in_a_row + 1 if bool(found_inf > 0) else 0
-        return self._counted
+            step, in_a_row = (found[0], found[7]) if found is not None else (0, 0)
+        else:
+            step, in_a_row = self._counted
+            step, in_a_row = step + 1, in_a_row + 1 if bool(found_inf > 0) else 0
+            self._counted = step, in_a_row
+        describe = partial(describe_nonfinite, [o.param_groups for o in others], 1.0)
+        self._skip_warning.count("GradScaler", step, in_a_row, describe)
 
     def _make_reports(self, device: torch.device) -> None:
         """Allocates what `in_place` reports to, before a CUDA graph is captured."""

@@ -85,10 +85,10 @@ unsigned ballot(bool vote, unsigned mask, const Location& at);
 void fence();
 unsigned lane();
 
-// Runs the whole grid before it returns; the stream is ignored. Under a capture it is recorded,
-// with the arguments as they are now.
+// Runs the whole grid before it returns. Under a capture it is recorded, and where streams are
+// delayed it is queued, with the arguments as they are now.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t stream,
                    const Arguments&... arguments) {
   static_assert((sizeof(Parameters) + ... + 0) <= kArgumentLimit,
                 "CUDA's limit for kernel parameters");
@@ -96,11 +96,11 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cud
   const auto run = [=](const auto& call) {
     run_grid(blocks, threads, [](const void* c) { (*static_cast<decltype(&call)>(c))(); }, &call);
   };
-  if (Recording* recording = under_way()) {
-    const std::tuple<std::remove_cvref_t<Parameters>...> kept(arguments...);
-    recording->add([=] { run([&] { std::apply(kernel, kept); }); });
-  } else {
+  if (runs_at_once()) {
     run([&] { kernel(arguments...); });
+  } else {
+    const std::tuple<std::remove_cvref_t<Parameters>...> kept(arguments...);
+    submit(stream, [=] { run([&] { std::apply(kernel, kept); }); });
   }
   return cudaSuccess;
 }

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace {
 
@@ -11,9 +12,15 @@ std::atomic<cuda_on_cpu::Recording*> open_recording = nullptr;
 
 bool capturing() { return open_recording.load() != nullptr; }
 
-cudaError_t synchronise() {
+cuda_on_cpu::StreamId of_current_device(cudaStream_t stream) {
+  return {current_device, reinterpret_cast<intptr_t>(stream)};
+}
+
+template <class Finish>
+cudaError_t synchronise(const Finish& finish) {
   if (capturing()) return cudaErrorStreamCaptureUnsupported;
   ++cuda_on_cpu::counts.synchronisations;
+  finish();
   return cudaSuccess;
 }
 
@@ -55,8 +62,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return synchronise(); }
-cudaError_t cudaDeviceSynchronize() { return synchronise(); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return synchronise([&] { cuda_on_cpu::finish(of_current_device(stream)); });
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  return synchronise([] { cuda_on_cpu::finish_device(current_device); });
+}
 
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped)) return cudaErrorInvalidValue;
@@ -92,10 +104,17 @@ void Recording::end() {
     throw std::logic_error("cuda_on_cpu: this capture has not begun");
 }
 
-void Recording::replay() const {
-  for (const auto& kernel : kernels_) kernel();
+void Recording::replay(cudaStream_t stream) const {
+  for (const auto& kernel : kernels_) queue(of_current_device(stream), [&kernel] { kernel(); });
 }
 
 Recording* under_way() { return open_recording.load(); }
+
+bool runs_at_once() { return !capturing() && !is_delayed(); }
+
+void submit(cudaStream_t stream, std::function<void()> kernel) {
+  if (Recording* recording = under_way()) return recording->add(std::move(kernel));
+  queue(of_current_device(stream), std::move(kernel));
+}
 
 }  // namespace cuda_on_cpu

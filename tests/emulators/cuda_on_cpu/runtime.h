@@ -7,6 +7,8 @@
 #include <functional>
 #include <vector>
 
+#include "streams.h"
+
 using cudaStream_t = struct CUstream_st*;
 enum cudaError_t {
   cudaSuccess = 0,
@@ -56,7 +58,8 @@ class Recording {
   void begin();  // raises std::logic_error where another is under way
   void end();
   void add(std::function<void()> kernel) { kernels_.push_back(std::move(kernel)); }
-  void replay() const;  // in the order of recording
+  // Queues the kernels in the order of recording. The recording has to outlive them.
+  void replay(cudaStream_t stream) const;
   size_t size() const { return kernels_.size(); }
 
  private:
@@ -64,5 +67,10 @@ class Recording {
 };
 
 Recording* under_way();  // null where nothing is captured
+
+// Whether a launch runs before it returns. Otherwise `submit` takes it: a capture records it, and a
+// delayed stream of the current device queues it.
+bool runs_at_once();
+void submit(cudaStream_t stream, std::function<void()> kernel);
 
 }  // namespace cuda_on_cpu

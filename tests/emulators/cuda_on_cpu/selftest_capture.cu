@@ -38,8 +38,8 @@ int test_capture() {
   expect(status == cudaStreamCaptureStatusNone);
   expect(sum == 0 && recording.size() == 3);
   const int64_t before = cuda_on_cpu::counts.launches;
-  recording.replay();
-  recording.replay();
+  recording.replay(nullptr);
+  recording.replay(nullptr);
   expect(sum == 222);
   expect(cuda_on_cpu::counts.launches == before + 6);
   expect(cudaStreamSynchronize(nullptr) == cudaSuccess);

@@ -1,7 +1,9 @@
 #include "aliases.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "memory.h"
@@ -39,6 +41,12 @@ at::Tensor Aliases::of(const at::Tensor& t) {
   return pairs_.back().alias;
 }
 
+bool Aliases::contain(const at::Tensor& result) const {
+  return std::any_of(pairs_.begin(), pairs_.end(), [&](const Pair& pair) {
+    return result.storage().is_alias_of(pair.alias.storage());
+  });
+}
+
 at::Tensor Aliases::back(const at::Tensor& result, at::Device device) const {
   if (!result.defined()) return result;
   for (const Pair& pair : pairs_)
@@ -46,11 +54,11 @@ at::Tensor Aliases::back(const at::Tensor& result, at::Device device) const {
   for (const Pair& pair : pairs_)
     if (result.storage().is_alias_of(pair.alias.storage()))
       return tensor_over(pair.original.storage(), c10::DispatchKey::CUDA, result);
-  auto* owner = new c10::Storage(result.storage());
-  const auto free_owner = [](void* o) { delete static_cast<c10::Storage*>(o); };
-  c10::Storage storage(c10::Storage::use_byte_size_t(), owner->nbytes(),
-                       c10::DataPtr(owner->mutable_data(), owner, free_owner, device), allocator(),
-                       true);
+  const c10::DeviceGuard guard(device);
+  const size_t bytes = result.storage().nbytes();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocator()->allocate(bytes),
+                       allocator(), true);
+  if (bytes > 0) memcpy(storage.mutable_data(), result.storage().data(), bytes);
   return tensor_over(std::move(storage), c10::DispatchKey::CUDA, result);
 }
 

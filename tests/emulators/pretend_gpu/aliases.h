@@ -12,6 +12,9 @@ class Aliases {
   // The same alias for the same tensor, and one storage for tensors that share theirs.
   at::Tensor of(const at::Tensor& t);
 
+  // Whether a result of the CPU kernel lies in memory of an argument.
+  bool contain(const at::Tensor& result) const;
+
   // What a result of the CPU kernel is on the device: the tensor it is an alias of, a view of one,
   // or else a new tensor.
   at::Tensor back(const at::Tensor& result, at::Device device) const;

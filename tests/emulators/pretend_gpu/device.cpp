@@ -4,8 +4,10 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
 #include <new>
 
+#include "current_stream.h"
 #include "ledger.h"
 #include "memory.h"
 
@@ -26,7 +28,7 @@ void make_current(DeviceIndex device) {
   TORCH_CHECK(cudaSetDevice(device) == cudaSuccess, "pretend GPU: there is no device ", device);
 }
 
-// Kernels run before their launch returns, so all streams are one, and all events have happened.
+// An event is a mark in a stream (cuda_on_cpu/streams.h).
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
   Device getDevice() const override { return {c10::kCUDA, current()}; }
@@ -44,24 +46,56 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
-  Stream getStream(Device device) const override { return getDefaultStream(device); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  Stream getNewStream(Device device, int) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const override { return getStream(stream.device()); }
-  void* getStreamNativeHandle(const Stream) const override { return nullptr; }
-  bool queryStream(const Stream&) const override { return true; }
-  bool isStreamCapturing(const Stream&) const override { return cuda_on_cpu::under_way(); }
-  void synchronizeStream(const Stream&) const override { note_sync("stream.synchronize"); }
-  void synchronizeDevice(const DeviceIndex) const override { note_sync("synchronize"); }
-
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    static int happened;
-    *event = &happened;
+  Stream getStream(Device device) const override {
+    if (!device.has_index()) device.set_index(current());
+    return Stream(Stream::UNSAFE, device, c10::StreamId(current_stream(device.index()).handle));
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { note_sync("event.synchronize"); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  Stream getNewStream(Device device, int) const override {
+    static std::atomic<c10::StreamId> last = 0;
+    if (!device.has_index()) device.set_index(current());
+    return Stream(Stream::UNSAFE, device, ++last);
+  }
+  Stream exchangeStream(Stream stream) const override {
+    return Stream(Stream::UNSAFE, stream.device(),
+                  exchange_stream(stream.device_index(), stream.id()));
+  }
+  void* getStreamNativeHandle(const Stream stream) const override {
+    return reinterpret_cast<void*>(stream.id());
+  }
+  bool queryStream(const Stream& stream) const override {
+    return cuda_on_cpu::is_reached(cuda_on_cpu::mark(id_of(stream)));
+  }
+  bool isStreamCapturing(const Stream&) const override { return cuda_on_cpu::under_way(); }
+  void synchronizeStream(const Stream& stream) const override {
+    note_sync("stream.synchronize");
+    cuda_on_cpu::finish(id_of(stream));
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    note_sync("synchronize");
+    cuda_on_cpu::finish_device(device);
+  }
+
+  void record(void** event, const Stream& stream, const DeviceIndex,
+              const c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(cuda_on_cpu::mark(id_of(stream)));
+  }
+  void block(void* event, const Stream& stream) const override {
+    cuda_on_cpu::wait_for(id_of(stream), mark_of(event));
+  }
+  bool queryEvent(void* event) const override { return cuda_on_cpu::is_reached(mark_of(event)); }
+  void synchronizeEvent(void* event) const override {
+    note_sync("event.synchronize");
+    cuda_on_cpu::finish(mark_of(event));
+  }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 0; }
+
+ private:
+  static cuda_on_cpu::Mark mark_of(void* event) {
+    return reinterpret_cast<cuda_on_cpu::Mark>(event);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
@@ -84,7 +118,7 @@ struct Hooks final : at::CUDAHooksInterface {
     return device < 0 ? current() : exchangeDevice(device);
   }
   c10::Allocator* getCUDADeviceAllocator() const override { return allocator(); }
-  void deviceSynchronize(DeviceIndex) const override { note_sync("synchronize"); }
+  void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
   // Random numbers are the CPU's, from its default generator too: the same seed, the same numbers.
   const at::Generator& getDefaultGenerator(DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import amp_mp_pretend_gpu as native
+import torch
 
 
 @dataclass
@@ -30,22 +31,37 @@ class Ledger:
 def ledger() -> Iterator[Ledger]:
     """Records what all threads do with the device; there is one at a time."""
     found = Ledger()
+    native.finish_all()  # delayed kernels count where they were launched
     _, waits, launches = native.counts()
     native.open_ledger()
     try:
         yield found
     finally:
+        native.finish_all()
         found.operators, found.syncs = native.close_ledger()
         _, waits_after, launches_after = native.counts()
         found.launches, found.waits = launches_after - launches, waits_after - waits
 
 
+@contextmanager
+def delayed_streams(seed: int) -> Iterator[None]:
+    """Kernels run when the host or an operator of torch waits for them, in an order by the seed.
+
+    What streams and events promise is kept, and nothing else: see cuda_on_cpu/streams.h.
+    """
+    native.set_delay(seed)
+    try:
+        yield
+    finally:
+        native.set_delay(None)
+
+
 class CUDAGraph:
     """Stands in for torch.cuda.CUDAGraph: launches recorded with their arguments, to be repeated.
 
-    While it captures, amp_mp's kernels are recorded instead of run, memory may be allocated (it
-    lives as long as the graph), and everything else raises RuntimeError: operators of torch that
-    compute, copies, and all that waits.
+    While it captures, kernels and operators of torch are recorded instead of run, memory may be
+    allocated (it lives as long as the graph), and everything else raises RuntimeError: copies from
+    and to the host, and all that waits.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -76,12 +92,14 @@ class CUDAGraph:
 def graph(
     cuda_graph: CUDAGraph,
     pool: object | None = None,
-    stream: object | None = None,
+    stream: torch.Stream | None = None,
     capture_error_mode: str = "global",
 ) -> Iterator[None]:
-    """Stands in for torch.cuda.graph: what its body launches is recorded."""
-    cuda_graph.capture_begin(pool, capture_error_mode)
-    try:
-        yield
-    finally:
-        cuda_graph.capture_end()
+    """Stands in for torch.cuda.graph: records what its body launches, on a stream of its own."""
+    native.finish_all()
+    with torch.cuda.stream(stream or torch.cuda.Stream()):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()

@@ -6,9 +6,14 @@
 #include <algorithm>
 #include <optional>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "aliases.h"
+#include "current_stream.h"
 #include "ledger.h"
+#include "runtime.h"
 
 namespace pretend_gpu {
 namespace {
@@ -54,21 +59,68 @@ class Call {
     const std::string name = c10::toString(op_.operator_name());
     TORCH_CHECK(device_, "pretend GPU: ", name, " has no argument on a CUDA device");
     const bool computes = !is_view();
-    if (computes) refuse_during_capture(name);
     if (waits) note_sync(name);
-    {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    const bool records = computes && cuda_on_cpu::under_way();
+    const Stack arguments(stack->end() - int64_t(count), stack->end());
+    if (computes) settle(*device_);
+    if (records) {
+      run_in_vain(stack);
+    } else {
+      run_on_host(op_, stack);
     }
     aliases_.write_back();
-    const size_t results = schema_.returns().size();
-    for (size_t i = stack->size() - results; i < stack->size(); ++i)
-      map_tensors((*stack)[i], [&](const at::Tensor& t) { return result(t); });
-    if (computes && largest_ > 0) note_operator(name);
+    std::vector<at::Tensor> made;  // undefined where a result lies in an argument's memory
+    for (size_t i = stack->size() - schema_.returns().size(); i < stack->size(); ++i)
+      map_tensors((*stack)[i], [&](const at::Tensor& t) {
+        const at::Tensor back = result(t);
+        if (records) made.push_back(aliases_.contain(t) ? at::Tensor() : Aliases().of(back));
+        return back;
+      });
+    if (records) {
+      record(arguments, std::move(made));
+    } else if (computes && largest_ > 0) {
+      note_operator(name);
+    }
   }
 
  private:
+  using Stack = torch::jit::Stack;
+
+  static void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+
+  // Only the results' sizes are wanted: what is written in place gets its old contents back.
+  void run_in_vain(Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& t : written_) before.push_back(t.clone());
+    run_on_host(op_, stack);
+    for (size_t i = 0; i < written_.size(); ++i) {
+      TORCH_CHECK(written_[i].sizes() == before[i].sizes(),
+                  "pretend GPU: an operator that resizes its result is captured");
+      written_[i].copy_(before[i]);
+    }
+  }
+
+  // A replay runs the operator on the same memory, and its results go where they went first.
+  void record(const Stack& arguments, std::vector<at::Tensor> made) {
+    cuda_on_cpu::under_way()->add([op = op_, arguments, made = std::move(made)] {
+      Stack stack = arguments;
+      run_on_host(op, &stack);
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      auto target = made.begin();
+      for (IValue& result : stack)
+        map_tensors(result, [&](const at::Tensor& t) {
+          if (target->defined()) target->copy_(t);
+          ++target;
+          return t;
+        });
+    });
+  }
+
   void replace(const c10::Argument& argument, IValue& value) {
     const bool written = argument.alias_info() && argument.alias_info()->isWrite();
     if (value.isDevice()) {
@@ -79,12 +131,15 @@ class Call {
     map_tensors(value, [&](const at::Tensor& t) {
       if (!t.is_cuda()) {
         check_host(t);
-        return t;
+        const bool may_change = !t.unsafeGetTensorImpl()->is_wrapped_number();
+        return may_change && cuda_on_cpu::under_way() ? t.clone() : t;  // a graph keeps the number
       }
       if (!device_) device_ = t.device();
       check_same_device(t.device() == *device_, t.device());
       largest_ = std::max(largest_, written ? t.numel() : 0);
-      return aliases_.of(t);
+      const at::Tensor alias = aliases_.of(t);
+      if (written) written_.push_back(alias);
+      return alias;
     });
   }
 
@@ -124,6 +179,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   Aliases aliases_;
   std::optional<at::Device> device_;
+  std::vector<at::Tensor> written_;
   int64_t largest_ = 0;  // number of elements that are written: a kernel that has none is not run
 };
 

@@ -1,7 +1,8 @@
 """Puts the pretend GPU in place: `install()` before amp_mp is imported.
 
 `amp_mp._C` then comes from build.py's library, torch knows two CUDA devices, and of torch.cuda what
-is Python answers as if they were real. Tests with device="cuda" run as they are.
+is Python answers as if they were real. Tests with device="cuda" run as they are. With
+AMP_MP_DELAYED_STREAMS=<seed> kernels run as late as their streams permit (device.delayed_streams).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -49,6 +51,8 @@ def install() -> None:
     from pretend_gpu import torch_cuda
 
     torch_cuda.replace()
+    if "AMP_MP_DELAYED_STREAMS" in os.environ:  # a seed
+        sys.modules[NATIVE].set_delay(int(os.environ["AMP_MP_DELAYED_STREAMS"]))
     # autograd starts a thread for each device. One that waits for Python's lock while Python ends
     # would end the process with an error: it gets the lock first.
     atexit.register(time.sleep, 0.02)

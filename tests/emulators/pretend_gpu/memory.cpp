@@ -5,8 +5,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <set>
+#include <unordered_map>
 #include <utility>
 
+#include "current_stream.h"
 #include "ledger.h"
 
 namespace pretend_gpu {
@@ -21,8 +24,11 @@ std::mutex& mutex = *new std::mutex;
 std::vector<Block>* of_capture = nullptr;              // where a capture keeps what is handed out
 std::vector<void*>& graves = *new std::vector<void*>;  // freed while a graph lives
 int graphs = 0;
+// On which streams memory is used besides its own (torch's record_stream).
+using Users = std::unordered_map<const void*, std::set<cuda_on_cpu::StreamId>>;
+Users& users = *new Users;
 
-void release(void* memory, size_t bytes) {
+void bury(void* memory, size_t bytes) {
   memset(memory, kPoison, bytes);
   const std::lock_guard<std::mutex> lock(mutex);
   if (graphs > 0) {
@@ -32,12 +38,24 @@ void release(void* memory, size_t bytes) {
   }
 }
 
-Block make_block(size_t bytes) {
+// On its stream, since kernels that were queued before may still use it.
+void release(void* memory, size_t bytes, cuda_on_cpu::StreamId stream) {
+  std::set<cuda_on_cpu::StreamId> others;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = users.extract(memory)) others = found.mapped();
+  }
+  for (const cuda_on_cpu::StreamId other : others)
+    cuda_on_cpu::wait_for(stream, cuda_on_cpu::mark(other));
+  cuda_on_cpu::queue(stream, [=] { bury(memory, bytes); });
+}
+
+Block make_block(size_t bytes, cuda_on_cpu::StreamId stream) {
   // Sizes are exact but for the alignment: what a kernel writes behind the end lands in poison.
   void* memory = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   TORCH_CHECK(memory, "pretend GPU: out of memory (", bytes, " bytes)");
   memset(memory, kPoison, bytes);
-  return Block(memory, [bytes](void* m) { release(m, bytes); });
+  return Block(memory, [=](void* m) { release(m, bytes, stream); });
 }
 
 struct Allocator final : c10::Allocator {
@@ -46,7 +64,7 @@ struct Allocator final : c10::Allocator {
     cudaGetDevice(&device);
     const c10::Device place(c10::kCUDA, c10::DeviceIndex(device));
     if (bytes == 0) return {nullptr, nullptr, &free_block, place};
-    Block block = make_block(bytes);
+    Block block = make_block(bytes, current_stream(place.index()));
     void* memory = block.get();
     {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -59,6 +77,7 @@ struct Allocator final : c10::Allocator {
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
     note_operator("memcpy");
+    cuda_on_cpu::finish_all();
     memcpy(to, from, bytes);
   }
 
@@ -72,6 +91,11 @@ c10::Allocator* allocator() {
   return only;
 }
 
+void also_used_on(const void* memory, cuda_on_cpu::StreamId stream) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  users[memory].insert(stream);
+}
+
 REGISTER_ALLOCATOR(c10::kCUDA, allocator())
 
 Graph::Graph() : recording_(new cuda_on_cpu::Recording) {
@@ -81,6 +105,7 @@ Graph::Graph() : recording_(new cuda_on_cpu::Recording) {
 
 Graph::~Graph() {
   if (cuda_on_cpu::under_way() == recording_.get()) end();
+  cuda_on_cpu::finish_all();  // a replay may be queued
   memory_.clear();
   const std::lock_guard<std::mutex> lock(mutex);
   if (--graphs > 0) return;
@@ -105,7 +130,10 @@ void Graph::end() {
 void Graph::replay() const {
   TORCH_CHECK(complete_, "pretend GPU: this graph has not been captured");
   TORCH_CHECK(!cuda_on_cpu::under_way(), "pretend GPU: a replay within a capture");
-  recording_->replay();
+  int device = 0;
+  cudaGetDevice(&device);
+  const intptr_t stream = current_stream(c10::DeviceIndex(device)).handle;
+  recording_->replay(reinterpret_cast<cudaStream_t>(stream));
 }
 
 }  // namespace pretend_gpu

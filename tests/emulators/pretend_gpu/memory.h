@@ -14,6 +14,9 @@ constexpr int kPoison = 0xFF;
 
 c10::Allocator* allocator();
 
+// Memory that is freed goes back when its own stream has come so far; and this stream, too.
+void also_used_on(const void* memory, cuda_on_cpu::StreamId stream);
+
 // A recording and the memory that was handed out while it was made, kept for its replays. As with
 // torch.cuda.CUDAGraph, memory from before has to be kept by the caller: what is freed while any
 // graph lives stays poisoned, and is not handed out again.

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "current_stream.h"
 #include "ledger.h"
 #include "memory.h"
 
@@ -20,6 +21,15 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
                           cuda_on_cpu::counts.launches.load());
   });
   m.def("note_sync", &note_sync, py::arg("name"));
+  const py::call_guard<py::gil_scoped_release> without_lock;
+  m.def("set_delay", &cuda_on_cpu::set_delay, py::arg("seed"), without_lock);
+  m.def("finish_device", &cuda_on_cpu::finish_device, py::arg("device"), without_lock);
+  m.def("finish_all", &cuda_on_cpu::finish_all, without_lock);
+  m.def("current_stream",
+        [](int device) { return current_stream(c10::DeviceIndex(device)).handle; });
+  m.def("exchange_stream", [](int device, c10::StreamId stream) {
+    return exchange_stream(c10::DeviceIndex(device), stream);
+  });
   m.def("is_capturing", [] { return cuda_on_cpu::under_way() != nullptr; });
   m.def("device_count", [] {
     int count = 0;

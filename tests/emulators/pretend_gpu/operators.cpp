@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "aliases.h"
+#include "current_stream.h"
 #include "ledger.h"
 #include "memory.h"
 
@@ -57,6 +58,12 @@ Tensor zeros_without_memory(IntArrayRef size, std::optional<at::ScalarType> dtyp
   return at::detail::empty_generic(size, &nothing, keys, type_or_default(dtype), {});
 }
 
+void copy_on_the_cpu(const Tensor& to, const Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  to.copy_(from);
+}
+
 // Between the devices nothing waits; to and from the host's memory the caller waits unless told
 // otherwise, and the driver does so where the host's memory is not pinned.
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
@@ -67,17 +74,24 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     const char* name = down ? "copy_ to the host" : "copy_ to the device";
     waits ? note_sync(name) : refuse_during_capture(name);
   }
-  note_operator("aten::copy_");
+  if (!cuda_on_cpu::under_way()) note_operator("aten::copy_");
+  if (to.is_cuda()) settle(to.device());
+  if (from.is_cuda()) settle(from.device());
   Aliases aliases;
   const auto on_host = [&](const Tensor& t) { return t.is_cuda() ? aliases.of(t) : t; };
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-  on_host(to).copy_(on_host(from));
+  const Tensor host_to = on_host(to), host_from = on_host(from);
+  if (cuda_on_cpu::Recording* recording = cuda_on_cpu::under_way()) {
+    TORCH_CHECK(!down && !up, "pretend GPU: a capture takes no copy from or to the host");
+    recording->add([=] { copy_on_the_cpu(host_to, host_from); });
+  } else {
+    copy_on_the_cpu(host_to, host_from);
+  }
   return to;
 }
 
 at::Scalar local_scalar_dense(const Tensor& t) {
   note_sync("aten::_local_scalar_dense");
+  settle(t.device());
   return at::_local_scalar_dense(Aliases().of(t));
 }
 
@@ -88,6 +102,7 @@ void grow(const Tensor& t, size_t bytes) {
   c10::DataPtr larger = allocator()->allocate(bytes);
   if (storage->nbytes() > 0) {
     note_operator("memcpy");
+    settle(t.device());
     memcpy(larger.get(), storage->data(), storage->nbytes());
   }
   storage->set_data_ptr_noswap(std::move(larger));
@@ -134,7 +149,9 @@ Tensor& set_nothing(Tensor& self) {
                      {0}, {1});
 }
 
-void record_stream(Tensor&, at::Stream) {}
+void record_stream(Tensor& t, at::Stream stream) {
+  also_used_on(t.storage().data(), id_of(stream));
+}
 
 // On a GPU these take half precision in and give float32 out; on a CPU they do not.
 Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,55 +16,60 @@ from pretend_gpu.device import CUDAGraph, graph
 MEMORY = 1 << 30  # what tests are told is free: those that need more are left out
 
 
-class Event:
-    """Everything has happened by the time it is recorded."""
+class Event(torch.Event):
+    """torch.cuda.Event, which a build of torch without CUDA does not have."""
 
-    def __init__(self, enable_timing: bool = False, **_: object) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        native.note_sync("event.synchronize")
-
-    def elapsed_time(self, end: Event) -> float:
-        return 0.0
+    def __new__(cls, enable_timing: bool = False, **_: object) -> Event:
+        return super().__new__(cls, device=torch.device("cuda"), enable_timing=enable_timing)
 
 
-class Stream:
-    """All streams are the default one: what is launched has run."""
+class Stream(torch.Stream):
+    """torch.cuda.Stream, which a build of torch without CUDA does not have."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: object) -> None:
-        self.device = torch.device("cuda", _index(device))
-        self.cuda_stream = 0
+    def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> Stream:
+        if known:  # stream_id, device_index and device_type
+            return super().__new__(cls, **known)
+        return super().__new__(cls, device=torch.device("cuda", _index(device)))
 
-    def synchronize(self) -> None:
-        native.note_sync("stream.synchronize")
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.stream_id)
 
-    def query(self) -> bool:
-        return True
 
-    def wait_stream(self, stream: Stream) -> None:
-        pass
+def _stream(number: int, device: int) -> Stream:
+    cuda = torch._C._autograd.DeviceType.CUDA.value
+    return Stream(stream_id=number, device_index=device, device_type=cuda)
 
-    def wait_event(self, event: Event) -> None:
-        pass
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+def _current_stream(device: Any = None) -> Stream:
+    return _stream(native.current_stream(_index(device)), _index(device))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.device == other.device
 
-    def __hash__(self) -> int:
-        return hash(self.device)
+def _default_stream(device: Any = None) -> Stream:
+    return _stream(0, _index(device))
+
+
+def _set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        native.set_device(stream.device_index)
+        native.exchange_stream(stream.device_index, stream.stream_id)
+
+
+@contextmanager
+def _use_stream(stream: Stream | None) -> Iterator[None]:
+    device = int(native.current_device())
+    before = None if stream is None else _current_stream(stream.device)
+    _set_stream(stream)
+    try:
+        yield
+    finally:
+        _set_stream(before)
+        native.set_device(device)
+
+
+def _synchronize(device: Any = None) -> None:
+    native.note_sync("torch.cuda.synchronize")
+    native.finish_device(_index(device))
 
 
 def _index(device: Any) -> int:
@@ -127,13 +133,13 @@ def replace() -> None:
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _maybe_exchange_device,
-        "synchronize": lambda device=None: native.note_sync("torch.cuda.synchronize"),
+        "synchronize": _synchronize,
         "Event": Event,
         "Stream": Stream,
-        "current_stream": Stream,
-        "default_stream": Stream,
-        "stream": lambda stream: nullcontext(),
-        "set_stream": lambda stream: None,
+        "current_stream": _current_stream,
+        "default_stream": _default_stream,
+        "stream": _use_stream,
+        "set_stream": _set_stream,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
         "is_current_stream_capturing": native.is_capturing,

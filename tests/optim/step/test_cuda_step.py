@@ -192,7 +192,6 @@ def test_a_captured_step_replayed_is_the_eager_one(
     assert 30 < skipped < 80
 
 
-@pytest.mark.skipif(PRETEND_GPU, reason="the pretend GPU captures no operators of torch")
 def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
     def trained(captures: bool) -> tuple[list[Tensor], float]:
         torch.manual_seed(2)
@@ -422,7 +421,6 @@ def test_two_devices_have_one_verdict(kind: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-@pytest.mark.skipif(PRETEND_GPU, reason="all streams of the pretend GPU are one")
 def test_on_a_side_stream() -> None:
     here, there = Training(memory="exact"), Training(memory="exact")
     stream = torch.cuda.Stream()
