@@ -76,17 +76,6 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   }
 }
 
-// Any formats, through tiles.
-template <class Rule>
-AMP_MP_OWN void apply_tiles(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
-                            float multiplier, uint64_t seed) {
-  using S0 = choose<(Rule::kStates > 0), Floats, Nothing>;
-  using S1 = choose<(Rule::kStates > 1), Floats, Nothing>;
-  using S2 = choose<(Rule::kStates > 2), Floats, Nothing>;
-  apply_as<Rule, true, Bytes<kTile>, Floats, Floats, S0, S1, S2>(slot, begin, end, rule, multiplier,
-                                                                 seed);
-}
-
 // By pairs, for bfloat16 gradients and bfloat16_split24 masters whose states have the
 // formats F0 and F1, float32 for a state that the rule does not have.
 template <class Rule, Format F0, Format F1>
@@ -191,7 +180,7 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
         return run.template operator()<true, Floats, Floats, Low0, Low1>();
     }
   }
-  if (random) return apply_tiles(slot, begin, end, rule, multiplier, seed);
+  if (random) return run.template operator()<true, Floats, Floats, Floats0, Floats1>();
   run.template operator()<false, Floats, Floats, Floats0, Floats1>();
 }
 

@@ -12,11 +12,11 @@ struct Two {
   float even, odd;
 };
 
-// As many random bytes, as noise_of makes noise of them.
+// The noises of two random bytes.
 struct TwoNoises {
   uint32_t even, odd;
   explicit AMP_MP_BOTH TwoNoises(uint32_t bytes)
-      : even((bytes << 8 & 0xFF00u) | 0x80u), odd((bytes & 0xFF00u) | 0x80u) {}
+      : even(noise_of(bytes & 0xFFu)), odd(noise_of(bytes >> 8)) {}
 };
 
 constexpr uint32_t kUpper = 0xFFFF0000u;
