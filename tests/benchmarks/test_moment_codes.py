@@ -8,6 +8,7 @@ import moment_codes as own
 import numpy as np
 import published_codes as published
 import pytest
+import reference_formats
 import torch
 from moment_codes import Code
 
@@ -41,6 +42,21 @@ def random(seed: int = 9, count: int = 4096) -> Any:
 
 
 # ---- codes of this project -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["bfloat16_stochastic", "ue8m8", "m8", "log8"])
+def test_the_simulation_stores_what_the_kernels_store(format: str) -> None:
+    """The same arrays as the definitions that the kernels are compared with, bit for bit."""
+    code = {"m8": own.M8, "log8": own.LOG8, "ue8m8": own.UE8M8}.get(format, own.BFLOAT16)
+    for seed, size in enumerate((1e-3, 1e-20, 1e10)):
+        x, bits = log_normal(seed, 2, size), random(seed)
+        x = np.abs(x) if format in ("ue8m8", "log8") else x
+        wanted = reference_formats.encode(x, format, bits)
+        found = [array for array in code.encode(x, bits) if array is not None]
+        for array, want in zip(found, wanted, strict=True):
+            assert np.array_equal(array.view(want.dtype), want)
+        back = code.decode(*code.encode(x, bits))
+        assert np.array_equal(back, reference_formats.decode(wanted, format))
 
 
 def test_partners_of_a_random_byte_are_spread_evenly() -> None:
