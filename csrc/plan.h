@@ -124,13 +124,14 @@ struct DecideInputs {
   StepReportBuffer report_buffer;
 };
 
-// A rule with the constants of one slot in one step, made on the device.
+// A rule with what one slot's step changes: constants and the gradient. Made on the device.
 template <class Rule>
 struct SlotRule {
   Rule rule;
   float multiplier;  // of the gradient; negative for maximize
   uint64_t seed;
   double step;
+  void* grad;
 };
 
 constexpr int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }

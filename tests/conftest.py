@@ -31,7 +31,9 @@ ON_A_GPU = [
     "casting/test_cuda_cast_streams.py",
     "grad_scaler/test_cuda_streams.py",
     "optim/step/test_cuda_step.py",
+    "optim/step/test_cuda_captured_tables.py",
     "optim/step/test_cuda_sharded_step.py",
+    "optim/step/test_cuda_tables.py",
 ]
 collect_ignore = [] if "cuda" in DEVICES else ON_A_GPU
 if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries

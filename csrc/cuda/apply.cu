@@ -18,10 +18,11 @@ constexpr int kBlocks<Adamax> = 3;
 
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
-    apply_kernel(const SlotTable<Rule> __grid_constant__ table, const Verdict* __restrict__ verdict,
+    apply_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
                  const SlotRule<Rule>* __restrict__ slot_rules) {
-  if (verdict->found_inf != 0) return;
+  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
+  if (found_inf != 0) return;
   const View<Rule> slot(table, slot_rules, chunk.slot);
   const Rule rule = slot.slot_rule().rule;
   const float multiplier = slot.slot_rule().multiplier;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     }
     store_history<kMasterFormats>(slot.master, w, at, n, whole,
                                   draws_weights ? slot.random(true, at) : 0);
-    if (slot.copy.data) store_history<kGradFormats>(slot.copy, w, at, n, whole);
+    if (slot.has_copy) store_history<kGradFormats>(slot.copy, w, at, n, whole);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
       const uint64_t random = draws ? slot.random(false, at) : 0;
       if constexpr (Rule::kStates > 0)
@@ -74,44 +75,45 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
 }  // namespace
 
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
+int chunk_of(const Slot* slots, int64_t count) {
+  return chunk_elements(count_elements(slots, count), kBlocks<Rule>);
+}
+
+template <class Rule>
+const char* apply(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                   Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                   SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
-  for (int64_t i = 0; i < count; ++i)
-    if (!is_compiled<Rule>(slots[i]))
+  for (int64_t i = 0; i < plan.count; ++i)
+    if (!is_compiled<Rule>(plan.slots[i]))
       return "a state is in a format that states of its kind cannot be stored in (amp_mp.formats)";
-  if (const char* error = decide_step<Rule>(slots, count, hypers, inputs, verdict, grads, weights,
+  if (const char* error = decide_step<Rule>(plan, table, inputs, verdict, grads, weights,
                                             slot_rules, norms, false, stream))
     return error;
   if constexpr (needs_update_norm<Rule>) {
-    if (const char* error = moments<Rule>(slots, count, verdict, slot_rules, norms, stream))
+    if (const char* error = moments<Rule>(plan, table, verdict, slot_rules, norms, stream))
       return error;
-    SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates, count};
+    SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
+                        plan.count};
     NormInputs known = norms;
     if (norms.gather) {
       if (const char* error = combine(updates, stream)) return error;
       known.gathered = norms.gather(norms.context);
       updates = {};
     }
-    if (const char* error = decide_step<Rule>(slots, count, hypers, nullptr, verdict, updates,
-                                              SpanSums{}, slot_rules, known, true, stream))
+    if (const char* error = decide_step<Rule>(plan, table, nullptr, verdict, updates, SpanSums{},
+                                              slot_rules, known, true, stream))
       return error;
   }
-  auto& table = table_of_thread<SlotTable<Rule>>();
-  const int chunk = chunk_elements(count_elements(slots, count), kBlocks<Rule>);
-  for (int64_t i = 0; i < count;) {
-    fill<Rule>(table, slots, i, count, chunk, 0);
-    if (table.blocks() == 0) continue;
-    if (const char* error = message(launch(
-            apply_kernel<Rule>, table.blocks(), kThreads, static_cast<cudaStream_t>(stream), table,
-            static_cast<const Verdict*>(verdict), static_cast<const SlotRule<Rule>*>(slot_rules))))
-      return error;
-  }
-  return nullptr;
+  const int64_t blocks = blocks_of(plan, table, false);
+  if (blocks == 0) return nullptr;
+  return message(launch(apply_kernel<Rule>, blocks, kThreads, static_cast<cudaStream_t>(stream),
+                        list_of(plan, table, false), static_cast<const Verdict*>(verdict),
+                        static_cast<const SlotRule<Rule>*>(slot_rules)));
 }
 
 #define AMP_MP_INSTANTIATE(Rule, op)                                                            \
-  template const char* apply<Rule>(const Slot*, int64_t, const Hyper*, const DecideInputs*,     \
+  template int chunk_of<Rule>(const Slot*, int64_t);                                            \
+  template const char* apply<Rule>(const StepPlan&, const StepTable&, const DecideInputs*,      \
                                    Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
                                    const NormInputs&, void*);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table);
   const Array to = to_of(table, chunk.slot), from = from_of(table, chunk.slot);
-  const bool clamp = (table.tag[chunk.slot] >> 16 & 1) != 0, draws = is_stochastic(to.format);
+  const bool clamp = (table.tag(chunk.slot) >> 10 & 1) != 0, draws = is_stochastic(to.format);
   bool wide = true;
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   wide = wide && (!is_split(from.format) || is_wide(from.rest));

@@ -5,43 +5,11 @@
 // the rest. The two small kernels below it serve callers that decide without an update.
 #include "core/decide.h"
 #include "cuda/combine.h"
-#include "cuda/passes.h"
+#include "cuda/step_arguments.h"
 #include "cuda/step_report.h"
-#include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 namespace {
-
-constexpr int kMaxGroups = 8;  // param_groups of one launch
-
-// What decide_step has to know of the slots. Groups count from the first slot's.
-struct ClockTable {
-  static constexpr int kOtherBytes = kMaxGroups * int(sizeof(Hyper)) + 2 * int(sizeof(SpanSums)) +
-                                     int(sizeof(DecideInputs)) + int(sizeof(NormInputs)) + 128;
-  static constexpr int kCapacity = (kArgumentBytes - kOtherBytes) / (8 + 4 + 1);
-
-  Hyper hyper[kMaxGroups];
-  Clock* clock[kCapacity];
-  int32_t row[kCapacity];
-  uint8_t group[kCapacity];
-  int32_t count;
-  int64_t first_index;
-
-  // Takes as many slots as fit one launch, from `i` on, and advances `i`.
-  void fill(const Slot* slots, int64_t& i, int64_t all, const Hyper* hypers) {
-    count = 0;
-    first_index = i;
-    const int first_group = i < all ? slots[i].group : 0;
-    for (; i < all && count < kCapacity && slots[i].group - first_group < kMaxGroups; ++i) {
-      const int own = slots[i].group - first_group;
-      hyper[own] = hypers[slots[i].group];
-      clock[count] = slots[i].clock;
-      row[count] = int32_t(slots[i].row);
-      group[count] = uint8_t(own);
-      ++count;
-    }
-  }
-};
 
 __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row, int64_t index,
                                           double multiplier) {
@@ -58,27 +26,26 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
 
 // Ticks a slot's clock, once a step, and makes its rule.
 template <class Rule>
-__device__ __forceinline__ void make_slot_rule(const ClockTable& table, int t, bool has_ticked,
+__device__ __forceinline__ void make_slot_rule(const StepInput& input, int index, bool has_ticked,
                                                double multiplier, const NormInputs& inputs,
                                                SlotRule<Rule>* slot_rules) {
-  Hyper hyper = table.hyper[table.group[t]];
+  Hyper hyper = input.hyper;
   read_rate(hyper);
-  Clock* clock = table.clock[t];
-  if (!has_ticked) clock->tick(hyper);
-  const int64_t index = table.first_index + t;
-  const Norms norms = norms_of(inputs, table.row[t], index, multiplier);
-  const Rule rule = make_rule<Rule>(hyper, *clock, norms);
-  slot_rules[index] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed,
-                       clock->step};
+  if (!has_ticked) input.clock->tick(hyper);
+  const Norms norms = norms_of(inputs, input.row, index, multiplier);
+  const Rule rule = make_rule<Rule>(hyper, *input.clock, norms);
+  slot_rules[input.slot] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed,
+                            input.clock->step, input.grad};
 }
 
-template <class Rule>
+template <class Rule, class Plan>
 __global__ void __launch_bounds__(kCombineThreads)
-    decide_step_kernel(const ClockTable __grid_constant__ table, SpanSums grads, SpanSums weights,
+    decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
                        DecideInputs inputs, bool decides, bool has_ticked, Verdict* verdict,
                        NormInputs norms, SlotRule<Rule>* slot_rules) {
   __shared__ CombineShared shared;
   if (!combine_lists(grads, weights, shared)) return;
+  plan.write();
   double next_scale = 0;
   if (decides) {
     if (threadIdx.x == 0)
@@ -87,8 +54,8 @@ __global__ void __launch_bounds__(kCombineThreads)
     __syncthreads();
   }
   if (verdict->found_inf == 0)
-    for (int t = threadIdx.x; t < table.count; t += kCombineThreads)
-      make_slot_rule(table, t, has_ticked, verdict->multiplier, norms, slot_rules);
+    for (int t = threadIdx.x; t < plan.count; t += kCombineThreads)
+      make_slot_rule(plan.at(t), t, has_ticked, verdict->multiplier, norms, slot_rules);
   // Last: a write to the host's memory takes longer than all the rest.
   if (decides && threadIdx.x == 0) write_report(inputs.report_buffer, *verdict, next_scale);
 }
@@ -110,32 +77,30 @@ __global__ void update_scale_kernel(ScaleUpdate update, const double* found_inf,
 }  // namespace
 
 template <class Rule>
-const char* decide_step(const Slot* slots, int64_t count, const Hyper* hypers,
-                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
-                        const SpanSums& weights, SlotRule<Rule>* slot_rules,
-                        const NormInputs& norms, bool updates_measured, void* stream) {
-  auto& table = table_of_thread<ClockTable>();
+const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
+                        Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
+                        SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
+                        void* stream) {
   NormInputs known = norms;
   if constexpr (needs_update_norm<Rule>) {
     if (!updates_measured) known.updates = nullptr;
   }
-  int64_t i = 0;
-  for (bool first = true; first || i < count; first = false) {
-    table.fill(slots, i, count, hypers);
-    const bool decides = first && inputs;
-    const SpanSums none, &one = first ? grads : none, &other = first ? weights : none;
-    if (const char* error = message(launch(decide_step_kernel<Rule>, combine_blocks(one, other),
-                                           kCombineThreads, static_cast<cudaStream_t>(stream),
-                                           table, one, other, decides ? *inputs : DecideInputs{},
-                                           decides, updates_measured, verdict, known, slot_rules)))
-      return error;
-  }
-  return nullptr;
+  const auto launch_with = [&]<class Plan>(Plan& arguments) {
+    arguments.fill(plan, table);
+    return message(launch(decide_step_kernel<Rule, Plan>, combine_blocks(grads, weights),
+                          kCombineThreads, static_cast<cudaStream_t>(stream), arguments, grads,
+                          weights, inputs ? *inputs : DecideInputs{}, inputs != nullptr,
+                          updates_measured, verdict, known, slot_rules));
+  };
+  if (!table.mirror) return launch_with(table_of_thread<ShortPlan>());
+  const int64_t words = table.groups + plan.count;
+  if (words <= kFewWords) return launch_with(table_of_thread<LongPlan<kFewWords>>());
+  return launch_with(table_of_thread<LongPlan<kManyWords>>());
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
-  template const char* decide_step<Rule>(const Slot*, int64_t, const Hyper*, const DecideInputs*, \
-                                         Verdict*, const SpanSums&, const SpanSums&,              \
+#define AMP_MP_INSTANTIATE(Rule, op)                                                             \
+  template const char* decide_step<Rule>(const StepPlan&, const StepTable&, const DecideInputs*, \
+                                         Verdict*, const SpanSums&, const SpanSums&,             \
                                          SlotRule<Rule>*, const NormInputs&, bool, void*);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 

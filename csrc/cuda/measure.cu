@@ -9,7 +9,10 @@
 namespace amp_mp::cuda {
 namespace {
 
-using MeasureTable = TensorTable<2>;
+// One pointer for each tensor, or two where some of them are split masters; in two sizes.
+template <int Pointers, int Bytes>
+using MeasureTable = TensorTable<Pointers, NoExtra, Bytes>;
+constexpr int kFewBytes = 448;
 
 // Sources of elements: Plain is one array, Joined a split master. kBatch: rows in flight, to hide
 // the memory's latency; with more than one, Joined would need local memory.
@@ -104,31 +107,39 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   return care ? Statistics{careful, largest, double(bad)} : s;
 }
 
+template <bool Splits>
 __device__ __forceinline__ Statistics measure_block(Array g, int64_t at, int n) {
   switch (g.format) {
     case Format::float32:
       return measure_block(Plain<float>{static_cast<const float*>(g.data) + at}, n);
     case Format::float16:
+    case Format::float16_stochastic:
       return measure_block(Plain<float16>{static_cast<const float16*>(g.data) + at}, n);
     case Format::bfloat16:
+    case Format::bfloat16_stochastic:
       return measure_block(Plain<bfloat16>{static_cast<const bfloat16*>(g.data) + at}, n);
-    default: return measure_block(Joined{g, at}, n);
+    default:
+      if constexpr (Splits) return measure_block(Joined{g, at}, n);
+      return {};
   }
 }
 
+template <int Pointers, int Bytes>
 __global__ void __launch_bounds__(kSpanThreads, 8)
-    measure_kernel(const MeasureTable __grid_constant__ table, Statistics* __restrict__ spans,
-                   int64_t* __restrict__ first_span, unsigned* ticket) {
+    measure_kernel(const MeasureTable<Pointers, Bytes> __grid_constant__ table,
+                   Statistics* __restrict__ spans, int64_t* __restrict__ first_span,
+                   unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
   init_span_sums(table, first_span, ticket);
   if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // all tensors are empty
 
   const Chunk chunk = find_chunk(table);
-  const Array g = {table.data[0][chunk.slot], Format(table.tag[chunk.slot]),
-                   table.data[1][chunk.slot]};
+  Array g = {table.data[0][chunk.slot], Format(table.tag(chunk.slot))};
+  if constexpr (Pointers > 1) g.rest = table.data[1][chunk.slot];
   const int block = int(threadIdx.x) / kBlockThreads, left = chunk.size - block * kBlock;
   const int n = left < 0 ? 0 : left < kBlock ? left : kBlock;
-  const Statistics s = measure_block(g, n > 0 ? chunk.begin + block * kBlock : 0, n);
+  const Statistics s =
+      measure_block < Pointers == 2 > (g, n > 0 ? chunk.begin + block * kBlock : 0, n);
   add_blocks(blocks, s, chunk.size, spans + table.chunk_offset + blockIdx.x);
 }
 
@@ -138,27 +149,42 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(SpanSums sums)
   combine_lists(sums, SpanSums{}, shared);
 }
 
-}  // namespace
-
-const char* measure(const Reading* readings, const SpanSums& sums, void* stream) {
-  auto& table = table_of_thread<MeasureTable>();
+template <int Pointers, int Bytes>
+const char* measure_with(const Reading* readings, const SpanSums& sums, cudaStream_t stream) {
+  auto& table = table_of_thread<MeasureTable<Pointers, Bytes>>();
   int64_t chunks = 0;
   for (int64_t i = 0; i < sums.count;) {
     table.reset(i, chunks, int(kSpan));
     for (; i < sums.count && !table.full(); ++i) {
-      table.data[0][table.count] = readings[i].data.data;
-      table.data[1][table.count] = readings[i].data.rest;
-      table.tag[table.count] = uint32_t(readings[i].data.format);
-      table.add(readings[i].size);
+      const Array& array = readings[i].data;
+      table.data[0][table.count] = array.data;
+      if constexpr (Pointers > 1) table.data[1][table.count] = array.rest;
+      table.add(readings[i].size, uint32_t(array.format));
     }
     chunks += table.blocks();
     const int blocks = table.blocks() > 0 ? table.blocks() : 1;
     if (const char* error =
-            message(launch(measure_kernel, blocks, kSpanThreads, static_cast<cudaStream_t>(stream),
-                           table, sums.spans, sums.first_span, sums.ticket)))
+            message(launch(measure_kernel<Pointers, Bytes>, blocks, kSpanThreads, stream, table,
+                           sums.spans, sums.first_span, sums.ticket)))
       return error;
   }
   return nullptr;
+}
+
+template <int Pointers>
+const char* measure_all(const Reading* readings, const SpanSums& sums, void* stream) {
+  const bool few = sums.count <= MeasureTable<Pointers, kFewBytes>::kCapacity;
+  return (few ? measure_with<Pointers, kFewBytes>
+              : measure_with<Pointers, kArgumentBytes>)(readings, sums,
+                                                        static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+
+const char* measure(const Reading* readings, const SpanSums& sums, void* stream) {
+  bool splits = false;
+  for (int64_t i = 0; i < sums.count; ++i) splits = splits || is_split(readings[i].data.format);
+  return (splits ? measure_all<2> : measure_all<1>)(readings, sums, stream);
 }
 
 const char* combine(const SpanSums& sums, void* stream) {

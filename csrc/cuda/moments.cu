@@ -9,19 +9,24 @@ namespace {
 
 template <class Rule>
 __global__ void __launch_bounds__(kSpanThreads)
-    moments_kernel(const SlotTable<Rule> __grid_constant__ table,
+    moments_kernel(const StepList __grid_constant__ table, int blocks_in_list,
                    const Verdict* __restrict__ verdict,
                    const SlotRule<Rule>* __restrict__ slot_rules, Statistics* __restrict__ spans,
                    int64_t* __restrict__ first_span, unsigned* ticket) {
   __shared__ Statistics blocks[kSpanBlocks];
-  init_span_sums(table, first_span, ticket);
-  if (int(blockIdx.x) >= table.first_chunk[table.count]) return;  // all tensors are empty
-  if (verdict->found_inf != 0) {
-    if (threadIdx.x == 0) spans[table.chunk_offset + blockIdx.x] = {};  // others may gather them
+  if (blockIdx.x == 0) {
+    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
+      first_span[t] = table.starts[t].first_chunk;
+    if (threadIdx.x == 0) *ticket = 0;
+  }
+  if (int(blockIdx.x) >= blocks_in_list) return;  // all tensors are empty
+  const double found_inf = verdict->found_inf;    // arrives while the chunk is looked for
+  const Chunk chunk = find_chunk(table);
+  if (found_inf != 0) {
+    if (threadIdx.x == 0) spans[blockIdx.x] = {};  // others may gather them
     return;
   }
 
-  const Chunk chunk = find_chunk(table);
   const View<Rule> slot(table, slot_rules, chunk.slot);
   const Rule rule = slot.slot_rule().rule;
   const float multiplier = slot.slot_rule().multiplier;
@@ -68,30 +73,21 @@ __global__ void __launch_bounds__(kSpanThreads)
   }
   const double quick = add_block_lanes(lane), slow = add_block_lanes(careful);
   const bool care = needs_care(quick, largest, bad > 0);
-  add_blocks(blocks, {care ? slow : quick, largest, bad}, chunk.size,
-             spans + table.chunk_offset + blockIdx.x);
+  add_blocks(blocks, {care ? slow : quick, largest, bad}, chunk.size, spans + blockIdx.x);
 }
 
 }  // namespace
 
 template <class Rule>
-const char* moments(const Slot* slots, int64_t count, const Verdict* verdict,
+const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
-  auto& table = table_of_thread<SlotTable<Rule>>();
-  int64_t chunks = 0;
-  for (int64_t i = 0; i < count;) {
-    fill<Rule>(table, slots, i, count, int(kSpan), chunks);
-    chunks += table.blocks();
-    const int blocks = table.blocks() > 0 ? table.blocks() : 1;
-    if (const char* error = message(
-            launch(moments_kernel<Rule>, blocks, kSpanThreads, static_cast<cudaStream_t>(stream),
-                   table, verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket)))
-      return error;
-  }
-  return nullptr;
+  const int blocks = blocks_of(plan, table, true);
+  return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads,
+                        static_cast<cudaStream_t>(stream), list_of(plan, table, true), blocks,
+                        verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket));
 }
 
-template const char* moments<LAMB>(const Slot*, int64_t, const Verdict*, const SlotRule<LAMB>*,
-                                   const NormInputs&, void*);
+template const char* moments<LAMB>(const StepPlan&, const StepTable&, const Verdict*,
+                                   const SlotRule<LAMB>*, const NormInputs&, void*);
 
 }  // namespace amp_mp::cuda

@@ -29,12 +29,43 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
 // Moves each average towards its next value, which may be stored in any format of a master.
 const char* average(const Transfer* transfers, int64_t count, double decay, void* stream);
 
+// The slots of a step and the numbers of their param_groups.
+struct StepPlan {
+  const Slot* slots;
+  int64_t count;
+  const Hyper* hypers;
+  int chunk;         // elements of a thread block of apply: chunk_of
+  bool has_moments;  // the rule has a moments pass
+};
+
+template <class Rule>
+int chunk_of(const Slot* slots, int64_t count);
+
+// Device memory that holds a plan in a form for kernels (cuda/step_table.h), and the same bytes as
+// the host knows them: `mirror` has those that `memory` has once the work queued so far is done,
+// and kUnknown where nothing is known. A short plan travels as arguments: its table has kShortRows
+// rows, no groups and no mirror.
+constexpr unsigned char kUnknown = 0xFF;  // no entry has such bytes
+struct StepTable {
+  char* memory = nullptr;
+  char* mirror = nullptr;
+  int64_t rows = 0, groups = 0;  // Slot::row and Slot::group are below
+};
+constexpr int kShortRows = 8;
+bool is_short(const StepPlan& plan);
+int64_t table_bytes(int64_t rows, int64_t groups);
+
+// Uploads what differs from the mirror, and changes the mirror; of a plan that is not short, before
+// apply. `differs`: whether anything did. With only_asks nothing is changed or queued.
+const char* write_table(const StepPlan& plan, const StepTable& table, bool only_asks, bool& differs,
+                        void* stream);
+
 // A step: adds up `grads` and `weights`, decides from the total of `grads` (or, if `inputs` is
 // null, uses `verdict` as it is), then ticks each slot's clock and updates it, unless the verdict
-// says overflow. `slot_rules` is device memory for `count`. norms: as on the CPU; `gather` is
-// called after an overflow too, with updates of zero.
+// says overflow. `slot_rules` is device memory, one for each row of the table. norms: as on the
+// CPU; `gather` is called after an overflow too, with updates of zero.
 template <class Rule>
-const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const DecideInputs* inputs,
+const char* apply(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                   Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                   SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
 
@@ -42,12 +73,12 @@ const char* apply(const Slot* slots, int64_t count, const Hyper* hypers, const D
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
 // new. moments: the first pass of rules that need their update's norm.
 template <class Rule>
-const char* decide_step(const Slot* slots, int64_t count, const Hyper* hypers,
-                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
-                        const SpanSums& weights, SlotRule<Rule>* slot_rules,
-                        const NormInputs& norms, bool updates_measured, void* stream);
+const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
+                        Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
+                        SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
+                        void* stream);
 template <class Rule>
-const char* moments(const Slot* slots, int64_t count, const Verdict* verdict,
+const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
 
 // Updates a loss scale outside a step. max_abs may be null for policies that do not use it.

@@ -1,7 +1,7 @@
 #pragma once
-// The slots of an apply or moments pass as a kernel argument, and how a kernel reads them.
+// How a kernel reads the slots of an apply or moments pass.
 #include "cuda/access.h"
-#include "cuda/tensor_table.h"
+#include "cuda/step_table.h"
 
 namespace amp_mp::cuda {
 
@@ -25,43 +25,8 @@ bool is_compiled(const Slot& s) {
          is(Rule::kStates > 2, kFormatsOfState<Rule, 2>, s.state[2]);
 }
 
-// Index of a slot's arrays in the table. kSecond is the rest of a master of two parts, or the copy
-// to write of a float32 weight; a slot never has both. The states are followed by the scales of
-// those that may be grouped.
-enum SlotArray { kGrad, kSecond, kMaster, kState0 };
-
 template <class Rule>
 constexpr int kArrays = kState0 + Rule::kStates;
-template <class Rule>
-constexpr int kPointers = kArrays<Rule> + kHasScales<Rule, 0> + kHasScales<Rule, 1>;
-
-// The tag has the arrays' formats, and above them an index in SlotTable::rows.
-constexpr int kFormatBits = 4, kRowsAt = (kState0 + kMaxStates) * kFormatBits;
-constexpr int kMaxRows = 8;  // kinds of rows in one launch, the first for slots without gaps
-static_assert(kFormatCount <= 1 << kFormatBits && kMaxRows << kRowsAt > 0);
-
-// Where a slot's random bits come from: the tensor and its shard's first element, as two words,
-// because an int64_t would need alignment.
-struct RandomOrigin {
-  uint32_t tensor_index, first[2];
-};
-
-// A model's shards have few kinds of rows; two more numbers for each slot would take a tenth of the
-// slots of a launch.
-template <class Rule>
-struct SlotTable : TensorTable<kPointers<Rule>, RandomOrigin, (kMaxRows + 1) * sizeof(Rows)> {
-  Rows rows[kMaxRows];
-  int32_t kinds;
-
-  // Index of the rows of this origin; kMaxRows if there is no room for another kind.
-  int rows_of(const Origin& o) {
-    const Rows wanted = Rows::of(o);
-    int r = 0;
-    while (r < kinds && (rows[r].length != wanted.length || rows[r].stride != wanted.stride)) ++r;
-    if (r == kinds && r < kMaxRows) rows[kinds++] = wanted;
-    return r;
-  }
-};
 
 __device__ __forceinline__ Format format_of(uint32_t tag, int array) {
   return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
@@ -71,74 +36,41 @@ __device__ __forceinline__ Format format_of(uint32_t tag, int array) {
 template <class Rule>
 struct View {
   Array grad, master, copy, state[kMaxStates] = {};
-  const SlotTable<Rule>& table;
-  const SlotRule<Rule>* slot_rules;  // of all slots of the call
-  int slot;                          // index in the table
-  bool wide;                         // every array starts at a multiple of 16 bytes
+  const StepList& table;
+  const SlotRule<Rule>* slot_rules;
+  int slot;   // index in both
+  bool wide;  // every array starts at a multiple of 16 bytes
+  bool has_copy;
 
-  __device__ __forceinline__ View(const SlotTable<Rule>& table, const SlotRule<Rule>* slot_rules,
-                                  int slot)
+  __device__ __forceinline__ View(const StepList& table, const SlotRule<Rule>* slot_rules, int slot)
       : table(table), slot_rules(slot_rules), slot(slot), wide(true) {
-    const uint32_t tag = table.tag[slot];
-    const auto array_at = [&](int array) {
-      return Array{table.data[array][slot], format_of(tag, array), nullptr};
+    const SlotEntry& e = table.entries[slot];
+    const uint32_t tag = e.tag;
+    const auto array = [&](int number, void* data, void* rest) {
+      wide = wide && is_wide(data);  // a missing array is wide
+      return Array{to_global(data), format_of(tag, number), to_global(rest)};
     };
-    grad = array_at(kGrad);
-    master = array_at(kMaster);
-    copy = array_at(kSecond);
-    for (int k = 0; k < Rule::kStates; ++k) state[k] = array_at(kState0 + k);
-    if (is_split(master.format)) {
-      master.rest = copy.data;
-      copy.data = nullptr;
-    }
-    if constexpr (kHasScales<Rule, 0>) state[0].rest = table.data[kArrays<Rule>][slot];
-    if constexpr (kHasScales<Rule, 1>) state[1].rest = table.data[kPointers<Rule> - 1][slot];
-    for (int a = 0; a < kArrays<Rule>; ++a)  // a missing array is wide
-      wide = wide && is_wide(table.data[a][slot]);
+    grad = array(kGrad, slot_rule().grad, nullptr);
+    master = array(kMaster, e.master, e.second);
+    copy = array(kSecond, e.second, nullptr);
+    if constexpr (Rule::kStates > 0) state[0] = array(kState0, e.state0, e.scales0);
+    if constexpr (Rule::kStates > 1) state[1] = array(kState0 + 1, e.state1, e.scales1);
+    if constexpr (Rule::kStates > 2) state[2] = array(kState0 + 2, e.state2, nullptr);
+    has_copy = !is_split(master.format) && e.second;
   }
 
   __device__ __forceinline__ bool draws() const {
     return is_stochastic(state[0].format) || is_stochastic(state[1].format);
   }
-  __device__ __forceinline__ const SlotRule<Rule>& slot_rule() const {
-    return slot_rules[table.first_index + slot];
-  }
+  __device__ __forceinline__ const SlotRule<Rule>& slot_rule() const { return slot_rules[slot]; }
   __device__ __forceinline__ uint64_t random(bool of_weights, int64_t at) const {
     View own = *this;
     asm volatile("" : "+r"(own.slot));  // or all these numbers stay in registers, and kernels spill
-    const RandomOrigin& origin = table.extra[own.slot];
+    const SlotEntry& e = own.table.entries[own.slot];
     const SlotRule<Rule>& rule = own.slot_rule();
-    const auto first = int64_t(origin.first[0] | uint64_t(origin.first[1]) << 32);
-    return random_bytes(random_stream(rule.seed, rule.step, origin.tensor_index, of_weights), first,
-                        table.rows[table.tag[own.slot] >> kRowsAt], at);
+    return random_bytes(random_stream(rule.seed, rule.step, e.tensor_index, of_weights), e.first,
+                        e.rows, at);
   }
 };
-
-// Fills the table with as many slots as fit one launch, from `i` on, and advances `i`.
-template <class Rule>
-void fill(SlotTable<Rule>& table, const Slot* slots, int64_t& i, int64_t count, int chunk,
-          int64_t chunks) {
-  table.reset(i, chunks, chunk);
-  table.kinds = 0;
-  table.rows_of(Origin{});
-  for (; i < count && !table.full(); ++i) {
-    const Slot& s = slots[i];
-    const int rows = table.rows_of(s.origin);
-    if (rows == kMaxRows) return;
-    const int t = table.count;
-    const Array second = is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.copy;
-    const Array arrays[] = {s.grad, second, s.master, s.state[0], s.state[1], s.state[2]};
-    table.tag[t] = uint32_t(rows) << kRowsAt;
-    for (int a = 0; a < kArrays<Rule>; ++a) {
-      table.data[a][t] = arrays[a].data;
-      table.tag[t] |= uint32_t(arrays[a].format) << (a * kFormatBits);
-    }
-    if constexpr (kHasScales<Rule, 0>) table.data[kArrays<Rule>][t] = s.state[0].rest;
-    if constexpr (kHasScales<Rule, 1>) table.data[kPointers<Rule> - 1][t] = s.state[1].rest;
-    const auto first = uint64_t(s.origin.first);
-    table.extra[t] = {s.tensor_index, {uint32_t(first), uint32_t(first >> 32)}};
-    table.add(s.size);
-  }
-}
 
 }  // namespace amp_mp::cuda

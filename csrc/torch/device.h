@@ -24,6 +24,12 @@ inline void* current_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
+// For a tensor that was made on another stream: its memory is not given away before the current one
+// has come so far.
+inline void record_current_stream(at::Tensor& t) {
+  t.record_stream(c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()));
+}
+
 // Whether the device's current stream is being captured by a CUDA graph.
 inline bool is_capturing([[maybe_unused]] const at::Device& device) {
 #ifdef AMP_MP_WITH_CUDA

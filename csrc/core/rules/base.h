@@ -12,10 +12,12 @@ struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, trust;
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt;
+  bool lr_is_double = false;
+  bool unused[3] = {};  // so that Hypers with the same numbers have the same bytes
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
-  bool lr_is_double = false;
 };
+static_assert(sizeof(Hyper) == 12 * 8);
 
 // Replaces h.lr with the current value on the device, if there is one.
 AMP_MP_BOTH void read_rate(Hyper& h) {

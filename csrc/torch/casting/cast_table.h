@@ -71,12 +71,6 @@ inline size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
 }
 
-// For a copy that was made on another stream: its memory is not given away before the current one
-// has come so far.
-inline void record_current_stream(at::Tensor& copy) {
-  copy.record_stream(c10::impl::VirtualGuardImpl(copy.device().type()).getStream(copy.device()));
-}
-
 // Whether the cast has the tensor's present values, as far as version counter and memory tell.
 inline bool is_current(const CachedCast& e, const at::Tensor& t) {
   return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr();

@@ -7,6 +7,7 @@
 #include "plan.h"
 #include "torch/checks.h"
 #include "torch/step/shards.h"
+#include "torch/step/table_memory.h"
 
 namespace amp_mp {
 
@@ -65,6 +66,10 @@ class Slots {
   // graph holds a state, and each counter would cost a cache miss.
   void finish(bool written);
 
+#ifdef AMP_MP_WITH_CUDA
+  TableMemory& table_memory() { return table_memory_; }
+#endif
+
  private:
   void check_lengths() const;
   void check() const;
@@ -91,6 +96,9 @@ class Slots {
   std::vector<Slot> slots_;          // of every parameter, with the last step's gradient
   std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
   Tensors copies_;                   // cached casts that the current step writes
+#ifdef AMP_MP_WITH_CUDA
+  TableMemory table_memory_;
+#endif
 };
 
 }  // namespace amp_mp

@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 
 #include "cpu/passes.h"
+#include "torch/step/cuda_step.h"
 #include "torch/step/norm_scratch.h"
 
 namespace amp_mp {
@@ -127,8 +128,8 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   std::optional<Measurement> own;
   if (measures) found = &own.emplace(readings, device);
   const auto count = int64_t(plan.size());
-  const int64_t rule_bytes = count * int64_t(sizeof(SlotRule<Rule>));  // a CPU needs less
-  const at::Tensor rules = scratch(rule_bytes, device);
+  // Each rule on a CUDA device is in its slot's row; a CPU needs less.
+  const at::Tensor rules = scratch(slots.size() * int64_t(sizeof(SlotRule<Rule>)), device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
   NormScratch<Rule> norms(slots, plan, rows, weights, gather_updates, device);
   bool written = true;
@@ -141,10 +142,10 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
         cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
                          norms.inputs, at::get_num_threads());
       },
-      AMP_MP_CUDA(apply<Rule>(plan.data(), count, hypers.data(), decide_tensors ? &inputs : nullptr,
-                              v, found ? found->span_sums() : cuda::SpanSums{},
-                              norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
-                              data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
+      AMP_MP_CUDA(apply_step<Rule>(slots, plan, hypers.data(), decide_tensors ? &inputs : nullptr,
+                                   v, found ? found->span_sums() : cuda::SpanSums{},
+                                   norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
+                                   data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
   if (found) found->mark_added();
   if (norms.weights) norms.weights->mark_added();
   if (decide_tensors) bump_version(verdict);

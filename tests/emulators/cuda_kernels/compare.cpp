@@ -10,14 +10,16 @@
 namespace {
 
 void lengths_of_readings(bool quick) {
-  constexpr int capacity = cuda::TensorTable<2>::kCapacity;
-  for (int count : {0, capacity - 1, capacity, capacity + 1}) {
-    if (quick && count != capacity + 1) continue;
-    const Model model(repeated(kTiny, count, 100), false, 0, -1);
-    std::vector<Reading> readings = model.readings(kMaster);
-    readings.resize(count);  // the gaps made it longer
-    measure_both(readings, "of many");
-  }
+  constexpr int one = cuda::TensorTable<1>::kCapacity, two = cuda::TensorTable<2>::kCapacity;
+  for (const Role role : {kGrad, kMaster})
+    for (const int capacity : {role == kGrad ? one : two, 24, 16})
+      for (int count : {0, capacity - 1, capacity, capacity + 1}) {
+        if (quick && count != capacity + 1) continue;
+        const Model model(repeated(kTiny, count, 100), false, 0, -1);
+        std::vector<Reading> readings = model.readings(role);
+        readings.resize(count);  // the gaps made it longer
+        measure_both(readings, "of many");
+      }
 }
 
 }  // namespace
@@ -26,6 +28,8 @@ int main(int argc, char** argv) {
   const auto is = [&](const char* size) { return argc > 1 && !std::strcmp(argv[1], size); };
   if (argc > 2) stop_at = argv[2];
   const bool lists = is("lists"), quick = is("quick") || lists;
+  for (const size_t count : {10, cuda::kManyWords + 1}) tables_follow<AdamW>(count, 60);
+  tables_follow<LAMB>(700, 60);
   for (size_t r = 0; r < std::size(kRules); ++r) {
     const Rule& rule = kRules[r];
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;

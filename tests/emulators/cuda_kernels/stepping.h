@@ -3,8 +3,8 @@
 #include <iterator>
 #include <optional>
 
-#include "cuda/slot_table.h"
 #include "scales.h"
+#include "tables.h"
 
 namespace {
 
@@ -33,9 +33,14 @@ constexpr Rule rule_of(const char* name) {
           [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers,
              const DecideInputs* inputs, Verdict* verdict, const cuda::SpanSums& grads,
              const cuda::SpanSums& weights, const NormInputs& norms) {
-            std::vector<SlotRule<R>> slot_rules(slots.size());
-            return cuda::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), inputs,
-                                  verdict, grads, weights, slot_rules.data(), norms, nullptr);
+            const cuda::StepPlan plan = plan_of<R>(slots, hypers);
+            const bool is_short = cuda::is_short(plan);
+            OwnTable own(is_short ? 0 : slots.back().row + 1,
+                         is_short ? 0 : slots.back().group + 1);
+            if (!is_short) own.write(plan);
+            std::vector<SlotRule<R>> slot_rules(size_t(own.table.rows));
+            return cuda::apply<R>(plan, own.table, inputs, verdict, grads, weights,
+                                  slot_rules.data(), norms, nullptr);
           }};
 }
 
@@ -174,10 +179,11 @@ void refuses_other_kinds(const Rule& rule) {
 // anywhere.
 template <class R>
 void lengths_of_lists(const Rule& rule, bool quick) {
-  constexpr int capacity = cuda::SlotTable<R>::kCapacity;
-  const std::vector<int> all = {0,   1,   2,    35,           36,       37,          319,
-                                320, 321, 1500, capacity - 1, capacity, capacity + 1};
-  for (int count : quick ? std::vector{0, 1, capacity + 1} : all)
+  constexpr int few = cuda::kFewWords - 5, many = cuda::kManyWords - 41;  // without the rates
+  const std::vector<int> all = {
+      0,   1,       2,    cuda::kShortRows, cuda::kShortRows + 1, 31, 32, 33, 1025,
+      few, few + 1, many, many + 1};
+  for (int count : quick ? std::vector{0, 1, cuda::kShortRows, 33, few + 1} : all)
     step_both(rule, repeated(kTiny, count, 100), false, count % 2 == 0);
   step_both(rule, repeated({33}, 40, 1));  // more groups than a launch takes
   step_both(rule, {{0, 0, 0}, 1});

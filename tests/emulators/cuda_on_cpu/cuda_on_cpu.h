@@ -84,14 +84,20 @@ uint64_t shuffle(uint64_t value, unsigned source, int width, unsigned mask, cons
 unsigned ballot(bool vote, unsigned mask, const Location& at);
 void fence();
 unsigned lane();
+[[noreturn]] void fail(const char* message, const Location& at);
+
+inline void assume(bool holds, const Location& at = Location::current()) {
+  if (!holds) fail("an assumption that does not hold", at);
+}
 
 // Runs the whole grid before it returns. Under a capture it is recorded, and where streams are
 // delayed it is queued, with the arguments as they are now.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t stream,
                    const Arguments&... arguments) {
-  static_assert((sizeof(Parameters) + ... + 0) <= kArgumentLimit,
-                "CUDA's limit for kernel parameters");
+  constexpr size_t kBytes = (sizeof(Parameters) + ... + 0);
+  static_assert(kBytes <= kArgumentLimit, "CUDA's limit for kernel parameters");
+  counts.argument_bytes += kBytes;
   if (!is_valid(blocks, threads)) return cudaErrorInvalidConfiguration;
   const auto run = [=](const auto& call) {
     run_grid(blocks, threads, [](const void* c) { (*static_cast<decltype(&call)>(c))(); }, &call);
@@ -156,6 +162,8 @@ inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_HERE) {
   return cuda_on_cpu::ballot(predicate != 0, mask, at) != 0;
 }
 #undef CUDA_ON_CPU_HERE
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 // Relaxed, as on the device: an atomic orders no other memory, and TSan holds kernels to that.
 // CUDA's own list of types, so that what compiles here compiles there (uint64_t does not).

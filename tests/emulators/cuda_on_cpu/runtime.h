@@ -46,9 +46,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 
 namespace cuda_on_cpu {
 
-// Since the process began. A replay counts its kernels: they run.
+// Since the process began. A replay counts its kernels: they run. Bytes of arguments are counted
+// when a kernel is launched or recorded.
 struct Counts {
-  std::atomic<int64_t> launches = 0, synchronisations = 0;
+  std::atomic<int64_t> launches = 0, argument_bytes = 0, synchronisations = 0;
 };
 extern Counts counts;
 

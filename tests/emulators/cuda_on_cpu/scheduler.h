@@ -101,6 +101,6 @@ Worker& current_worker(const Location& at);
 
 // Prints the message with the place and the CUDA thread, and ends the process with kFailureExit.
 constexpr int kFailureExit = 67;
-[[noreturn]] void fail(const char* message, const Location& at);
+
 
 }  // namespace cuda_on_cpu

@@ -23,6 +23,8 @@ class Ledger:
     """Where the host would have waited for the device."""
     launches: int = 0
     """Kernels of amp_mp's that ran, those of replays included."""
+    argument_bytes: int = 0
+    """Of amp_mp's launches, all together."""
     waits: int = 0
     """`syncs`, and cudaStreamSynchronize and its like from amp_mp's own code."""
 
@@ -32,15 +34,16 @@ def ledger() -> Iterator[Ledger]:
     """Records what all threads do with the device; there is one at a time."""
     found = Ledger()
     native.finish_all()  # delayed kernels count where they were launched
-    _, waits, launches = native.counts()
+    _, waits, launches, argument_bytes = native.counts()
     native.open_ledger()
     try:
         yield found
     finally:
         native.finish_all()
         found.operators, found.syncs = native.close_ledger()
-        _, waits_after, launches_after = native.counts()
+        _, waits_after, launches_after, bytes_after = native.counts()
         found.launches, found.waits = launches_after - launches, waits_after - waits
+        found.argument_bytes = bytes_after - argument_bytes
 
 
 @contextmanager

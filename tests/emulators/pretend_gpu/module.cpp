@@ -18,7 +18,8 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
   });
   m.def("counts", [] {
     return py::make_tuple(operators_so_far(), cuda_on_cpu::counts.synchronisations.load(),
-                          cuda_on_cpu::counts.launches.load());
+                          cuda_on_cpu::counts.launches.load(),
+                          cuda_on_cpu::counts.argument_bytes.load());
   });
   m.def("note_sync", &note_sync, py::arg("name"));
   const py::call_guard<py::gil_scoped_release> without_lock;

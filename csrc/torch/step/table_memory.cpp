@@ -1,0 +1,55 @@
+#include "torch/step/table_memory.h"
+
+#ifdef AMP_MP_WITH_CUDA
+namespace amp_mp {
+
+TableMemory::Held TableMemory::prepare_short(const at::Device& device) {
+  Held held;
+  held.memory = scratch(cuda::table_bytes(cuda::kShortRows, 0), device);
+  held.table = {data_of<char>(held.memory), nullptr, cuda::kShortRows, 0};
+  return held;
+}
+
+TableMemory::Held TableMemory::prepare(int64_t rows, int64_t groups, const at::Device& device,
+                                       const Write& write) {
+  rows_ = rows;
+  groups_ = groups;
+  const int64_t bytes = cuda::table_bytes(rows, groups);
+  const auto is_as_wanted = [&] { return memory_.defined() && !write(table(), true); };
+  if (is_capturing(device)) {
+    // What is uploaded here is uploaded in replays, after steps that the host cannot know. A graph
+    // reads a table that is right already, which then stays as it is, or fills one of its own.
+    Held held;
+    if (is_as_wanted()) {
+      if (!is_read_by_graph_) new at::Tensor(memory_);  // nobody knows how long the graph will live
+      is_read_by_graph_ = true;
+      held.table = table();
+      return held;
+    }
+    held.memory = scratch(bytes, device);
+    held.mirror.assign(size_t(bytes), char(cuda::kUnknown));
+    held.table = {data_of<char>(held.memory), held.mirror.data(), rows, groups};
+    write(held.table, false);
+    return held;
+  }
+  if (is_read_by_graph_ && !is_as_wanted()) memory_.reset();
+  if (!memory_.defined()) {
+    memory_ = scratch(bytes, device);
+    mirror_.assign(size_t(bytes), char(cuda::kUnknown));
+    stream_ = current_stream(device);
+    is_read_by_graph_ = false;
+  }
+  if (stream_ != current_stream(device)) record_current_stream(memory_);
+  // If an upload is refused, nobody knows what the memory holds.
+  at::Tensor memory = std::move(memory_);
+  memory_.reset();
+  const cuda::StepTable wanted = {data_of<char>(memory), mirror_.data(), rows, groups};
+  if (!is_read_by_graph_) write(wanted, false);
+  memory_ = std::move(memory);
+  Held held;
+  held.table = wanted;
+  return held;
+}
+
+}  // namespace amp_mp
+#endif
