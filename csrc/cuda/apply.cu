@@ -1,6 +1,8 @@
 // The apply pass: reads every array of a step once, updates it and writes it back. There is one
-// kernel for each rule; a slot's formats are a tag, the same for a whole block of threads.
+// kernel for each rule. A slot's formats are a tag, the same for a whole block of threads; for
+// common tags (cuda/layouts.h) the loop is compiled with the formats known.
 #include "cuda/passes.h"
+#include "cuda/quotient.h"
 #include "cuda/slot_table.h"
 
 namespace amp_mp::cuda {
@@ -16,16 +18,30 @@ constexpr int kBlocks<RMSprop> = 3;
 template <>
 constexpr int kBlocks<Adamax> = 3;
 
-template <class Rule>
-__global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
-    apply_kernel(const SlotTable<Rule> __grid_constant__ table, const Verdict* __restrict__ verdict,
-                 const SlotRule<Rule>* __restrict__ slot_rules) {
-  if (verdict->found_inf != 0) return;
-  const Chunk chunk = find_chunk(table);
-  const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule().rule;
-  const float multiplier = slot.slot_rule().multiplier;
+// Updates eight elements.
+template <class Rule, class... States>
+__device__ __forceinline__ void update(const Rule& rule, float multiplier, const float (&g)[kPack],
+                                       float (&w)[kPack], States (&... states)[kPack]) {
+  if constexpr (divides_by_root<Rule>) {
+    Fraction fraction[kPack];
+    float quotient[kPack];
+    for (int k = 0; k < kPack; ++k)
+      fraction[k] = rule.moments(g[k] * multiplier, w[k], states[k]...);
+    divide_all(rule.divide, fraction, quotient);
+    for (int k = 0; k < kPack; ++k) rule.take(quotient[k], w[k], states[k]...);
+  } else {
+    for (int k = 0; k < kPack; ++k) rule(g[k] * multiplier, w[k], states[k]...);
+  }
+}
+
+template <class Rule, uint32_t Layout>
+__device__ __forceinline__ void apply_chunk(const SlotTable<Rule>& table, const Chunk& chunk,
+                                            const SlotRule<Rule>& slot_rule) {
+  const View<Rule, Layout> slot(table, chunk.slot);
+  const Rule rule = slot_rule.rule;
+  const float multiplier = slot_rule.multiplier;
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
+  const Randomness randomness = slot.randomness(slot_rule);
 
   // Every thread runs the same number of iterations, because groups exchange numbers between
   // threads.
@@ -39,36 +55,63 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
     Held<kFormatsOfState<Rule, 0>> first;
     Held<kFormatsOfState<Rule, 1>> second;
     Held<kFormatsOfState<Rule, 2>> third;
-    grad.read(slot.grad, at, n, whole);
-    master.read(slot.master, at, n, whole);
-    if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, whole);
-    if constexpr (Rule::kStates > 1) second.read(slot.state[1], at, n, whole);
-    if constexpr (Rule::kStates > 2) third.read(slot.state[2], at, n, whole);
+    const auto read = [&](bool all) {
+      grad.read(slot.grad, at, n, all);
+      master.read(slot.master, at, n, all);
+      if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, all);
+      if constexpr (Rule::kStates > 1) second.read(slot.state[1], at, n, all);
+      if constexpr (Rule::kStates > 2) third.read(slot.state[2], at, n, all);
+    };
+    if (whole) {  // one branch for all arrays, or each array's loads wait for those before
+      read(true);
+    } else {
+      read(false);
+    }
     float g[kPack], w[kPack], s0[kPack], s1[kPack], s2[kPack];
     grad.decode(slot.grad.format, g);
     master.decode(slot.master.format, w);
     if constexpr (Rule::kStates > 0) first.decode(slot.state[0].format, s0);
     if constexpr (Rule::kStates > 1) second.decode(slot.state[1].format, s1);
     if constexpr (Rule::kStates > 2) third.decode(slot.state[2].format, s2);
-    for (int k = 0; k < kPack; ++k) {
-      if constexpr (Rule::kStates == 0) rule(g[k] * multiplier, w[k]);
-      if constexpr (Rule::kStates == 1) rule(g[k] * multiplier, w[k], s0[k]);
-      if constexpr (Rule::kStates == 2) rule(g[k] * multiplier, w[k], s0[k], s1[k]);
-      if constexpr (Rule::kStates == 3) rule(g[k] * multiplier, w[k], s0[k], s1[k], s2[k]);
-    }
-    store_history<kMasterFormats>(slot.master, w, at, n, whole,
-                                  draws_weights ? slot.random(true, at) : 0);
-    if (slot.copy.data) store_history<kGradFormats>(slot.copy, w, at, n, whole);
+    if constexpr (Rule::kStates == 0) update(rule, multiplier, g, w);
+    if constexpr (Rule::kStates == 1) update(rule, multiplier, g, w, s0);
+    if constexpr (Rule::kStates == 2) update(rule, multiplier, g, w, s0, s1);
+    if constexpr (Rule::kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
+    const View<Rule, Layout> to = slot.again();
+    store_history<kMasterFormats>(to.master, w, at, n, whole,
+                                  draws_weights ? randomness.eight(true, at) : 0);
+    if (to.copy.data) store_history<kGradFormats>(to.copy, w, at, n, whole);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
-      const uint64_t random = draws ? slot.random(false, at) : 0;
+      const uint64_t random = draws ? randomness.eight(false, at) : 0;
       if constexpr (Rule::kStates > 0)
-        store_history<kFormatsOfState<Rule, 0>>(slot.state[0], s0, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 0>>(to.state[0], s0, at, n, whole, random);
       if constexpr (Rule::kStates > 1)
-        store_history<kFormatsOfState<Rule, 1>>(slot.state[1], s1, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
       if constexpr (Rule::kStates > 2)
-        store_history<kFormatsOfState<Rule, 2>>(slot.state[2], s2, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
     }
   }
+}
+
+// Calls apply_chunk with the first layout that is the tag's, or else with none.
+template <class Rule, uint32_t... Layouts>
+__device__ __forceinline__ void apply_as(LayoutList<Layouts...>, [[maybe_unused]] uint32_t tag,
+                                         const SlotTable<Rule>& table, const Chunk& chunk,
+                                         const SlotRule<Rule>& slot_rule) {
+  const bool known = ((is_layout(Layouts, tag, kArrays<Rule>) &&
+                       (apply_chunk<Rule, Layouts>(table, chunk, slot_rule), true)) ||
+                      ...);
+  if (!known) apply_chunk<Rule, kAnyTag>(table, chunk, slot_rule);
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
+    apply_kernel(const SlotTable<Rule> __grid_constant__ table, const Verdict* __restrict__ verdict,
+                 const SlotRule<Rule>* __restrict__ slot_rules) {
+  if (verdict->found_inf != 0) return;
+  const Chunk chunk = find_chunk(table);
+  apply_as(typename LayoutsOf<Rule>::type{}, table.tag[chunk.slot], table, chunk,
+           slot_rules[table.first_index + chunk.slot]);
 }
 
 }  // namespace

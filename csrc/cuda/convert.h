@@ -11,7 +11,9 @@ template <FormatSet Formats>
 struct Held {
   using F = Format;
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
-  static constexpr int kScale = 2;  // the word of data that has a group's scale, behind its codes
+  // The word of data that has a group's scale, behind its codes, as it lies in memory: decoding it
+  // while reading would wait for it before the next array is requested.
+  static constexpr int kScale = 2;
   Pack8 data, rest;
 
   // Whether f is one of `Some`; false at compile time if none of them is in Formats.
@@ -33,7 +35,7 @@ struct Held {
     if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
     with_group(from.format, [&](auto group) {
       const auto* scales = static_cast<const typename decltype(group)::Scale*>(from.rest);
-      if (n > 0) data.word[kScale] = group.load(scales[at / kGroup]);
+      if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);
     });
   }
 
@@ -70,7 +72,7 @@ struct Held {
       return each([&](int k) { return amp_mp::decode(float16_root{{half(k)}}); });
     with_group(f, [&](auto group) {
       using Code = typename decltype(group)::Code;
-      const uint32_t scale = data.word[kScale], base = group.base(scale);
+      const uint32_t scale = group.load(scale_of<decltype(group)>()), base = group.base(scale);
       const bool is_plain = group.is_plain(scale);
       each([&](int k) {
         const float y = group.decode(Code{decltype(Code::code)(data.byte(k))}, base);
@@ -81,7 +83,9 @@ struct Held {
 
   // The opposite. `random` holds one byte for each element if the format is stochastic. For a
   // grouped format every thread of the warp has to call this, with n = 0 too: four neighbours share
-  // a group.
+  // a group. Weights and moments saturate in float16; gradients do not, or an overflow would go
+  // unseen.
+  template <bool kSaturates>
   __device__ __forceinline__ void encode(Format f, const float (&x)[kPack], int n,
                                          uint64_t random) {
     data = {};
@@ -106,7 +110,8 @@ struct Held {
     if (matches<F::float32>(f)) return words();
     if (matches<F::bfloat16>(f)) return upper([&](int k) { return round_bfloat16(x[k]); });
     if (matches<F::float16>(f))
-      return halves([&](int k) { return amp_mp::encode<float16>(x[k]).bits; });
+      return halves(
+          [&](int k) { return amp_mp::encode<float16>(kSaturates ? saturate(x[k]) : x[k]).bits; });
     if (matches<F::bfloat16_stochastic>(f))
       return upper([&](int k) { return round_bfloat16(x[k], noise(k)); });
     if (matches<F::float16_stochastic>(f))
@@ -136,11 +141,22 @@ struct Held {
     if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
     with_group(to.format, [&](auto group) {
       auto* scales = static_cast<typename decltype(group)::Scale*>(to.rest);
-      if (n > 0 && at % kGroup == 0) scales[at / kGroup] = group.store(data.word[kScale]);
+      if (n > 0 && at % kGroup == 0) scales[uint64_t(at) / kGroup] = scale_of<decltype(group)>();
     });
   }
 
  private:
+  static __device__ __forceinline__ uint32_t raw_of(bfloat16 scale) { return scale.bits; }
+  static __device__ __forceinline__ uint32_t raw_of(uint8_t scale) { return scale; }
+  template <class Group>
+  __device__ __forceinline__ typename Group::Scale scale_of() const {
+    if constexpr (sizeof(typename Group::Scale) == 2) {
+      return {uint16_t(data.word[kScale])};
+    } else {
+      return uint8_t(data.word[kScale]);
+    }
+  }
+
   template <Format G, class Use>
   static __device__ __forceinline__ void with_group_of(Format f, const Use& use) {
     if constexpr (is_in(Formats & kGroupedFormats, G))
@@ -201,7 +217,7 @@ struct Held {
       rounded[k] = group.round(x[k], offset, uint32_t(random >> (8 * k)) & 0xFFu);
     data.set_bytes_1(rounded);
     if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;
-    data.word[kScale] = scale;
+    data.word[kScale] = raw_of(group.store(scale));
   }
 };
 

@@ -22,10 +22,12 @@ __global__ void __launch_bounds__(kSpanThreads)
   }
 
   const Chunk chunk = find_chunk(table);
-  const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule().rule;
-  const float multiplier = slot.slot_rule().multiplier;
+  const View<Rule> slot(table, chunk.slot);
+  const SlotRule<Rule>& slot_rule = slot_rules[table.first_index + chunk.slot];
+  const Rule rule = slot_rule.rule;
+  const float multiplier = slot_rule.multiplier;
   const bool draws = slot.draws();
+  const Randomness randomness = slot.randomness(slot_rule);
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   float sum[kPack] = {};
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(kSpanThreads)
         bad += 1;
       }
     }
-    const uint64_t random = draws ? slot.random(false, at) : 0;
+    const uint64_t random = draws ? randomness.eight(false, at) : 0;
     store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
     store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random);
   }

@@ -1,6 +1,7 @@
 #pragma once
 // The slots of an apply or moments pass as a kernel argument, and how a kernel reads them.
 #include "cuda/access.h"
+#include "cuda/layouts.h"
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
@@ -25,20 +26,15 @@ bool is_compiled(const Slot& s) {
          is(Rule::kStates > 2, kFormatsOfState<Rule, 2>, s.state[2]);
 }
 
-// Index of a slot's arrays in the table. kSecond is the rest of a master of two parts, or the copy
-// to write of a float32 weight; a slot never has both. The states are followed by the scales of
-// those that may be grouped.
-enum SlotArray { kGrad, kSecond, kMaster, kState0 };
-
 template <class Rule>
 constexpr int kArrays = kState0 + Rule::kStates;
 template <class Rule>
 constexpr int kPointers = kArrays<Rule> + kHasScales<Rule, 0> + kHasScales<Rule, 1>;
 
 // The tag has the arrays' formats, and above them an index in SlotTable::rows.
-constexpr int kFormatBits = 4, kRowsAt = (kState0 + kMaxStates) * kFormatBits;
+constexpr int kRowsAt = (kState0 + kMaxStates) * kFormatBits;
 constexpr int kMaxRows = 8;  // kinds of rows in one launch, the first for slots without gaps
-static_assert(kFormatCount <= 1 << kFormatBits && kMaxRows << kRowsAt > 0);
+static_assert(kMaxRows << kRowsAt > 0);
 
 // Where a slot's random bits come from: the tensor and its shard's first element, as two words,
 // because an int64_t would need alignment.
@@ -63,25 +59,33 @@ struct SlotTable : TensorTable<kPointers<Rule>, RandomOrigin, (kMaxRows + 1) * s
   }
 };
 
-__device__ __forceinline__ Format format_of(uint32_t tag, int array) {
-  return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
-}
+// Where a slot's random bytes come from, made once: making it needs numbers of the slot's rule.
+struct Randomness {
+  RandomStream stream;
+  int64_t first;     // element 0 of the shard in the whole tensor
+  const Rows* rows;  // null: no gaps
 
-// One slot in a kernel.
-template <class Rule>
+  // The random bytes of elements at to at + 7, `at` being a multiple of 8.
+  __device__ __forceinline__ uint64_t eight(bool of_weights, int64_t at) const {
+    RandomStream own = stream;
+    own.of_weights = of_weights ? 1u << 31 : 0;
+    return rows ? random_bytes(own, first, *rows, at) : random_bytes(own, uint64_t(first + at));
+  }
+};
+
+// One slot in a kernel. `Layout` has the formats that are known when compiling (cuda/layouts.h).
+template <class Rule, uint32_t Layout = kAnyTag>
 struct View {
   Array grad, master, copy, state[kMaxStates] = {};
   const SlotTable<Rule>& table;
-  const SlotRule<Rule>* slot_rules;  // of all slots of the call
-  int slot;                          // index in the table
-  bool wide;                         // every array starts at a multiple of 16 bytes
+  int slot;   // index in the table
+  bool wide;  // every array starts at a multiple of 16 bytes
 
-  __device__ __forceinline__ View(const SlotTable<Rule>& table, const SlotRule<Rule>* slot_rules,
-                                  int slot)
-      : table(table), slot_rules(slot_rules), slot(slot), wide(true) {
+  __device__ __forceinline__ View(const SlotTable<Rule>& table, int slot)
+      : table(table), slot(slot), wide(true) {
     const uint32_t tag = table.tag[slot];
     const auto array_at = [&](int array) {
-      return Array{table.data[array][slot], format_of(tag, array), nullptr};
+      return Array{table.data[array][slot], format_in<Layout>(tag, array), nullptr};
     };
     grad = array_at(kGrad);
     master = array_at(kMaster);
@@ -100,17 +104,19 @@ struct View {
   __device__ __forceinline__ bool draws() const {
     return is_stochastic(state[0].format) || is_stochastic(state[1].format);
   }
-  __device__ __forceinline__ const SlotRule<Rule>& slot_rule() const {
-    return slot_rules[table.first_index + slot];
+  // The same slot, read again by a kernel that takes any format: it has more to keep than
+  // registers.
+  __device__ __forceinline__ View again() const {
+    int own = slot;
+    if constexpr (Layout == kAnyTag) asm volatile("" : "+r"(own));
+    return View(table, own);
   }
-  __device__ __forceinline__ uint64_t random(bool of_weights, int64_t at) const {
-    View own = *this;
-    asm volatile("" : "+r"(own.slot));  // or all these numbers stay in registers, and kernels spill
-    const RandomOrigin& origin = table.extra[own.slot];
-    const SlotRule<Rule>& rule = own.slot_rule();
-    const auto first = int64_t(origin.first[0] | uint64_t(origin.first[1]) << 32);
-    return random_bytes(random_stream(rule.seed, rule.step, origin.tensor_index, of_weights), first,
-                        table.rows[table.tag[own.slot] >> kRowsAt], at);
+  __device__ __forceinline__ Randomness randomness(const SlotRule<Rule>& rule) const {
+    const RandomOrigin& origin = table.extra[slot];
+    const Rows& rows = table.rows[table.tag[slot] >> kRowsAt];
+    return {random_stream(rule.seed, rule.step, origin.tensor_index, false),
+            int64_t(origin.first[0] | uint64_t(origin.first[1]) << 32),
+            rows.length > 0 ? &rows : nullptr};
   }
 };
 

@@ -147,7 +147,27 @@ MUTANTS = {
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
-        "access.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
+        "access.h", "encode<true>", "encode<false>", "apply.cu", "plain", "FAILED apply"),
+    "slots of known formats are not updated": Mutant(
+        "apply.cu", "(apply_chunk<Rule, Layouts>(table, chunk, slot_rule), true)", "true",
+        "apply.cu", "plain", "FAILED apply"),
+    "slots of other formats are not updated": Mutant(
+        "apply.cu", "if (!known) apply_chunk", "if (false) apply_chunk", "apply.cu", "plain",
+        "FAILED apply"),
+    "a layout ignores the last state": Mutant(
+        "layouts.h", "a < arrays; ++a", "a < arrays - 1; ++a", "apply.cu", "plain",
+        "FAILED apply"),
+    "a float32 weight with a copy has none": Mutant(
+        "layouts.h", "(may_have_copy ? kAnyDigit : 0u)", "0u", "apply.cu", "plain",
+        "FAILED apply"),
+    "zero over zero is zero": Mutant(
+        "quotient.h", "(f.square == 0 && divide.eps > 0)", "f.square == 0", "apply.cu", "plain",
+        "FAILED apply"),
+    "hard numbers are divided quickly": Mutant(
+        "quotient.h", "if (farthest < kQuickSpan) return;", "return;", "apply.cu", "plain",
+        "FAILED apply"),
+    "negative squares are easy": Mutant(
+        "quotient.h", "return x > y ? x : y;", "return x;", "apply.cu", "plain", "FAILED apply"),
     "an average is the newest value": Mutant(
         "average.cu", "averaging(average[k], x[k])", "x[k]", "average.cu", "plain",
         "FAILED average in"),
