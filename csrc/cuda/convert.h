@@ -31,8 +31,9 @@ struct Held {
 #undef AMP_MP_WITH_GROUP
 
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
-    data = cuda::read(from.data, at, width_of(from.format), n, whole);
-    if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
+    data = cuda::read<(Formats & kWidth1) != 0>(from.data, at, width_of(from.format), n, whole);
+    if constexpr (kSplits)
+      rest = cuda::read<true>(from.rest, at, rest_width_of(from.format), n, whole);
     with_group(from.format, [&](auto group) {
       const auto* scales = static_cast<const typename decltype(group)::Scale*>(from.rest);
       if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);

@@ -138,21 +138,23 @@ struct Pack8 {
 // the address is aligned, so that they can be read at once.
 //
 // A load into a register that another load fills, even under the opposite condition, waits for it.
-// So each width has registers of its own here, and they are joined when all loads are under way.
+// So each width has registers of its own here, which are joined afterwards. `kNarrow`: the width
+// may be 1; joining waits for the load, and arrays without such formats shall not.
+template <bool kNarrow>
 __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, int n, bool whole) {
   Pack8 p = {};
   const char* from = static_cast<const char*>(data) + at * width;
   if (whole) {
     uint2 narrow = {};
     uint4 piece = {};
-    if (width == 1) narrow = *reinterpret_cast<const uint2*>(from);
+    if (kNarrow && width == 1) narrow = *reinterpret_cast<const uint2*>(from);
     if (width >= 2) piece = *reinterpret_cast<const uint4*>(from);
     if (width == 4) {
       const uint4 upper = reinterpret_cast<const uint4*>(from)[1];
       memcpy(p.word + 4, &upper, sizeof upper);
     }
-    p.word[0] = width == 1 ? narrow.x : piece.x;
-    p.word[1] = width == 1 ? narrow.y : piece.y;
+    p.word[0] = kNarrow && width == 1 ? narrow.x : piece.x;
+    p.word[1] = kNarrow && width == 1 ? narrow.y : piece.y;
     p.word[2] = piece.z;
     p.word[3] = piece.w;
     return p;
@@ -168,7 +170,7 @@ __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, i
     for (int k = 0; k < kPack; ++k)
       if (k < n) x[k] = reinterpret_cast<const uint16_t*>(from)[k];
     p.set_lower(x);
-  } else if (width == 1) {
+  } else if (kNarrow && width == 1) {
     for (int k = 0; k < kPack; ++k)
       if (k < n) x[k] = reinterpret_cast<const uint8_t*>(from)[k];
     p.set_bytes_0(x);
