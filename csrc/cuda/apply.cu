@@ -1,6 +1,8 @@
 // The apply pass: reads every array of a step once, updates it and writes it back. There is one
 // kernel for each rule. A slot's formats are a tag, the same for a whole block of threads; for
 // common tags (cuda/layouts.h) the loop is compiled with the formats known.
+#include <type_traits>
+
 #include "cuda/passes.h"
 #include "cuda/quotient.h"
 #include "cuda/slot_table.h"
@@ -43,24 +45,24 @@ __device__ __forceinline__ void apply_chunk(const SlotTable<Rule>& table, const 
   const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
   const Randomness randomness = slot.randomness(slot_rule);
 
-  // Every thread runs the same number of iterations, because groups exchange numbers between
-  // threads.
-  for (int base = 0; base < chunk.size; base += kThreads * kPack) {
+  // `all`, std::true_type: all threads have eight elements, at aligned addresses.
+  const auto update_eight = [&](auto all, int base) {
+    constexpr bool kAll = decltype(all)::value;
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
-    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
-    const bool whole = slot.wide && n == kPack;
+    const int n = kAll ? kPack : left < 0 ? 0 : left < kPack ? left : kPack;
+    const bool whole = kAll || (slot.wide && n == kPack);
     const int64_t at = chunk.begin + i;
     Held<kGradFormats> grad;
     Held<kMasterFormats> master;
     Held<kFormatsOfState<Rule, 0>> first;
     Held<kFormatsOfState<Rule, 1>> second;
     Held<kFormatsOfState<Rule, 2>> third;
-    const auto read = [&](bool all) {
-      grad.read(slot.grad, at, n, all);
-      master.read(slot.master, at, n, all);
-      if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, all);
-      if constexpr (Rule::kStates > 1) second.read(slot.state[1], at, n, all);
-      if constexpr (Rule::kStates > 2) third.read(slot.state[2], at, n, all);
+    const auto read = [&](bool at_once) {
+      grad.read(slot.grad, at, n, at_once);
+      master.read(slot.master, at, n, at_once);
+      if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, at_once);
+      if constexpr (Rule::kStates > 1) second.read(slot.state[1], at, n, at_once);
+      if constexpr (Rule::kStates > 2) third.read(slot.state[2], at, n, at_once);
     };
     if (whole) {  // one branch for all arrays, or each array's loads wait for those before
       read(true);
@@ -89,6 +91,15 @@ __device__ __forceinline__ void apply_chunk(const SlotTable<Rule>& table, const 
         store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
       if constexpr (Rule::kStates > 2)
         store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
+    }
+  };
+  // Every thread runs the same number of iterations, because groups exchange numbers between
+  // threads.
+  for (int base = 0; base < chunk.size; base += kThreads * kPack) {
+    if (Layout != kAnyTag && slot.wide && base + kThreads * kPack <= chunk.size) {
+      update_eight(std::true_type{}, base);
+    } else {
+      update_eight(std::false_type{}, base);
     }
   }
 }

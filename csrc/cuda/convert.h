@@ -11,6 +11,7 @@ template <FormatSet Formats>
 struct Held {
   using F = Format;
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
+  static constexpr bool kNarrow = (Formats & kWidth1) != 0;
   // The word of data that has a group's scale, behind its codes, as it lies in memory: decoding it
   // while reading would wait for it before the next array is requested.
   static constexpr int kScale = 2;
@@ -31,11 +32,11 @@ struct Held {
 #undef AMP_MP_WITH_GROUP
 
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
-    data = cuda::read<(Formats & kWidth1) != 0>(from.data, at, width_of(from.format), n, whole);
+    data = cuda::read<kNarrow>(from.data, at, width_of(from.format), n, whole);
     if constexpr (kSplits)
       rest = cuda::read<true>(from.rest, at, rest_width_of(from.format), n, whole);
-    with_group(from.format, [&](auto group) {
-      const auto* scales = static_cast<const typename decltype(group)::Scale*>(from.rest);
+    with_group(from.format, [&]<class Group>(Group) {
+      const auto* scales = static_cast<const typename Group::Scale*>(from.rest);
       if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);
     });
   }
@@ -50,16 +51,15 @@ struct Held {
     const auto low = [&](int k) { return int16_t(rest.half(k)); };
     const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
     const auto master = [&](int k) { return from_bits(data.word[k]); };
-    if (matches<F::float32>(f)) return each([&](int k) { return from_bits(data.word[k]); });
+    const auto weight = [&](int k) { return uint16_t(rest.half(k)); };
+    if (matches<F::float32>(f)) return each(master);
     if (matches<F::bfloat16, F::bfloat16_stochastic>(f))
       return each([&](int k) { return amp_mp::decode(b(k)); });
     if (matches<F::float16, F::float16_stochastic>(f)) return each(h);
     if (matches<F::bfloat16_float32>(f))
-      return each(
-          [&](int k) { return WholeMaster::join(bfloat16{uint16_t(rest.half(k))}, master(k)); });
+      return each([&](int k) { return WholeMaster::join(bfloat16{weight(k)}, master(k)); });
     if (matches<F::float16_float32>(f))
-      return each(
-          [&](int k) { return WholeMaster::join(float16{uint16_t(rest.half(k))}, master(k)); });
+      return each([&](int k) { return WholeMaster::join(float16{weight(k)}, master(k)); });
     if (matches<F::bfloat16_split32>(f))
       return each([&](int k) { return Split32::join(b(k), low(k)); });
     if (matches<F::bfloat16_split24>(f))
@@ -71,12 +71,13 @@ struct Held {
     if (matches<F::ue8m8>(f)) return each([&](int k) { return amp_mp::decode(ue8m8{half(k)}); });
     if (matches<F::float16_root>(f))
       return each([&](int k) { return amp_mp::decode(float16_root{{half(k)}}); });
-    with_group(f, [&](auto group) {
-      using Code = typename decltype(group)::Code;
-      const uint32_t scale = group.load(scale_of<decltype(group)>()), base = group.base(scale);
+    with_group(f, [&]<class Group>(Group group) {
+      typename Group::Scale raw;
+      memcpy(&raw, &data.word[kScale], sizeof raw);
+      const uint32_t scale = group.load(raw), base = group.base(scale);
       const bool is_plain = group.is_plain(scale);
       each([&](int k) {
-        const float y = group.decode(Code{decltype(Code::code)(data.byte(k))}, base);
+        const float y = group.decode({decltype(Group::Code::code)(data.byte(k))}, base);
         return is_plain ? y : group.special(scale);
       });
     });
@@ -92,10 +93,7 @@ struct Held {
     data = {};
     if constexpr (kSplits) rest = {};
     const auto bits = [&](int k) { return uint32_t(random >> (8 * k)) & 0xFFu; };
-    const auto noise = [&](int k) {  // noise_of(bits(k)) in one instruction
-      const auto half = uint32_t(k < 4 ? random : random >> 32);
-      return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
-    };
+    const auto noise = [&](int k) { return noise_at(random, k); };
     const auto set_upper = [&](Pack8& to, const auto& one) {
       uint32_t rounded[kPack];
       for (int k = 0; k < kPack; ++k) rounded[k] = one(k);
@@ -140,24 +138,17 @@ struct Held {
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
     if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
-    with_group(to.format, [&](auto group) {
-      auto* scales = static_cast<typename decltype(group)::Scale*>(to.rest);
-      if (n > 0 && at % kGroup == 0) scales[uint64_t(at) / kGroup] = scale_of<decltype(group)>();
+    with_group(to.format, [&]<class Group>(Group) {
+      typename Group::Scale raw;
+      memcpy(&raw, &data.word[kScale], sizeof raw);
+      auto* scales = static_cast<typename Group::Scale*>(to.rest);
+      if (n > 0 && at % kGroup == 0) scales[uint64_t(at) / kGroup] = raw;
     });
   }
 
  private:
   static __device__ __forceinline__ uint32_t raw_of(bfloat16 scale) { return scale.bits; }
   static __device__ __forceinline__ uint32_t raw_of(uint8_t scale) { return scale; }
-  template <class Group>
-  __device__ __forceinline__ typename Group::Scale scale_of() const {
-    if constexpr (sizeof(typename Group::Scale) == 2) {
-      return {uint16_t(data.word[kScale])};
-    } else {
-      return uint8_t(data.word[kScale]);
-    }
-  }
-
   template <Format G, class Use>
   static __device__ __forceinline__ void with_group_of(Format f, const Use& use) {
     if constexpr (is_in(Formats & kGroupedFormats, G))

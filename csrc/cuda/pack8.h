@@ -107,6 +107,12 @@ __device__ __forceinline__ uint32_t bytes_1(uint32_t a, uint32_t b, uint32_t c, 
   return lower_halves(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051));
 }
 
+// noise_of random byte k of eight, in one instruction.
+__device__ __forceinline__ uint32_t noise_at(uint64_t random, int k) {
+  const auto half = uint32_t(k < 4 ? random : random >> 32);
+  return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
+}
+
 // Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
 struct Pack8 {
   uint32_t word[kPack];

@@ -34,10 +34,10 @@ MUTANTS = {
         "convert.h", "d = kThreadsOfGroup / 2", "d = kThreadsOfGroup / 4", "apply.cu", "plain",
         "FAILED apply"),
     "a group's scale is not stored": Mutant(
-        "convert.h", "scales[at / kGroup] = group.store(data.word[kScale]);", ";", "apply.cu",
+        "convert.h", "scales[uint64_t(at) / kGroup] = raw;", ";", "apply.cu",
         "plain", "FAILED apply"),
     "the scale of the group before": Mutant(
-        "convert.h", "group.load(scales[at / kGroup])", "group.load(scales[(at - 8) / kGroup])",
+        "convert.h", "raw_of(scales[uint64_t(at)", "raw_of(scales[uint64_t(at - 8)",
         "apply.cu", "plain", "FAILED apply"),
     "a group of NaN is numbers": Mutant(
         "convert.h", "is_plain ? y : group.special(scale)", "y", "apply.cu", "plain",
