@@ -4,8 +4,9 @@ Neither setuptools nor torch.utils.cpp_extension can do this: they compile every
 same flags, and the latter wants a torch with CUDA and links CUDA's runtime dynamically.
 
 Environment: AMP_MP_CUDA=1 demands CUDA, 0 leaves it out; TORCH_CUDA_ARCH_LIST chooses architectures
-(default 7.5;8.0;9.0;10.0+PTX); AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and MAX_JOBS
-as usual. Whether this machine has a GPU does not matter: machines that build often have none.
+(default 7.5;8.0;9.0;10.0+PTX); AMP_MP_PLAIN_QUOTIENT=1 divides by CUDA's plain operations
+(csrc/cuda/quotient.h); AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and MAX_JOBS as
+usual. Whether this machine has a GPU does not matter: machines that build often have none.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ def units(cuda: Cuda | None) -> list[Unit]:
         listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
     if cuda:
         flags = [*NVCC_FLAGS.split(), *NVCC_WARNINGS.split(), *cuda.architectures, f"-I{CSRC}"]
+        if os.environ.get("AMP_MP_PLAIN_QUOTIENT") == "1":
+            flags.append("-DAMP_MP_PLAIN_QUOTIENT")
         listed += [Unit(s, [cuda.nvcc, *flags]) for s in sorted(CSRC.glob("cuda/*.cu"))]
     codes = sorted({a.split("code=")[1] for a in cuda.architectures[1::2]}) if cuda else []
     for_torch = [

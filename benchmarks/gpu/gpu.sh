@@ -122,7 +122,8 @@ bench() {  # NAME SECONDS ARGUMENTS...; it ends by itself before its time is ove
 }
 
 # Where the CPU's bits are the expected ones, or a formula's in NumPy.
-bits=(tests/optim/step/test_rules.py tests/optim/step/test_measure.py tests/formats/test_formats.py)
+bits=(tests/optim/step/test_quotients.py tests/optim/step/test_rules.py
+  tests/optim/step/test_measure.py tests/formats/test_formats.py)
 others=(--ignore=tests/emulators --ignore=tests/project --ignore=tests/benchmarks)
 
 run() {

@@ -16,7 +16,7 @@ template <FormatSet Formats>
 __device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], int64_t at, int n,
                                       bool whole, uint64_t random = 0) {
   Held<Formats> held;
-  held.encode(to.format, x, n, random);
+  held.template encode<false>(to.format, x, n, random);
   held.write(to, at, n, whole);
 }
 
@@ -24,10 +24,9 @@ __device__ __forceinline__ void store(const Array& to, const float (&x)[kPack], 
 template <FormatSet Formats>
 __device__ __forceinline__ void store_history(const Array& to, const float (&x)[kPack], int64_t at,
                                               int n, bool whole, uint64_t random = 0) {
-  const bool clamp = saturates(to.format);
-  float y[kPack];
-  for (int k = 0; k < kPack; ++k) y[k] = clamp ? saturate(x[k]) : x[k];
-  store<Formats>(to, y, at, n, whole, random);
+  Held<Formats> held;
+  held.template encode<true>(to.format, x, n, random);
+  held.write(to, at, n, whole);
 }
 
 }  // namespace amp_mp::cuda

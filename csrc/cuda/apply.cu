@@ -1,6 +1,10 @@
 // The apply pass: reads every array of a step once, updates it and writes it back. There is one
-// kernel for each rule; a slot's formats are a tag, the same for a whole block of threads.
+// kernel for each rule. A slot's formats are a tag, the same for a whole block of threads; for
+// common tags (cuda/layouts.h) the loop is compiled with the formats known.
+#include <type_traits>
+
 #include "cuda/passes.h"
+#include "cuda/quotient.h"
 #include "cuda/slot_table.h"
 
 namespace amp_mp::cuda {
@@ -8,75 +12,127 @@ namespace {
 
 constexpr int kThreads = 128;
 // Blocks per multiprocessor. Without this bound ptxas saves registers and splits the loads; with
-// four, some rules would spill registers.
-template <class Rule>
-constexpr int kBlocks = Rule::kStates > 2 ? 2 : 4;
-template <>
-constexpr int kBlocks<RMSprop> = 3;
-template <>
-constexpr int kBlocks<Adamax> = 3;
+// five, some rules would spill registers.
+constexpr int kBlocks = 4;
 
-template <class Rule>
-__global__ void __launch_bounds__(kThreads, kBlocks<Rule>)
-    apply_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
-                 const SlotRule<Rule>* __restrict__ slot_rules) {
-  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
-  const Chunk chunk = find_chunk(table);
-  if (found_inf != 0) return;
-  const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule().rule;
-  const float multiplier = slot.slot_rule().multiplier;
-  const bool draws = slot.draws(), draws_weights = is_stochastic(slot.master.format);
+// Updates eight elements.
+template <class Rule, class... States>
+__device__ __forceinline__ void update(const Rule& rule, float multiplier, const float (&g)[kPack],
+                                       float (&w)[kPack], States (&... states)[kPack]) {
+  if constexpr (divides_by_root<Rule>) {
+    Fraction fraction[kPack];
+    float quotient[kPack];
+    for (int k = 0; k < kPack; ++k)
+      fraction[k] = rule.moments(g[k] * multiplier, w[k], states[k]...);
+    divide_all(rule.divide, fraction, quotient);
+    for (int k = 0; k < kPack; ++k) rule.take(quotient[k], w[k], states[k]...);
+  } else {
+    for (int k = 0; k < kPack; ++k) rule(g[k] * multiplier, w[k], states[k]...);
+  }
+}
 
-  // Every thread runs the same number of iterations, because groups exchange numbers between
-  // threads.
-  for (int base = 0; base < chunk.size; base += kThreads * kPack) {
+template <class Rule, uint32_t Layout>
+__device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chunk& chunk,
+                                            const SlotRule<Rule>* slot_rules) {
+  const int index = chunk.slot + unknown_zero();
+  const SlotRule<Rule>& slot_rule = slot_rules[index];
+  const View<Rule, Layout> slot(entries[index], slot_rule);
+  const Randomness randomness = slot.randomness();
+  const Rule rule = slot_rule.rule;
+  const float multiplier = slot_rule.multiplier;
+
+  // `all`, std::true_type: all threads have eight elements, at aligned addresses.
+  const auto update_eight = [&](auto all, int base) {
+    constexpr bool kAll = decltype(all)::value;
     const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
-    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
-    const bool whole = slot.wide && n == kPack;
+    const int n = kAll ? kPack : left < 0 ? 0 : left < kPack ? left : kPack;
     const int64_t at = chunk.begin + i;
+    const View<Rule, Layout> from = slot.again();
+    const bool whole = kAll || (from.wide && n == kPack);
     Held<kGradFormats> grad;
     Held<kMasterFormats> master;
     Held<kFormatsOfState<Rule, 0>> first;
     Held<kFormatsOfState<Rule, 1>> second;
     Held<kFormatsOfState<Rule, 2>> third;
-    grad.read(slot.grad, at, n, whole);
-    master.read(slot.master, at, n, whole);
-    if constexpr (Rule::kStates > 0) first.read(slot.state[0], at, n, whole);
-    if constexpr (Rule::kStates > 1) second.read(slot.state[1], at, n, whole);
-    if constexpr (Rule::kStates > 2) third.read(slot.state[2], at, n, whole);
-    float g[kPack], w[kPack], s0[kPack], s1[kPack], s2[kPack];
-    grad.decode(slot.grad.format, g);
-    master.decode(slot.master.format, w);
-    if constexpr (Rule::kStates > 0) first.decode(slot.state[0].format, s0);
-    if constexpr (Rule::kStates > 1) second.decode(slot.state[1].format, s1);
-    if constexpr (Rule::kStates > 2) third.decode(slot.state[2].format, s2);
-    for (int k = 0; k < kPack; ++k) {
-      if constexpr (Rule::kStates == 0) rule(g[k] * multiplier, w[k]);
-      if constexpr (Rule::kStates == 1) rule(g[k] * multiplier, w[k], s0[k]);
-      if constexpr (Rule::kStates == 2) rule(g[k] * multiplier, w[k], s0[k], s1[k]);
-      if constexpr (Rule::kStates == 3) rule(g[k] * multiplier, w[k], s0[k], s1[k], s2[k]);
+    const auto read = [&](bool at_once) {
+      grad.read(from.grad, at, n, at_once);
+      master.read(from.master, at, n, at_once);
+      if constexpr (Rule::kStates > 0) first.read(from.state[0], at, n, at_once);
+      if constexpr (Rule::kStates > 1) second.read(from.state[1], at, n, at_once);
+      if constexpr (Rule::kStates > 2) third.read(from.state[2], at, n, at_once);
+    };
+    if (whole) {  // one branch for all arrays, or each array's loads wait for those before
+      read(true);
+    } else {
+      read(false);
     }
-    store_history<kMasterFormats>(slot.master, w, at, n, whole,
-                                  draws_weights ? slot.random(true, at) : 0);
-    if (slot.has_copy) store_history<kGradFormats>(slot.copy, w, at, n, whole);
+    float g[kPack], w[kPack], s0[kPack], s1[kPack], s2[kPack];
+    grad.decode(from.grad.format, g);
+    master.decode(from.master.format, w);
+    if constexpr (Rule::kStates > 0) first.decode(from.state[0].format, s0);
+    if constexpr (Rule::kStates > 1) second.decode(from.state[1].format, s1);
+    if constexpr (Rule::kStates > 2) third.decode(from.state[2].format, s2);
+    if constexpr (Rule::kStates == 0) update(rule, multiplier, g, w);
+    if constexpr (Rule::kStates == 1) update(rule, multiplier, g, w, s0);
+    if constexpr (Rule::kStates == 2) update(rule, multiplier, g, w, s0, s1);
+    if constexpr (Rule::kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
+    const View<Rule, Layout> to = slot.again();
+    const Randomness bytes = Layout == kAnyTag ? to.randomness() : randomness;
+    store_history<kMasterFormats>(to.master, w, at, n, whole,
+                                  to.draws_weights() ? bytes.eight(true, at) : 0);
+    if (to.has_copy) store_history<kGradFormats>(to.copy, w, at, n, whole);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
-      const uint64_t random = draws ? slot.random(false, at) : 0;
+      const uint64_t random = to.draws() ? bytes.eight(false, at) : 0;
       if constexpr (Rule::kStates > 0)
-        store_history<kFormatsOfState<Rule, 0>>(slot.state[0], s0, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 0>>(to.state[0], s0, at, n, whole, random);
       if constexpr (Rule::kStates > 1)
-        store_history<kFormatsOfState<Rule, 1>>(slot.state[1], s1, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
       if constexpr (Rule::kStates > 2)
-        store_history<kFormatsOfState<Rule, 2>>(slot.state[2], s2, at, n, whole, random);
+        store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
+    }
+  };
+  // Every thread runs the same number of iterations, because groups exchange numbers between
+  // threads.
+  for (int base = 0; base < chunk.size; base += kThreads * kPack) {
+    if (Layout != kAnyTag && slot.wide && base + kThreads * kPack <= chunk.size) {
+      update_eight(std::true_type{}, base);
+    } else {
+      update_eight(std::false_type{}, base);
     }
   }
+}
+
+// Calls apply_chunk with the first layout that is the slot's, or else with none.
+template <class Rule>
+__device__ __forceinline__ void apply_as(LayoutList<>, uint32_t, const SlotEntry* entries,
+                                         const Chunk& chunk, const SlotRule<Rule>* slot_rules) {
+  apply_chunk<Rule, kAnyTag>(entries, chunk, slot_rules);
+}
+template <class Rule, uint32_t Layout, uint32_t... Others>
+__device__ __forceinline__ void apply_as(LayoutList<Layout, Others...>, uint32_t tag,
+                                         const SlotEntry* entries, const Chunk& chunk,
+                                         const SlotRule<Rule>* slot_rules) {
+  if (is_layout(Layout, tag, kArrays<Rule>))
+    return apply_chunk<Rule, Layout>(entries, chunk, slot_rules);
+  apply_as<Rule>(LayoutList<Others...>{}, tag, entries, chunk, slot_rules);
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    apply_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
+                 const SlotRule<Rule>* __restrict__ slot_rules) {
+  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
+  const Chunk chunk = find_chunk(table);
+  if (found_inf != 0) return;
+  apply_as(typename LayoutsOf<Rule>::type{}, table.entries[chunk.slot].tag, table.entries, chunk,
+           slot_rules);
 }
 
 }  // namespace
 
 template <class Rule>
 int chunk_of(const Slot* slots, int64_t count) {
-  return chunk_elements(count_elements(slots, count), kBlocks<Rule>);
+  return chunk_elements(count_elements(slots, count), kBlocks);
 }
 
 template <class Rule>

@@ -11,7 +11,10 @@ template <FormatSet Formats>
 struct Held {
   using F = Format;
   static constexpr bool kSplits = (Formats & kSplitFormats) != 0;
-  static constexpr int kScale = 2;  // the word of data that has a group's scale, behind its codes
+  static constexpr bool kNarrow = (Formats & kWidth1) != 0;
+  // The word of data that has a group's scale, behind its codes, as it lies in memory: decoding it
+  // while reading would wait for it before the next array is requested.
+  static constexpr int kScale = 2;
   Pack8 data, rest;
 
   // Whether f is one of `Some`; false at compile time if none of them is in Formats.
@@ -29,11 +32,12 @@ struct Held {
 #undef AMP_MP_WITH_GROUP
 
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
-    data = cuda::read(from.data, at, width_of(from.format), n, whole);
-    if constexpr (kSplits) rest = cuda::read(from.rest, at, rest_width_of(from.format), n, whole);
-    with_group(from.format, [&](auto group) {
-      const auto* scales = static_cast<const typename decltype(group)::Scale*>(from.rest);
-      if (n > 0) data.word[kScale] = group.load(scales[at / kGroup]);
+    data = cuda::read<kNarrow>(from.data, at, width_of(from.format), n, whole);
+    if constexpr (kSplits)
+      rest = cuda::read<true>(from.rest, at, rest_width_of(from.format), n, whole);
+    with_group(from.format, [&]<class Group>(Group) {
+      const auto* scales = static_cast<const typename Group::Scale*>(from.rest);
+      if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);
     });
   }
 
@@ -47,16 +51,15 @@ struct Held {
     const auto low = [&](int k) { return int16_t(rest.half(k)); };
     const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
     const auto master = [&](int k) { return from_bits(data.word[k]); };
-    if (matches<F::float32>(f)) return each([&](int k) { return from_bits(data.word[k]); });
+    const auto weight = [&](int k) { return uint16_t(rest.half(k)); };
+    if (matches<F::float32>(f)) return each(master);
     if (matches<F::bfloat16, F::bfloat16_stochastic>(f))
       return each([&](int k) { return amp_mp::decode(b(k)); });
     if (matches<F::float16, F::float16_stochastic>(f)) return each(h);
     if (matches<F::bfloat16_float32>(f))
-      return each(
-          [&](int k) { return WholeMaster::join(bfloat16{uint16_t(rest.half(k))}, master(k)); });
+      return each([&](int k) { return WholeMaster::join(bfloat16{weight(k)}, master(k)); });
     if (matches<F::float16_float32>(f))
-      return each(
-          [&](int k) { return WholeMaster::join(float16{uint16_t(rest.half(k))}, master(k)); });
+      return each([&](int k) { return WholeMaster::join(float16{weight(k)}, master(k)); });
     if (matches<F::bfloat16_split32>(f))
       return each([&](int k) { return Split32::join(b(k), low(k)); });
     if (matches<F::bfloat16_split24>(f))
@@ -68,12 +71,13 @@ struct Held {
     if (matches<F::ue8m8>(f)) return each([&](int k) { return amp_mp::decode(ue8m8{half(k)}); });
     if (matches<F::float16_root>(f))
       return each([&](int k) { return amp_mp::decode(float16_root{{half(k)}}); });
-    with_group(f, [&](auto group) {
-      using Code = typename decltype(group)::Code;
-      const uint32_t scale = data.word[kScale], base = group.base(scale);
+    with_group(f, [&]<class Group>(Group group) {
+      typename Group::Scale raw;
+      memcpy(&raw, &data.word[kScale], sizeof raw);
+      const uint32_t scale = group.load(raw), base = group.base(scale);
       const bool is_plain = group.is_plain(scale);
       each([&](int k) {
-        const float y = group.decode(Code{decltype(Code::code)(data.byte(k))}, base);
+        const float y = group.decode({decltype(Group::Code::code)(data.byte(k))}, base);
         return is_plain ? y : group.special(scale);
       });
     });
@@ -81,16 +85,15 @@ struct Held {
 
   // The opposite. `random` holds one byte for each element if the format is stochastic. For a
   // grouped format every thread of the warp has to call this, with n = 0 too: four neighbours share
-  // a group.
+  // a group. Weights and moments saturate in float16; gradients do not, or an overflow would go
+  // unseen.
+  template <bool kSaturates>
   __device__ __forceinline__ void encode(Format f, const float (&x)[kPack], int n,
                                          uint64_t random) {
     data = {};
     if constexpr (kSplits) rest = {};
     const auto bits = [&](int k) { return uint32_t(random >> (8 * k)) & 0xFFu; };
-    const auto noise = [&](int k) {  // noise_of(bits(k)) in one instruction
-      const auto half = uint32_t(k < 4 ? random : random >> 32);
-      return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
-    };
+    const auto noise = [&](int k) { return noise_at(random, k); };
     const auto set_upper = [&](Pack8& to, const auto& one) {
       uint32_t rounded[kPack];
       for (int k = 0; k < kPack; ++k) rounded[k] = one(k);
@@ -106,7 +109,8 @@ struct Held {
     if (matches<F::float32>(f)) return words();
     if (matches<F::bfloat16>(f)) return upper([&](int k) { return round_bfloat16(x[k]); });
     if (matches<F::float16>(f))
-      return halves([&](int k) { return amp_mp::encode<float16>(x[k]).bits; });
+      return halves(
+          [&](int k) { return amp_mp::encode<float16>(kSaturates ? saturate(x[k]) : x[k]).bits; });
     if (matches<F::bfloat16_stochastic>(f))
       return upper([&](int k) { return round_bfloat16(x[k], noise(k)); });
     if (matches<F::float16_stochastic>(f))
@@ -134,13 +138,17 @@ struct Held {
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
     if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
-    with_group(to.format, [&](auto group) {
-      auto* scales = static_cast<typename decltype(group)::Scale*>(to.rest);
-      if (n > 0 && at % kGroup == 0) scales[at / kGroup] = group.store(data.word[kScale]);
+    with_group(to.format, [&]<class Group>(Group) {
+      typename Group::Scale raw;
+      memcpy(&raw, &data.word[kScale], sizeof raw);
+      auto* scales = static_cast<typename Group::Scale*>(to.rest);
+      if (n > 0 && at % kGroup == 0) scales[uint64_t(at) / kGroup] = raw;
     });
   }
 
  private:
+  static __device__ __forceinline__ uint32_t raw_of(bfloat16 scale) { return scale.bits; }
+  static __device__ __forceinline__ uint32_t raw_of(uint8_t scale) { return scale; }
   template <Format G, class Use>
   static __device__ __forceinline__ void with_group_of(Format f, const Use& use) {
     if constexpr (is_in(Formats & kGroupedFormats, G))
@@ -201,7 +209,7 @@ struct Held {
       rounded[k] = group.round(x[k], offset, uint32_t(random >> (8 * k)) & 0xFFu);
     data.set_bytes_1(rounded);
     if (!group.is_plain(scale)) data.word[0] = data.word[1] = 0;
-    data.word[kScale] = scale;
+    data.word[kScale] = raw_of(group.store(scale));
   }
 };
 

@@ -27,10 +27,12 @@ __global__ void __launch_bounds__(kSpanThreads)
     return;
   }
 
-  const View<Rule> slot(table, slot_rules, chunk.slot);
-  const Rule rule = slot.slot_rule().rule;
-  const float multiplier = slot.slot_rule().multiplier;
+  const SlotRule<Rule>& slot_rule = slot_rules[chunk.slot];
+  const View<Rule> slot(table.entries[chunk.slot], slot_rule);
+  const Rule rule = slot_rule.rule;
+  const float multiplier = slot_rule.multiplier;
   const bool draws = slot.draws();
+  const Randomness randomness = slot.randomness();
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   float sum[kPack] = {};
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kSpanThreads)
         bad += 1;
       }
     }
-    const uint64_t random = draws ? slot.random(false, at) : 0;
+    const uint64_t random = draws ? randomness.eight(false, at) : 0;
     store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
     store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random);
   }

@@ -100,8 +100,17 @@ __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) {
   return __byte_perm(a, b, 0x5410);
 }
+__device__ __forceinline__ uint32_t bytes_0(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return lower_halves(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040));
+}
 __device__ __forceinline__ uint32_t bytes_1(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return lower_halves(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051));
+}
+
+// noise_of random byte k of eight, in one instruction.
+__device__ __forceinline__ uint32_t noise_at(uint64_t random, int k) {
+  const auto half = uint32_t(k < 4 ? random : random >> 32);
+  return __byte_perm(half, 0x80u, 0x5504u | uint32_t(k % 4) << 4);
 }
 
 // Eight elements of 1, 2 or 4 bytes as they lie in memory, packed from the lowest bits on.
@@ -113,12 +122,15 @@ struct Pack8 {
   __device__ __forceinline__ void set_byte(int k, uint32_t x) {
     word[k / 4] |= (x & 0xFFu) << (8 * (k % 4));
   }
-  // Packs the upper halves, the lower halves or bytes 1 of eight words.
+  // Packs the upper halves, the lower halves, bytes 0 or bytes 1 of eight words.
   __device__ __forceinline__ void set_upper(const uint32_t (&x)[kPack]) {
     for (int k = 0; k < kPack; k += 2) word[k / 2] = upper_halves(x[k], x[k + 1]);
   }
   __device__ __forceinline__ void set_lower(const uint32_t (&x)[kPack]) {
     for (int k = 0; k < kPack; k += 2) word[k / 2] = lower_halves(x[k], x[k + 1]);
+  }
+  __device__ __forceinline__ void set_bytes_0(const uint32_t (&x)[kPack]) {
+    for (int k = 0; k < kPack; k += 4) word[k / 4] = bytes_0(x[k], x[k + 1], x[k + 2], x[k + 3]);
   }
   __device__ __forceinline__ void set_bytes_1(const uint32_t (&x)[kPack]) {
     for (int k = 0; k < kPack; k += 4) word[k / 4] = bytes_1(x[k], x[k + 1], x[k + 2], x[k + 3]);
@@ -130,29 +142,44 @@ struct Pack8 {
 
 // Reads n elements of `width` bytes; a width of 0 means that there is no array. `whole`: n is 8 and
 // the address is aligned, so that they can be read at once.
+//
+// A load into a register that another load fills, even under the opposite condition, waits for it.
+// So each width has registers of its own here, which are joined afterwards. `kNarrow`: the width
+// may be 1; joining waits for the load, and arrays without such formats shall not.
+template <bool kNarrow>
 __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, int n, bool whole) {
   Pack8 p = {};
   const char* from = static_cast<const char*>(data) + at * width;
   if (whole) {
-    if (width == 1) {
-      const uint2 piece = *reinterpret_cast<const uint2*>(from);
-      memcpy(p.word, &piece, sizeof piece);
-    }
-    if (width >= 2) {
-      const uint4 piece = *reinterpret_cast<const uint4*>(from);
-      memcpy(p.word, &piece, sizeof piece);
-    }
+    uint2 narrow = {};
+    uint4 piece = {};
+    if (kNarrow && width == 1) narrow = *reinterpret_cast<const uint2*>(from);
+    if (width >= 2) piece = *reinterpret_cast<const uint4*>(from);
     if (width == 4) {
-      const uint4 piece = reinterpret_cast<const uint4*>(from)[1];
-      memcpy(p.word + 4, &piece, sizeof piece);
+      const uint4 upper = reinterpret_cast<const uint4*>(from)[1];
+      memcpy(p.word + 4, &upper, sizeof upper);
     }
+    p.word[0] = kNarrow && width == 1 ? narrow.x : piece.x;
+    p.word[1] = kNarrow && width == 1 ? narrow.y : piece.y;
+    p.word[2] = piece.z;
+    p.word[3] = piece.w;
     return p;
   }
-  for (int k = 0; k < kPack; ++k) {  // a constant trip count, or p lies in local memory
-    if (k >= n) continue;
-    if (width == 4) p.word[k] = reinterpret_cast<const uint32_t*>(from)[k];
-    if (width == 2) p.set_half(k, reinterpret_cast<const uint16_t*>(from)[k]);
-    if (width == 1) p.set_byte(k, reinterpret_cast<const uint8_t*>(from)[k]);
+  // One kind of load for each loop: a test of the width within it would make each load a branch
+  // that is waited for. The number of turns is constant, or p lies in local memory.
+  uint32_t x[kPack] = {};
+  if (width == 4) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) x[k] = reinterpret_cast<const uint32_t*>(from)[k];
+    for (int k = 0; k < kPack; ++k) p.word[k] = x[k];
+  } else if (width == 2) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) x[k] = reinterpret_cast<const uint16_t*>(from)[k];
+    p.set_lower(x);
+  } else if (kNarrow && width == 1) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) x[k] = reinterpret_cast<const uint8_t*>(from)[k];
+    p.set_bytes_0(x);
   }
   return p;
 }
@@ -172,11 +199,15 @@ __device__ __forceinline__ void write(void* data, const Pack8& p, int64_t at, in
     }
     return;
   }
-  for (int k = 0; k < kPack; ++k) {
-    if (k >= n) continue;
-    if (width == 4) reinterpret_cast<uint32_t*>(to)[k] = p.word[k];
-    if (width == 2) reinterpret_cast<uint16_t*>(to)[k] = uint16_t(p.half(k));
-    if (width == 1) reinterpret_cast<uint8_t*>(to)[k] = uint8_t(p.byte(k));
+  if (width == 4) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) reinterpret_cast<uint32_t*>(to)[k] = p.word[k];
+  } else if (width == 2) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) reinterpret_cast<uint16_t*>(to)[k] = uint16_t(p.half(k));
+  } else if (width == 1) {
+    for (int k = 0; k < kPack; ++k)
+      if (k < n) reinterpret_cast<uint8_t*>(to)[k] = uint8_t(p.byte(k));
   }
 }
 

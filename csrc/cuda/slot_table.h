@@ -28,29 +28,45 @@ bool is_compiled(const Slot& s) {
 template <class Rule>
 constexpr int kArrays = kState0 + Rule::kStates;
 
-__device__ __forceinline__ Format format_of(uint32_t tag, int array) {
-  return Format(tag >> (array * kFormatBits) & ((1 << kFormatBits) - 1));
+// Where a slot's random bytes come from, made once: making it needs numbers of the slot's rule.
+struct Randomness {
+  RandomStream stream;
+  int64_t first;     // element 0 of the shard in the whole tensor
+  const Rows* rows;  // null: no gaps
+
+  // The random bytes of elements at to at + 7, `at` being a multiple of 8.
+  __device__ __forceinline__ uint64_t eight(bool of_weights, int64_t at) const {
+    RandomStream own = stream;
+    own.of_weights = of_weights ? 1u << 31 : 0;
+    return rows ? random_bytes(own, first, *rows, at) : random_bytes(own, uint64_t(first + at));
+  }
+};
+
+// 0, which the compiler cannot know. A slot that is reached through it is read anew; otherwise what
+// was read before stays in registers, and kernels spill.
+__device__ __forceinline__ int unknown_zero() {
+  int zero = 0;
+  asm volatile("" : "+r"(zero));
+  return zero;
 }
 
-// One slot in a kernel.
-template <class Rule>
+// One slot in a kernel. `Layout` has the formats that are known when compiling (cuda/layouts.h).
+template <class Rule, uint32_t Layout = kAnyTag>
 struct View {
   Array grad, master, copy, state[kMaxStates] = {};
-  const StepList& table;
-  const SlotRule<Rule>* slot_rules;
-  int slot;   // index in both
-  bool wide;  // every array starts at a multiple of 16 bytes
+  const SlotEntry& entry;
+  const SlotRule<Rule>& slot_rule;
+  bool wide = true;  // every array starts at a multiple of 16 bytes
   bool has_copy;
 
-  __device__ __forceinline__ View(const StepList& table, const SlotRule<Rule>* slot_rules, int slot)
-      : table(table), slot_rules(slot_rules), slot(slot), wide(true) {
-    const SlotEntry& e = table.entries[slot];
+  __device__ __forceinline__ View(const SlotEntry& e, const SlotRule<Rule>& slot_rule)
+      : entry(e), slot_rule(slot_rule) {
     const uint32_t tag = e.tag;
     const auto array = [&](int number, void* data, void* rest) {
       wide = wide && is_wide(data);  // a missing array is wide
-      return Array{to_global(data), format_of(tag, number), to_global(rest)};
+      return Array{to_global(data), format_in<Layout>(tag, number), to_global(rest)};
     };
-    grad = array(kGrad, slot_rule().grad, nullptr);
+    grad = array(kGrad, slot_rule.grad, nullptr);
     master = array(kMaster, e.master, e.second);
     copy = array(kSecond, e.second, nullptr);
     if constexpr (Rule::kStates > 0) state[0] = array(kState0, e.state0, e.scales0);
@@ -59,17 +75,19 @@ struct View {
     has_copy = !is_split(master.format) && e.second;
   }
 
+  // The same slot. Where any format may be in it there is more to keep than registers.
+  __device__ __forceinline__ View again() const {
+    const int zero = Layout == kAnyTag ? unknown_zero() : 0;
+    return View((&entry)[zero], (&slot_rule)[zero]);
+  }
+
   __device__ __forceinline__ bool draws() const {
     return is_stochastic(state[0].format) || is_stochastic(state[1].format);
   }
-  __device__ __forceinline__ const SlotRule<Rule>& slot_rule() const { return slot_rules[slot]; }
-  __device__ __forceinline__ uint64_t random(bool of_weights, int64_t at) const {
-    View own = *this;
-    asm volatile("" : "+r"(own.slot));  // or all these numbers stay in registers, and kernels spill
-    const SlotEntry& e = own.table.entries[own.slot];
-    const SlotRule<Rule>& rule = own.slot_rule();
-    return random_bytes(random_stream(rule.seed, rule.step, e.tensor_index, of_weights), e.first,
-                        e.rows, at);
+  __device__ __forceinline__ bool draws_weights() const { return is_stochastic(master.format); }
+  __device__ __forceinline__ Randomness randomness() const {
+    return {random_stream(slot_rule.seed, slot_rule.step, entry.tensor_index, false), entry.first,
+            entry.rows.length > 0 ? &entry.rows : nullptr};
   }
 };
 

@@ -4,18 +4,13 @@
 #include <climits>
 #include <cstring>
 
+#include "cuda/layouts.h"
 #include "cuda/pack8.h"
 #include "cuda/passes.h"
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
 
-// Index of a slot's arrays in its tag. kSecond is the rest of a master of two parts, or the copy to
-// write of a float32 weight; a slot never has both.
-enum SlotArray { kGrad, kSecond, kMaster, kState0 };
-
-constexpr int kFormatBits = 4;  // of the tag for each array
-static_assert(kFormatCount <= 1 << kFormatBits);
 static_assert(kGroupedStates == 2 && kMaxStates == 3);
 
 // One slot, without gaps between members: the host compares bytes. Threads read 16 bytes at a time.

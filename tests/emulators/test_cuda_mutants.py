@@ -33,10 +33,10 @@ MUTANTS = {
         "convert.h", "d = kThreadsOfGroup / 2", "d = kThreadsOfGroup / 4", "apply.cu", "plain",
         "FAILED apply"),
     "a group's scale is not stored": Mutant(
-        "convert.h", "scales[at / kGroup] = group.store(data.word[kScale]);", ";", "apply.cu",
+        "convert.h", "scales[uint64_t(at) / kGroup] = raw;", ";", "apply.cu",
         "plain", "FAILED apply"),
     "the scale of the group before": Mutant(
-        "convert.h", "group.load(scales[at / kGroup])", "group.load(scales[(at - 8) / kGroup])",
+        "convert.h", "raw_of(scales[uint64_t(at)", "raw_of(scales[uint64_t(at & -64)",
         "apply.cu", "plain", "FAILED apply"),
     "a group of NaN is numbers": Mutant(
         "convert.h", "is_plain ? y : group.special(scale)", "y", "apply.cu", "plain",
@@ -98,7 +98,7 @@ MUTANTS = {
     "a tail that is summed again is wide": Mutant(
         "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
     "the tensor before a chunk's": Mutant(
-        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "asan", BEYOND),
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "asan", "AddressSanitizer:"),
     "random bytes of the eight before": Mutant(
         "pack8.h", "(e / kPack + 1) * kPack", "e / kPack * kPack", "apply.cu", "plain",
         "FAILED apply"),
@@ -143,7 +143,24 @@ MUTANTS = {
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
-        "access.h", "clamp ? saturate(x[k]) :", "", "apply.cu", "plain", "FAILED apply"),
+        "access.h", "encode<true>", "encode<false>", "apply.cu", "plain", "FAILED apply"),
+    "slots of known formats are not updated": Mutant(
+        "apply.cu", "(apply_chunk<Rule, Layouts>(table, chunk, slot_rule), true)", "true",
+        "apply.cu", "plain", "FAILED apply"),
+    "slots of other formats are not updated": Mutant(
+        "apply.cu", "if (!known) apply_chunk", "if (false) apply_chunk", "apply.cu", "plain",
+        "FAILED apply"),
+    "a layout ignores the last state": Mutant(
+        "layouts.h", "a < arrays; ++a", "a < arrays - 1; ++a", "apply.cu", "plain",
+        "FAILED apply"),
+    "zero over zero is zero": Mutant(
+        "quotient.h", "(f.square == 0 && divide.eps > 0)", "f.square == 0", "apply.cu", "plain",
+        "FAILED apply"),
+    "hard numbers are divided quickly": Mutant(
+        "quotient.h", "if (farthest < kQuickSpan) return;", "return;", "apply.cu", "plain",
+        "FAILED apply"),
+    "negative squares are easy": Mutant(
+        "quotient.h", "return x > y ? x : y;", "return x;", "apply.cu", "plain", "FAILED apply"),
     "an average is the newest value": Mutant(
         "average.cu", "averaging(average[k], x[k])", "x[k]", "average.cu", "plain",
         "FAILED average in"),

@@ -28,32 +28,31 @@ struct AdamMoments {
 struct Adam {
   static constexpr int kStates = 2, kSquares = 1;
   AdamMoments average;
-  float eps, weight_decay;
-  float step_size;       // lr / (1 - beta1^t): the first moment's bias correction is in it
-  float inv_bias2_root;  // 1 / sqrt(1 - beta2^t)
+  float weight_decay;
+  float step_size;     // lr / (1 - beta1^t): the first moment's bias correction is in it
+  RootDivisor divide;  // its factor, 1 / sqrt(1 - beta2^t), corrects the second moment's
 
   static AMP_MP_BOTH Adam at(const Hyper& h, const Clock& c) {
     return {.average = AdamMoments::at(h),
-            .eps = float(h.eps),
             .weight_decay = float(h.weight_decay),
             .step_size = float(h.lr / (1 - c.beta1_power)),
-            .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power))};
+            .divide = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)}};
   }
 
-  AMP_MP_BOTH void moments(float g, float w, float& m, float& v) const {
+  AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
     // add the gradient of the L2 penalty
     g = g + weight_decay * w;
     average.update(g, m, v);
+    return {m, v};
   }
 
-  AMP_MP_BOTH void update(float& w, float m, float v) const {
-    // correct the bias of both moments and take the step
-    w = w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
+  AMP_MP_BOTH void take(float quotient, float& w, float&, float&) const {
+    // take the step
+    w = w - step_size * quotient;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
-    moments(g, w, m, v);
-    update(w, m, v);
+    take(divide(moments(g, w, m, v)), w, m, v);
   }
 };
 
@@ -62,29 +61,29 @@ struct Adam {
 struct AdamW {
   static constexpr int kStates = 2, kSquares = 1;
   AdamMoments average;
-  float eps;
-  float decay;           // 1 - lr * weight_decay
-  float step_size;       // lr / (1 - beta1^t)
-  float inv_bias2_root;  // 1 / sqrt(1 - beta2^t)
+  float decay;         // 1 - lr * weight_decay
+  float step_size;     // lr / (1 - beta1^t)
+  RootDivisor divide;  // its factor is 1 / sqrt(1 - beta2^t)
 
   static AMP_MP_BOTH AdamW at(const Hyper& h, const Clock& c) {
     return {.average = AdamMoments::at(h),
-            .eps = float(h.eps),
             .decay = float(1 - h.lr * h.weight_decay),
             .step_size = float(h.lr / (1 - c.beta1_power)),
-            .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power))};
+            .divide = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)}};
   }
 
-  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
+  AMP_MP_BOTH Fraction moments(float g, float, float& m, float& v) const {
+    average.update(g, m, v);
+    return {m, v};
+  }
 
-  AMP_MP_BOTH void update(float& w, float m, float v) const {
-    // decay the weight, correct the bias of both moments and take the step
-    w = decay * w - step_size * (m / (sqrtf(v) * inv_bias2_root + eps));
+  AMP_MP_BOTH void take(float quotient, float& w, float&, float&) const {
+    // decay the weight and take the step
+    w = decay * w - step_size * quotient;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
-    moments(g, w, m, v);
-    update(w, m, v);
+    take(divide(moments(g, w, m, v)), w, m, v);
   }
 };
 
@@ -95,14 +94,26 @@ template <class Base>
 struct Amsgrad {
   static constexpr int kStates = 3, kSquares = 1;
   Base base;
+  RootDivisor divide;
 
-  static AMP_MP_BOTH Amsgrad at(const Hyper& h, const Clock& c) { return {.base = Base::at(h, c)}; }
+  static AMP_MP_BOTH Amsgrad at(const Hyper& h, const Clock& c) {
+    const Base base = Base::at(h, c);
+    return {.base = base, .divide = base.divide};
+  }
 
-  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v, float& largest) const {
+  AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v, float& largest) const {
     base.moments(g, w, m, v);
     // keep the maximum; a NaN counts as the largest
     largest = v > largest || v != v ? v : largest;
-    base.update(w, m, largest);
+    return {m, largest};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float& m, float& v, float&) const {
+    base.take(quotient, w, m, v);
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v, float& largest) const {
+    take(divide(moments(g, w, m, v, largest)), w, m, v, largest);
   }
 };
 using AmsgradAdam = Amsgrad<Adam>;

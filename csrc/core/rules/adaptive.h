@@ -7,21 +7,30 @@ namespace amp_mp {
 // Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), in torch's form. State: sum.
 struct Adagrad {
   static constexpr int kStates = 1, kSquares = 0;
-  float lr, eps, weight_decay;
+  float lr, weight_decay;
+  RootDivisor divide;
 
   static AMP_MP_BOTH Adagrad at(const Hyper& h, const Clock& c) {
     return {.lr = float(h.lr / (1 + (c.step - 1) * h.lr_decay)),
-            .eps = float(h.eps),
-            .weight_decay = float(h.weight_decay)};
+            .weight_decay = float(h.weight_decay),
+            .divide = {1, float(h.eps)}};
   }
 
-  AMP_MP_BOTH void operator()(float g, float& w, float& sum) const {
+  AMP_MP_BOTH Fraction moments(float g, float w, float& sum) const {
     // add the gradient of the L2 penalty
     g = g + weight_decay * w;
     // add up the squares of all gradients so far
     sum = sum + g * g;
+    return {g, sum};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float&) const {
     // take the step
-    w = w - lr * (g / (sqrtf(sum) + eps));
+    w = w - lr * quotient;
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& sum) const {
+    take(divide(moments(g, w, sum)), w, sum);
   }
 };
 
@@ -30,49 +39,67 @@ struct Adagrad {
 // buffer = momentum_buffer, square_avg.
 struct RMSprop {
   static constexpr int kStates = 2, kSquares = 1;
-  float lr, alpha, one_minus_alpha, eps, weight_decay, momentum;
+  float lr, alpha, one_minus_alpha, weight_decay, momentum;
+  RootDivisor divide;
 
   static AMP_MP_BOTH RMSprop at(const Hyper& h, const Clock&) {
     return {.lr = float(h.lr),
             .alpha = float(h.beta2),
             .one_minus_alpha = float(1 - h.beta2),
-            .eps = float(h.eps),
             .weight_decay = float(h.weight_decay),
-            .momentum = float(h.momentum)};
+            .momentum = float(h.momentum),
+            .divide = {1, float(h.eps)}};
   }
 
-  AMP_MP_BOTH void operator()(float g, float& w, float& buffer, float& square_avg) const {
+  AMP_MP_BOTH Fraction moments(float g, float w, float&, float& square_avg) const {
     // add the gradient of the L2 penalty
     g = g + weight_decay * w;
     // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    return {g, square_avg};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float& buffer, float&) const {
     // add the normalised gradient to the momentum buffer
-    buffer = momentum * buffer + g / (sqrtf(square_avg) + eps);
+    buffer = momentum * buffer + quotient;
     // take the step
     w = w - lr * buffer;
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& buffer, float& square_avg) const {
+    take(divide(moments(g, w, buffer, square_avg)), w, buffer, square_avg);
   }
 };
 
 // RMSprop without momentum keeps no buffer. State: square_avg.
 struct PlainRMSprop {
   static constexpr int kStates = 1, kSquares = 0;
-  float lr, alpha, one_minus_alpha, eps, weight_decay;
+  float lr, alpha, one_minus_alpha, weight_decay;
+  RootDivisor divide;
 
   static AMP_MP_BOTH PlainRMSprop at(const Hyper& h, const Clock&) {
     return {.lr = float(h.lr),
             .alpha = float(h.beta2),
             .one_minus_alpha = float(1 - h.beta2),
-            .eps = float(h.eps),
-            .weight_decay = float(h.weight_decay)};
+            .weight_decay = float(h.weight_decay),
+            .divide = {1, float(h.eps)}};
   }
 
-  AMP_MP_BOTH void operator()(float g, float& w, float& square_avg) const {
+  AMP_MP_BOTH Fraction moments(float g, float w, float& square_avg) const {
     // add the gradient of the L2 penalty
     g = g + weight_decay * w;
     // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    return {g, square_avg};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float&) const {
     // take the step
-    w = w - lr * (g / (sqrtf(square_avg) + eps));
+    w = w - lr * quotient;
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& square_avg) const {
+    take(divide(moments(g, w, square_avg)), w, square_avg);
   }
 };
 
@@ -81,28 +108,37 @@ struct PlainRMSprop {
 // States: buffer = momentum_buffer, square_avg, grad_avg.
 struct CenteredRMSprop {
   static constexpr int kStates = 3, kSquares = 1;
-  float lr, alpha, one_minus_alpha, eps, weight_decay, momentum;
+  float lr, alpha, one_minus_alpha, weight_decay, momentum;
+  RootDivisor divide;
 
   static AMP_MP_BOTH CenteredRMSprop at(const Hyper& h, const Clock&) {
     return {.lr = float(h.lr),
             .alpha = float(h.beta2),
             .one_minus_alpha = float(1 - h.beta2),
-            .eps = float(h.eps),
             .weight_decay = float(h.weight_decay),
-            .momentum = float(h.momentum)};
+            .momentum = float(h.momentum),
+            .divide = {1, float(h.eps)}};
+  }
+
+  AMP_MP_BOTH Fraction moments(float g, float w, float&, float& square_avg, float& grad_avg) const {
+    // add the gradient of the L2 penalty
+    g = g + weight_decay * w;
+    // average the square and the gradient; their difference is the variance
+    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    grad_avg = alpha * grad_avg + one_minus_alpha * g;
+    return {g, square_avg - grad_avg * grad_avg};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float& buffer, float&, float&) const {
+    // add the normalised gradient to the momentum buffer
+    buffer = momentum * buffer + quotient;
+    // take the step
+    w = w - lr * buffer;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer, float& square_avg,
                               float& grad_avg) const {
-    // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
-    // average the square and the gradient
-    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
-    grad_avg = alpha * grad_avg + one_minus_alpha * g;
-    // divide by the standard deviation and add to the momentum buffer
-    buffer = momentum * buffer + g / (sqrtf(square_avg - grad_avg * grad_avg) + eps);
-    // take the step
-    w = w - lr * buffer;
+    take(divide(moments(g, w, buffer, square_avg, grad_avg)), w, buffer, square_avg, grad_avg);
   }
 };
 

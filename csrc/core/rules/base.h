@@ -46,6 +46,23 @@ struct Norms {
   double grad, weight, update;
 };
 
+// The update of Adam and its relatives before it is divided: numerator and square.
+struct Fraction {
+  float numerator, square;
+};
+
+// Divides by a root: numerator / (sqrt(square) * factor + eps). A rule that does has a member
+// `divide` and its update in two parts: `moments`, which updates the states and returns a Fraction,
+// and `take`, which takes the step with the quotient. CUDA divides eight elements at a time
+// (cuda/quotient.h).
+struct RootDivisor {
+  float factor, eps;
+
+  AMP_MP_BOTH float operator()(const Fraction& f) const {
+    return f.numerator / (sqrtf(f.square) * factor + eps);
+  }
+};
+
 // `yes ? a : b` without a branch: loops that call a rule twice stay scalar with one.
 AMP_MP_BOTH float select(bool yes, float a, float b) {
   const uint32_t mask = yes ? 0xFFFFFFFFu : 0u;
@@ -59,6 +76,8 @@ AMP_MP_BOTH float sign_of(float x) {
   return from_bits(magnitude - 1 < kInfinity ? one : u);
 }
 
+template <class Rule>
+constexpr bool divides_by_root = requires(Rule rule) { rule.divide; };
 template <class Rule>
 constexpr bool needs_norms = requires { Rule::kNorms; };
 template <class Rule>

@@ -34,6 +34,7 @@ int main(int argc, char** argv) {
     const Rule& rule = kRules[r];
     const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
     step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
+    step_both(rule, presets());
     if (!std::strcmp(rule.name, "AdamW")) {
       refuses_other_kinds(rule);
       lengths_of_lists<AdamW>(rule, quick && !lists);

@@ -38,10 +38,26 @@ constexpr Format kSquares[6] = {F::ue8m8, F::float32, F::float16_root, F::bfloat
                                 F::log8,  F::bfloat16};
 constexpr int kAllPairs = 390;
 
+// What the apply kernel is compiled for (cuda/layouts.h): master, a moment, a mean of squares.
+struct Preset {
+  Kept kept;
+  Format moment, square;
+};
+constexpr Preset kPresets[7] = {
+    {{F::float32, false, {}}, F::float32, F::float32},
+    {{F::float32, true, F::bfloat16}, F::float32, F::float32},
+    {{F::bfloat16_split32, false, {}}, F::float32, F::float32},
+    {{F::bfloat16_split24, false, {}}, F::bfloat16_stochastic, F::ue8m8},
+    {{F::bfloat16_split24, false, {}}, F::m8, F::ue8m8},
+    {{F::bfloat16_split24, false, {}}, F::m8, F::log8},
+    {{F::bfloat16_split24, false, {}}, F::m8, F::float32},  // of no preset, but like two of them
+};
+
 struct Shape {
   std::vector<size_t> sizes;
   int per_group;
   size_t offset = 0;  // in the cycles
+  bool presets = false;
 };
 
 enum Role { kGrad, kCopy, kMaster, kState0, kState1, kState2, kRoles };
@@ -60,17 +76,21 @@ struct Tensor {
 // Whether a state of tensor number t may be stored in groups.
 bool has_groups(size_t t) { return t % 5 == 0 || t % 6 == 4; }
 
-Tensor make_tensor(size_t n, size_t t, bool bad, int states, int squares) {
+Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int squares) {
   // Most tensors are aligned, some in all but one array, few in none.
   const auto skew = [&](size_t which) {
     return t % 16 == 2 || (t % 4 == 1 && t / 4 % 9 == which) ? 1 + t % 7 : 0;
   };
-  const Kept& kept = kKept[t % 13];
+  const Preset& preset = kPresets[t % 7];
+  const Kept& kept = presets ? preset.kept : kKept[t % 13];
   const auto whole_groups = [&](Format f) {
     return is_grouped(f) && n % kGroup != 0 ? F::bfloat16_stochastic : f;
   };
-  const Format first = whole_groups(squares == 0 ? kFirstSquares[t % 10] : kMoments[t % 5]),
-               second = whole_groups(squares == 1 ? kSquares[t % 6] : F::float32);
+  const Format of_square = presets ? preset.square : kSquares[t % 6],
+               of_first = presets ? preset.square : kFirstSquares[t % 10],
+               of_moment = presets ? preset.moment : kMoments[t % 5];
+  const Format first = whole_groups(squares == 0 ? of_first : of_moment),
+               second = whole_groups(squares == 1 ? of_square : F::float32);
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
   x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 13) % 3], skew(0), 0);
@@ -114,7 +134,8 @@ struct Model {
 
   Model(const Shape& shape, bool bad, int states, int squares) : per_group(shape.per_group) {
     for (size_t t = 0; t < shape.sizes.size(); ++t)
-      tensors.push_back(make_tensor(shape.sizes[t], t + shape.offset, bad, states, squares));
+      tensors.push_back(
+          make_tensor(shape.sizes[t], t + shape.offset, shape.presets, bad, states, squares));
   }
 
   int64_t count() const { return int64_t(tensors.size()); }
@@ -188,6 +209,13 @@ Shape repeated(const std::vector<size_t>& cycle, size_t count, int per_group, si
     const size_t n = cycle[t % cycle.size()];
     shape.sizes.push_back(has_groups(t + offset) ? to_groups(n) : n);
   }
+  return shape;
+}
+
+// The presets in sizes of whole groups, and with every kind of gradient.
+Shape presets() {
+  Shape shape = {{}, 5, 0, true};
+  for (size_t t = 0; t < 7 * 13; ++t) shape.sizes.push_back(to_groups(kEdges[t % kEdges.size()]));
   return shape;
 }
 
