@@ -23,6 +23,7 @@ from cuda_on_cpu.build import build, why_unavailable  # noqa: E402
 
 __all__ = ["RecordedStep", "build_recorder", "record", "why_unavailable"]
 PAGE = 4096
+HEAD = "<8Q"
 
 
 @dataclass
@@ -33,6 +34,7 @@ class RecordedStep:
     threads: int
     master_at: int  # address of the first array of the master
     master_width: int  # bytes of one of its elements
+    master_bytes: int
     arguments: bytes
     before: bytes
     after: bytes
@@ -65,12 +67,12 @@ def record(recorder: Path, rule: str, formats: Sequence[str], skew: int) -> Reco
         raise RuntimeError(f"{recorder.name} {rule} {' '.join(formats)}: {done.stderr}")
     stored = file.read_bytes()
     file.unlink()
-    blocks, threads, at, width, *sizes = struct.unpack_from("<7Q", stored)
-    parts, place = [], 56
-    for size in sizes:
+    *numbers, size, size_before, size_after = struct.unpack_from(HEAD, stored)
+    parts, place = [], struct.calcsize(HEAD)
+    for size in (size, size_before, size_after):
         parts.append(stored[place : place + size])
         place += size
-    return RecordedStep(blocks, threads, at, width, *parts)
+    return RecordedStep(*numbers, *parts)
 
 
 def _ranges(stored: bytes) -> dict[int, NDArray[np.uint8]]:

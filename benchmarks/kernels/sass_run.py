@@ -32,7 +32,7 @@ class Executed:
     index: int  # in the function
     ran: bool  # whether its guard was true in any lane
     cached: bool = False  # a load of bytes that this warp has read before
-    stored: NDArray[np.uint64] | None = None  # addresses of a store to global memory
+    addresses: NDArray[np.uint64] | None = None  # of an access to global memory, one a lane
 
 
 @dataclass
@@ -116,11 +116,11 @@ class Runner:
                 addresses = load(self.warp, i, operands)
                 if LOADS[i.name] == "global":
                     asked = {int(a) for a in addresses}
-                    done.cached = asked <= self._read
+                    done.cached, done.addresses = asked <= self._read, addresses
                     self._read |= asked
             elif i.name in STORES:
                 addresses = store(self.warp, i, operands)
-                done.stored = addresses if STORES[i.name] == "global" else None
+                done.addresses = addresses if STORES[i.name] == "global" else None
             elif i.name not in IGNORED:
                 function, allowed = EFFECTS[i.name]
                 if allowed is not None and i.modifiers - allowed:

@@ -14,7 +14,9 @@ from sass_operands import Kind, Operand, double_bits, float_bits
 LANES = 32
 ALL = np.ones(LANES, bool)
 ARGUMENTS_AT = 0x210  # in constant bank 0, of sm_90
-_STACK_AT, _BLOCK_AT, _GRID_AT, _DESCRIPTOR_AT = 0x28, 0x0, 0xC, 0x208
+# Also there: a block's and a grid's threads, the stack, the arguments' address, a descriptor.
+_BLOCK_AT, _GRID_AT, _STACK_AT, _WINDOW_AT, _DESCRIPTOR_AT = 0x0, 0xC, 0x28, 0x198, 0x208
+_WINDOW = 1 << 52  # where no process has memory
 _LOCAL = 1 << 14  # bytes of local memory of a lane
 _SHARED = 1 << 16
 
@@ -31,6 +33,10 @@ class Memory:
 
     def __init__(self, ranges: dict[int, NDArray[np.uint8]]) -> None:
         self._ranges = [(at, at + len(stored), stored) for at, stored in sorted(ranges.items())]
+
+    def add(self, address: int, stored: NDArray[np.uint8]) -> None:
+        """Adds bytes that begin at an address."""
+        self._ranges.append((address, address + len(stored), stored))
 
     def read(self, addresses: NDArray[np.uint64], size: int) -> NDArray[np.uint8]:
         """`size` bytes at each address. Raises IndexError where there is no memory."""
@@ -76,9 +82,11 @@ class Warp:
             _BLOCK_AT: self.threads.to_bytes(4, "little") + b"\1\0\0\0" * 2,
             _GRID_AT: self.blocks.to_bytes(4, "little") + b"\1\0\0\0" * 2,
             _STACK_AT: (_LOCAL - 64).to_bytes(8, "little"),
+            _WINDOW_AT: _WINDOW.to_bytes(8, "little"),
             _DESCRIPTOR_AT: bytes(8),
             ARGUMENTS_AT: self.arguments,
         }
+        self.memory.add(_WINDOW, np.frombuffer(self.arguments, np.uint8))
 
     def local_address(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Where `local` holds what the running lanes have at their local addresses."""

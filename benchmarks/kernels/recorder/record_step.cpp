@@ -125,7 +125,8 @@ void record(std::ofstream& file, size_t skew, char** formats) {
   const auto master_at = reinterpret_cast<uint64_t>(master.data.at);
   std::string head;
   for (const uint64_t x : {uint64_t(launch.blocks), uint64_t(launch.threads), master_at,
-                           uint64_t(master.info().width), uint64_t(launch.arguments.size()),
+                           uint64_t(master.info().width), uint64_t(kSize * master.info().width),
+                           uint64_t(launch.arguments.size()),
                            uint64_t(launch.memory.size()), uint64_t(after.size())})
     put(head, x);
   file << head << launch.arguments << launch.memory << after;
