@@ -7,17 +7,20 @@ stores is compared with what the emulator has stored, so that the path cannot be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path as File
 
 import numpy as np
-from recorded_step import RecordedStep
+from kernel_code import Kernel
+from recorded_step import RecordedStep, record
 from sass import Function
 from sass_lanes import STORES, size_of
 from sass_run import Executed, Trace, run
 from sass_time import Stretch, cycles, rounds, stalls
 from sass_warp import LANES, Warp
 
+ARCH = "90"  # the architecture whose machine code is followed
 PACK = 8  # elements that all figures are for, a thread
 # Formats of gradient, master, copy, moment and square, by core/format_list.h's names.
 PRESETS: Mapping[str, tuple[str, ...]] = {
@@ -28,7 +31,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "tiny": ("bfloat16", "bfloat16_split24", "-", "m8", "ue8m8"),
     "micro": ("bfloat16", "bfloat16_split24", "-", "m8", "log8"),
 }
-RULES = ("AdamW", "Adam", "SGD", "Lion", "RMSprop")
+RULES = ("AdamW", "Adam", "SGD", "Lion", "RMSprop", "PlainRMSprop")
 
 # An H100: multiprocessors, clock, bytes a second of a copy, instructions a cycle and
 # multiprocessor, of which a kernel reaches a part, and cycles of a load while the memory is busy.
@@ -55,6 +58,35 @@ class Path:
         issue = self.instructions / (ISSUED * REACHED) / elements
         latency = self.alone / warps / elements
         return memory / max(memory, max(issue, latency) / (MULTIPROCESSORS * CLOCK))
+
+
+@dataclass
+class Measured:
+    """The path of one kernel with one preset; `skew`: elements that arrays are off alignment."""
+
+    kernel: Kernel
+    rule: str
+    preset: str
+    skew: int
+    path: Path
+
+
+def code_of(kernels: Sequence[Kernel], rule: str) -> tuple[Kernel, Function]:
+    """The apply kernel of a rule. Raises ValueError where there is not one with machine code."""
+    found = [k for k in kernels if k.name == f"apply_kernel<{rule}>"]
+    codes = [k.code for k in found if k.code is not None]
+    if len(codes) != 1:
+        raise ValueError(f"{len(codes)} kernels with machine code are called apply_kernel<{rule}>")
+    return found[0], codes[0]
+
+
+def measure(
+    kernels: Sequence[Kernel], recorder: File, rule: str, preset: str, skew: int
+) -> Measured:
+    """Follows apply_kernel of a rule, on usual numbers."""
+    kernel, code = code_of(kernels, rule)
+    step = record(recorder, rule, PRESETS[preset], skew)
+    return Measured(kernel, rule, preset, skew, follow(code, step))
 
 
 def follow(function: Function, step: RecordedStep) -> Path:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sass_warp import Memory
 
 ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
 sys.path.append(str(ROOT / "tests/emulators"))
 
 from cuda_on_cpu.build import build, why_unavailable  # noqa: E402
@@ -48,17 +49,25 @@ class RecordedStep:
         return Memory(_ranges(self.after))
 
 
-def build_recorder(folder: Path, csrc: Path = ROOT / "csrc") -> Path:
-    """Compiles the recorder against the sources in `csrc`; takes some seconds."""
+def build_recorder(folder: Path, rules: Sequence[str], csrc: Path = CSRC) -> Path:
+    """Compiles the recorder for `rules` against the sources in `csrc`; takes some seconds."""
     here = Path(__file__).resolve().parent / "recorder"
-    return build([here / "record_step.cpp"], folder, "plain", [here, csrc])
+    listed = " ".join(f"X({rule}, {rule})" for rule in rules)
+    defines = [f"AMP_MP_RECORDED_RULES(X)={listed}"]
+    return build([here / "record_step.cpp"], folder, "plain", [here, csrc], defines)
 
 
-def record(recorder: Path, rule: str, formats: Sequence[str], skew: int) -> RecordedStep:
-    """Records a step. `formats`: of gradient, master, copy ("-" for none), moment and square."""
+def record(
+    recorder: Path, rule: str, formats: Sequence[str], skew: int, numbers: str = "usual"
+) -> RecordedStep:
+    """Records a step. `formats`: of gradient, master, copy ("-" for none), moment and square.
+
+    `skew`: elements that every array is off an aligned address. `numbers`: "usual", or "rare" for
+    zeros, subnormal and large ones too.
+    """
     file = recorder.parent / "step.bin"
     done = subprocess.run(
-        [str(recorder), str(file), rule, str(skew), *formats],
+        [str(recorder), str(file), rule, numbers, str(skew), *formats],
         capture_output=True,
         text=True,
         check=False,
@@ -67,9 +76,9 @@ def record(recorder: Path, rule: str, formats: Sequence[str], skew: int) -> Reco
         raise RuntimeError(f"{recorder.name} {rule} {' '.join(formats)}: {done.stderr}")
     stored = file.read_bytes()
     file.unlink()
-    *numbers, size, size_before, size_after = struct.unpack_from(HEAD, stored)
+    *numbers, arguments, before, after = struct.unpack_from(HEAD, stored)
     parts, place = [], struct.calcsize(HEAD)
-    for size in (size, size_before, size_after):
+    for size in (arguments, before, after):
         parts.append(stored[place : place + size])
         place += size
     return RecordedStep(*numbers, *parts)

@@ -23,7 +23,7 @@ NO_BARRIER = 7
 _FUNCTION = re.compile(r"^\.text\.(\S+):")
 _LABEL = re.compile(r"^(\.L_\S+|\$\S+):")
 _INSTRUCTION = re.compile(
-    r"^\s+/\*([0-9a-f]+)\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;\s+/\* 0x([0-9a-f]{16}) \*/"
+    r"^\s+/\*([0-9a-f]+)\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;\s+/\* 0x[0-9a-f]{16} "
 )
 _UPPER = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 

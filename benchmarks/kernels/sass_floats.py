@@ -42,27 +42,49 @@ def _finish(w: Warp, i: Instruction, to: Operand, x: Floats) -> None:
     w.set(to, np.clip(x, 0, 1) if "SAT" in i.modifiers else x)
 
 
-def fused(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a * b + c, rounded once."""
+def fused(a: Floats, b: Floats, c: Floats, rounding: frozenset[str] = frozenset()) -> Floats:
+    """a * b + c, rounded once: to nearest, or down (RM), up (RP) or towards zero (RZ)."""
     product, addend = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + addend
-    # Where the sum in float64 is not exact, the odd one of its two neighbours is taken: only so does
-    # the second rounding see on which side of a tie the exact result lies.
+    # Where the sum in float64 is not exact, the odd one of its two neighbours is taken: only so
+    # does the second rounding see on which side of a tie the exact result lies.
     part = total - product
     lost = (product - (total - part)) + (addend - part)
     bits = total.view(np.int64)
     away = (lost > 0) == (total > 0)
     odd = np.where((bits & 1) == 1, bits, np.where(away, bits + 1, bits - 1))
     is_odd = np.isfinite(total) & (lost != 0) & (total != 0)
-    return np.where(is_odd, odd.view(np.float64), total).astype(np.float32)
+    exact = np.where(is_odd, odd.view(np.float64), total)
+    near = exact.astype(np.float32)
+    over = near.astype(np.float64) - exact
+    if "RZ" in rounding:
+        return np.where(over * np.sign(exact) > 0, np.nextafter(near, np.float32(0)), near)
+    if "RM" in rounding:
+        return np.where(over > 0, np.nextafter(near, np.float32(-np.inf)), near)
+    if "RP" in rounding:
+        return np.where(over < 0, np.nextafter(near, np.float32(np.inf)), near)
+    return near
 
 
-@effect("FADD FMUL FFMA", "FTZ SAT")
+@effect("FADD FMUL FFMA", "FTZ SAT RM RP RZ")
 def _arithmetic(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
     to, *given = operands
     x = [flushed(w.f32(one), i) for one in given[:3]]
-    result = x[0] + x[1] if i.name == "FADD" else x[0] * x[1] if len(x) == 2 else fused(*x)
-    _finish(w, i, to, result)
+    if i.name == "FADD":
+        x = [x[0], np.ones_like(x[0]), x[1]]
+    if i.name == "FMUL":
+        x.append(np.full_like(x[0], -0.0))  # adds nothing, not even a sign
+    _finish(w, i, to, fused(x[0], x[1], x[2], i.modifiers & {"RM", "RP", "RZ"}))
+
+
+@effect("HFMA2", "MMA")
+def _hfma2(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
+    # As nvcc loads a constant: zero times zero plus two halves. Nothing else is known here.
+    to, a, b, *halves = operands
+    if not (a.name.endswith("RZ") and b.name.endswith("RZ") and all(h.decimal for h in halves)):
+        raise UnknownError
+    high, low = (np.array(float(h.decimal), np.float16).view(np.uint16) for h in halves)
+    w.set(to, np.full(LANES, int(high) << 16 | int(low), np.uint32))
 
 
 @effect("FMNMX", "NAN FTZ")

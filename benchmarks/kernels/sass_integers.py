@@ -132,9 +132,7 @@ def look_up(table: int, a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> ND
     total = a & ~a
     for k in range(8):
         if table >> k & 1:
-            total = total | (
-                (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
-            )
+            total = total | ((a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c))
     return total
 
 

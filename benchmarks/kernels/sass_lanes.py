@@ -33,7 +33,7 @@ def _special(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
     }
     zeros = {f"SR_{what}.{axis}" for what in ("TID", "CTAID") for axis in "YZ"}
     name = operands[1].name
-    if name in zeros:
+    if name in zeros or name == "SR_CgaCtaId":
         w.set(operands[0], np.zeros(LANES, np.uint32))
     elif name in numbers:
         w.set(operands[0], numbers[name])

@@ -69,6 +69,14 @@ class Runner:
 
     def run(self) -> Trace:
         """Everything the warp issues. Raises RuntimeError if it does not end."""
+        with np.errstate(all="ignore"):  # infinities and NaN are numbers like others here
+            self._run()
+        if self._waiting:
+            names = sorted({name for name, _ in self._waiting})
+            raise RuntimeError(f"lanes wait for ever at {', '.join(names)}")
+        return self.trace
+
+    def _run(self) -> None:
         while self._ready:
             group = min(self._ready, key=lambda one: one.at)
             for other in [one for one in self._ready if one is not group and one.at == group.at]:
@@ -79,10 +87,6 @@ class Runner:
                 self._release()
             if len(self.trace.steps) > LIMIT:
                 raise RuntimeError(f"no end after {LIMIT} instructions")
-        if self._waiting:
-            names = sorted({name for name, _ in self._waiting})
-            raise RuntimeError(f"lanes wait for ever at {', '.join(names)}")
-        return self.trace
 
     def _step(self, group: _Group) -> bool:
         """Executes the group's instruction; whether the group can go on."""
@@ -102,9 +106,9 @@ class Runner:
                 return True
         done = Executed(group.at, bool(warp.running.any()))
         self.trace.steps.append(done)
-        here, group.at = group.at, group.at + 1
+        group.at += 1
         if i.name in ("BRA", "CALL", "RET", "BRX", "EXIT", "BSSY", "BSYNC", "BREAK", "WARPSYNC"):
-            return self._control(i, group, here)
+            return self._control(i, group)
         if done.ran:
             self._execute(i, done)
         return True
@@ -146,9 +150,9 @@ class Runner:
             for n in range(words):
                 self.warp.registers[next_register(operand.name, n)] = None
 
-    def _control(self, i: Instruction, group: _Group, here: int) -> bool:
-        warp, running = self.warp, self.warp.running.copy()
-        operands = i.operands
+    def _control(self, i: Instruction, group: _Group) -> bool:
+        """Jumps, barriers and ends; whether the group can go on."""
+        running, operands = self.warp.running.copy(), i.operands
         stay = group.lanes & ~running
         if i.name == "BSSY":
             self._meeting[operands[0].name] = group.lanes.copy()
@@ -179,8 +183,6 @@ class Runner:
                 return True
             self._ready.append(_Group(place, lanes))
             group.lanes = group.lanes & ~lanes
-        if "DIV" in i.modifiers or not running.any():
-            return True
         return bool(group.lanes.any())
 
     def _targets(self, i: Instruction, running: Mask) -> Iterator[tuple[int, Mask]]:
@@ -201,7 +203,7 @@ class Runner:
             yield self.function.labels[label], running
             return
         found = re.match(r"(R\d+)", i.text)
-        if found is None:
+        if found is None or i.name != "RET":
             raise RuntimeError(f"{i}: it is not known where this goes")
         try:
             addresses = self.warp.u64(Operand(Kind.REGISTER, found[1])) & np.uint64(0xFFFFFFFF)

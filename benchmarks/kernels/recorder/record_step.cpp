@@ -2,10 +2,10 @@
 // file: arguments, memory before it, memory after it. What the kernel is launched with is therefore
 // always what the library's own host code makes.
 //
-//     record_step FILE RULE SKEW GRAD MASTER COPY MOMENT SQUARE
+//     record_step FILE RULE NUMBERS SKEW GRAD MASTER COPY MOMENT SQUARE
 //
 // The last five are names of formats, "-" for no copy; SKEW is by how many elements each array is
-// off an aligned address.
+// off an aligned address. NUMBERS is "usual", or "rare" for zeros, subnormal and large ones too.
 #include <cstdio>
 #include <fstream>
 #include <stdexcept>
@@ -13,14 +13,9 @@
 
 #include "plan.h"
 
+// Only these are compiled; AMP_MP_RECORDED_RULES lists them.
 #undef AMP_MP_FOR_EACH_RULE
-#define AMP_MP_FOR_EACH_RULE(X)                                                    \
-  X(AdamW, adamw_)                                                                 \
-  X(Adam, adam_)                                                                   \
-  X(SGD, sgd_)                                                                     \
-  X(Lion, lion_)                                                                   \
-  X(RMSprop, rmsprop_)                                                             \
-  X(PlainRMSprop, plain_rmsprop_)
+#define AMP_MP_FOR_EACH_RULE(X) AMP_MP_RECORDED_RULES(X)
 
 #include "cuda/apply.cu"
 #undef AMP_MP_INSTANTIATE
@@ -46,11 +41,14 @@ Format format_named(const std::string& name) {
   throw std::invalid_argument("no format is called " + name);
 }
 
-// Numbers of one magnitude, of both signs: no zero, nothing that overflows.
-float number(int64_t i, uint32_t seed) {
+// Numbers of one magnitude, of both signs: no zero, nothing that overflows. If `rare`, in two of
+// three packs of eight there are others.
+float number(int64_t i, uint32_t seed, bool rare) {
+  constexpr float kSizes[] = {0, 1e-40f, 1, 1e-20f, 1, 1e12f, 1};
   const uint32_t x = (uint32_t(i) + seed) * 2654435761u;
   const float size = 0.5f + float(x >> 8) * 0x1p-24f;
-  return x & 1 ? -size : size;
+  const float scale = rare && i / 8 % 3 != 0 ? kSizes[(i * 3 + i / 8) % 7] : 1;
+  return (x & 1 ? -size : size) * scale;
 }
 
 // Bytes that begin `skew` behind an aligned address.
@@ -77,9 +75,9 @@ struct Stored {
   Array array() { return {data.at, format, info().rest_width > 0 ? rest.at : nullptr}; }
 
   // A split master begins as its weight, without a remainder.
-  void fill(float spread, uint32_t seed) {
+  void fill(uint32_t seed, bool rare) {
     for (int64_t i = 0; i < kSize; ++i) {
-      const float x = spread * number(i, seed);
+      const float x = number(i, seed, rare);
       const uint32_t word = to_bits(x);
       const auto narrow = encode<bfloat16>(x);
       if (info().width == 4) std::memcpy(data.at + 4 * i, &word, 4);
@@ -89,7 +87,7 @@ struct Stored {
 };
 
 template <class Rule>
-void record(std::ofstream& file, size_t skew, char** formats) {
+void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   Stored grad(format_named(formats[0]), skew), master(format_named(formats[1]), skew);
   const bool copies = formats[2] != std::string("-");
   Stored copy(copies ? format_named(formats[2]) : Format::float32, skew);
@@ -98,8 +96,8 @@ void record(std::ofstream& file, size_t skew, char** formats) {
     return Rule::kSquares == k ? square : k == 0 ? moment : Format::float32;
   };
   Stored first(state_format(0), skew), second(state_format(1), skew);
-  grad.fill(1, 1);
-  master.fill(1, 2);
+  grad.fill(1, rare);
+  master.fill(2, rare);
 
   Clock clock = {1, 0.9, 0.999, 0};
   Slot slot = {};
@@ -111,23 +109,23 @@ void record(std::ofstream& file, size_t skew, char** formats) {
   if (Rule::kStates > 1) slot.state[1] = second.array();
   slot.clock = &clock;
   slot.tensor_index = 3;
-  const Hyper hyper = {1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9, 0.1, 0.01, 1e-3, 77, false, false, false,
-                       false};
+  const Hyper hyper = {1e-3, 0.9,  0.999, 1e-8,  0.01,  0.9,   0.1,
+                       0.01, 1e-3, 77,    false, false, false, false};
   Verdict verdict = {0, 1, 1, 1, 1};
   SlotRule<Rule> slot_rule;
   for (int step = 0; step < 2; ++step)
-    if (const char* error = cuda::apply<Rule>(&slot, 1, &hyper, nullptr, &verdict, {}, {},
-                                              &slot_rule, {}, nullptr))
+    if (const char* error =
+            cuda::apply<Rule>(&slot, 1, &hyper, nullptr, &verdict, {}, {}, &slot_rule, {}, nullptr))
       throw std::runtime_error(error);
 
   const cuda_on_cpu::Launch& launch = cuda_on_cpu::last_launch;
   const std::string after = cuda_on_cpu::memory_of_process();
   const auto master_at = reinterpret_cast<uint64_t>(master.data.at);
   std::string head;
-  for (const uint64_t x : {uint64_t(launch.blocks), uint64_t(launch.threads), master_at,
-                           uint64_t(master.info().width), uint64_t(kSize * master.info().width),
-                           uint64_t(launch.arguments.size()),
-                           uint64_t(launch.memory.size()), uint64_t(after.size())})
+  for (const uint64_t x :
+       {uint64_t(launch.blocks), uint64_t(launch.threads), master_at, uint64_t(master.info().width),
+        uint64_t(kSize * master.info().width), uint64_t(launch.arguments.size()),
+        uint64_t(launch.memory.size()), uint64_t(after.size())})
     put(head, x);
   file << head << launch.arguments << launch.memory << after;
 }
@@ -158,12 +156,14 @@ std::string cuda_on_cpu::memory_of_process() {
 }
 
 int main(int count, char** given) try {
-  if (count != 9) throw std::invalid_argument("expected FILE RULE SKEW and five formats");
+  if (count != 10) throw std::invalid_argument("expected FILE RULE NUMBERS SKEW, five formats");
   std::ofstream file(given[1], std::ios::binary);
   const std::string rule = given[2];
   bool found = false;
-#define AMP_MP_RECORD(Rule, op) \
-  if (rule == #Rule) record<Rule>(file, std::stoul(given[3]), given + 4), found = true;
+#define AMP_MP_RECORD(Rule, op)                                                           \
+  if (rule == #Rule)                                                                      \
+    record<Rule>(file, given[3] == std::string("rare"), std::stoul(given[4]), given + 5), \
+        found = true;
   AMP_MP_FOR_EACH_RULE(AMP_MP_RECORD)
   if (!found) throw std::invalid_argument("no rule is recorded that is called " + rule);
   file.flush();
