@@ -37,7 +37,7 @@ NO_NVCC = "no nvcc on the PATH or in /usr/local/cuda/bin"
 
 @dataclass
 class Report:
-    """What compiling has shown. By source: seconds of processor time, bytes of machine code."""
+    """What compiling has shown. By source: seconds of processor time, bytes in the library."""
 
     kernels: list[Kernel] = field(default_factory=list)  # by name
     seconds: dict[str, float] = field(default_factory=dict)
@@ -104,8 +104,20 @@ def _compile(nvcc: str, source: Path, arch: str, include: Path, folder: Path) ->
     names = _run(["c++filt"], "\n".join(kernels)).splitlines()
     for kernel, name in zip(kernels.values(), names, strict=True):
         kernel.name = short_name(name)
-    size = cubin.stat().st_size
+    size = _size_in_library(cubin, arch)
     return Report(list(kernels.values()), {source.name: seconds}, {source.name: size})
+
+
+def _size_in_library(cubin: Path, arch: str) -> int:
+    """Bytes of the machine code, compressed if the build compresses it."""
+    compresses = "-compress-all" in (ROOT / "build_tools/native.py").read_text()
+    found = shutil.which("fatbinary") or shutil.which("fatbinary", path="/usr/local/cuda/bin")
+    if not compresses or found is None:
+        return cubin.stat().st_size
+    packed = cubin.with_suffix(".fatbin")
+    image = f"--image3=kind=elf,sm={arch},file={cubin}"
+    _run([found, f"--create={packed}", "-64", "--compress-all", image])
+    return packed.stat().st_size
 
 
 def _run(command: list[str], text: str | None = None) -> str:
