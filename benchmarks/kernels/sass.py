@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 import subprocess
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -81,6 +82,7 @@ class Function:
     name: str  # mangled
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # index of the instruction behind
+    constants: dict[int, bytes] = field(default_factory=dict)  # by bank; tables of jumps are in 2
 
     @cached_property
     def index_at(self) -> Mapping[int, int]:
@@ -133,4 +135,20 @@ def disassemble(cubin: Path) -> dict[str, Function]:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{nvdisasm} {cubin}\n{done.stdout[-2000:]}{done.stderr}")
-    return parse(done.stdout)
+    functions = parse(done.stdout)
+    for section, content in _sections(cubin.read_bytes()):
+        if found := re.match(r"\.nv\.constant([1-9])\.(.+)", section):
+            functions[found[2]].constants[int(found[1])] = content
+    return functions
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the sections of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<3H", elf, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQ", elf, table + n * size) for n in range(count)]
+    strings = heads[names][4]
+    for name, kind, _, _, at, length in heads:
+        start = strings + name
+        content = elf[at : at + length] if kind != 8 else bytes(length)  # 8: zeros, not stored
+        yield elf[start : elf.index(b"\0", start)].decode(), content

@@ -182,9 +182,7 @@ def _f2i(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
     to, given = operands
     kind = next((m for m in i.modifiers if m in ("U32", "S64", "U64")), "S32")
     x = w.f64(given) if "F64" in i.modifiers else w.f32(given).astype(np.float64)
-    how = i.modifiers & {"TRUNC", "FLOOR", "CEIL"}
-    rounding = {"TRUNC": np.trunc, "FLOOR": np.floor, "CEIL": np.ceil}
-    x = rounding[next(iter(how))](x) if how else np.rint(x)
+    x = _rounded(x, i)
     bits = int(kind[1:])
     low, high = (0, 2.0**bits) if kind[0] == "U" else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
     x = np.clip(np.nan_to_num(x), low, np.nextafter(high, 0))
@@ -193,6 +191,16 @@ def _f2i(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
         w.set64(to, whole)
     else:
         w.set(to, whole)
+
+
+def _rounded(x: NDArray[Any], i: Instruction) -> NDArray[Any]:
+    how = {"TRUNC": np.trunc, "FLOOR": np.floor, "CEIL": np.ceil}
+    return next((how[m] for m in i.modifiers if m in how), np.rint)(x)
+
+
+@effect("FRND", "TRUNC FLOOR CEIL")
+def _frnd(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
+    w.set(operands[0], _rounded(w.f32(operands[1]), i))
 
 
 @effect("F2F", "F32 F64")

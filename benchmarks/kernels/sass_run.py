@@ -18,7 +18,7 @@ from sass import Function, Instruction
 from sass_integers import EFFECTS
 from sass_lanes import LOADS, STORES, load, store
 from sass_operands import Kind, Operand
-from sass_warp import ALL, LANES, Mask, UnknownError, Warp, next_register
+from sass_warp import ALL, Mask, UnknownError, Warp, next_register
 
 # Without an effect on what is followed here.
 IGNORED = {"NOP", "YIELD", "NANOSLEEP", "BAR", "MEMBAR", "ERRBAR", "CCTL", "DEPBAR", "WARPSYNC"}
@@ -146,7 +146,8 @@ class Runner:
             if operand.kind is Kind.PREDICATE:
                 self.warp.predicates[operand.name] = None
                 continue
-            words = 4 if "128" in i.modifiers else 2 if _is_pair(i) else 1
+            is_pair = i.modifiers & {"64", "WIDE", "F64", "S64", "U64"} or i.name.startswith("D")
+            words = 4 if "128" in i.modifiers else 2 if is_pair else 1
             for n in range(words):
                 self.warp.registers[next_register(operand.name, n)] = None
 
@@ -202,11 +203,18 @@ class Runner:
         if label is not None:
             yield self.function.labels[label], running
             return
-        found = re.match(r"(R\d+)", i.text)
-        if found is None or i.name != "RET":
-            raise RuntimeError(f"{i}: it is not known where this goes")
+        yield from self._computed_targets(i, running)
+
+    def _computed_targets(self, i: Instruction, running: Mask) -> Iterator[tuple[int, Mask]]:
+        """Where lanes go by a register: back from a subroutine, or to a case of a switch."""
+        found = re.match(r"(R\d+)(?: (-?0x[0-9a-f]+))?", i.text)
         try:
-            addresses = self.warp.u64(Operand(Kind.REGISTER, found[1])) & np.uint64(0xFFFFFFFF)
+            if found is None or i.name not in ("RET", "BRX"):
+                raise UnknownError
+            addresses = self.warp.u64(Operand(Kind.REGISTER, found[1]))
+            if i.name == "BRX":  # relative to the next instruction
+                addresses = addresses + np.uint64(i.address + 16 + int(found[2], 16))
+            addresses = addresses & np.uint64(0xFFFFFFFF)
             for address in np.unique(addresses[running]):
                 yield self.function.index_at[int(address)], running & (addresses == address)
         except (UnknownError, KeyError):
@@ -223,11 +231,6 @@ class Runner:
             self._ready += groups
 
 
-def _is_pair(i: Instruction) -> bool:
-    wide = {"64", "WIDE", "F64", "S64", "U64"} & i.modifiers
-    return bool(wide) or (i.name.startswith("D") and i.name != "DEPBAR")
-
-
 def _written(i: Instruction) -> list[Operand]:
     """The operands that come first and are written: predicates and one register."""
     written, has_register = [], False
@@ -242,5 +245,5 @@ def _written(i: Instruction) -> list[Operand]:
 
 def run(function: Function, warp: Warp) -> Trace:
     """Runs `warp` through `function`."""
-    assert len(warp.lane) == LANES
+    warp.banks = function.constants
     return Runner(function, warp).run()

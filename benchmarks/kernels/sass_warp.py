@@ -5,6 +5,7 @@ A register of which nothing is known holds None; so does a predicate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,6 +70,7 @@ class Warp:
     blocks: int = 1
     first_thread: int = 0
     block: int = 0
+    banks: Mapping[int, bytes] = field(default_factory=dict)  # of constants, but for bank 0
     registers: dict[str, Words | None] = field(default_factory=dict)
     predicates: dict[str, Mask | None] = field(default_factory=dict)
     running: Mask = field(default_factory=ALL.copy)  # lanes that the present instruction is for
@@ -96,8 +98,9 @@ class Warp:
         """Constants of up to 8 bytes, one for each offset."""
         found: dict[int, int] = {}
         for offset in np.unique(offsets & 0xFFFF):
-            for begin, stored in self._constants.items():
-                if bank == 0 and begin <= offset and offset + size <= begin + len(stored):
+            stored_at = self._constants if bank == 0 else {0: self.banks.get(bank, b"")}
+            for begin, stored in stored_at.items():
+                if begin <= offset and offset + size <= begin + len(stored):
                     start = int(offset) - begin
                     found[int(offset)] = int.from_bytes(stored[start : start + size], "little")
         if any(int(o) & 0xFFFF not in found for o in offsets):

@@ -1,4 +1,4 @@
-"""Machine code is read and run as a GPU would: nvdisasm's listing, 32 lanes, waits for the memory.
+"""Machine code is run as a GPU would: 32 lanes, branches, memory, and waits for it.
 
 The oracle is NumPy: small kernels (kernels/small.cu) are compiled by nvcc and run by sass_run.py.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 import subprocess
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 
 import kernel_report
@@ -16,9 +15,7 @@ import numpy as np
 import pytest
 from kernel_path import last_iteration
 from numpy.typing import NDArray
-from sass import NO_BARRIER, Function, disassemble, parse
-from sass_floats import fused
-from sass_operands import Kind, parse_operands
+from sass import Function, disassemble
 from sass_run import Trace, run
 from sass_time import CACHED, cycles, rounds, stalls
 from sass_warp import Memory, Warp
@@ -137,6 +134,31 @@ def test_integers_of_64_bits(small: Mapping[str, Function]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("uniform", [True, False], ids=["together", "apart"])
+def test_cases_of_a_switch(small: Mapping[str, Function], uniform: bool) -> None:
+    code = small["switched"]
+    assert any(i.name == "BRX" for i in code.instructions)
+    x = (1 + np.random.default_rng(0).random(32) * 9).astype(np.float32)
+    u = x[::-1]
+    grown = x.copy()
+    for lane in range(32):
+        for _ in range(int(np.ceil(u[lane]))):
+            grown[lane] *= np.float32(1.5)
+    results = np.stack(
+        [
+            *(np.sqrt(x), x / u, np.fmin(u, x) + np.float32(3), grown, np.floor(x)),
+            *(u - x, u * np.float32(7), np.ones_like(x), np.ones_like(x)),
+        ]
+    )
+    for shift in range(9):
+        cases = ((LANE * (not uniform) + shift) % 9).astype(np.int32)
+        out = np.zeros(32, np.float32)
+        trace = launch(code, cases, x, out)
+        assert (out == results[cases, LANE]).all()
+        assert trace.guesses == []
+
+
+@pytest.mark.slow
 def test_shared_memory_and_doubles(small: Mapping[str, Function]) -> None:
     x, out = LANE.astype(np.int32) * 7, np.zeros(32, np.int32)
     launch(small["reversed"], x, out)
@@ -161,86 +183,3 @@ def test_an_address_without_memory_is_an_error(small: Mapping[str, Function]) ->
     short, out = np.ones(16, np.float32), np.zeros(32, np.float32)
     with pytest.raises(RuntimeError, match=r"LDG.*no memory is known at 0x100000 to 0x100080"):
         launch(small["cosine"], short, out)
-
-
-LISTING = """\
-.text._Z4goodv:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;                /* 0x00000a00ff017b82 */
-                                                                         /* 0x000fe20000000800 */
-        /*0010*/              @!P4 LDG.E.128 R24, desc[UR8][R32.64+0x10] ;  /* 0x0000001020188981 */
-                                                                         /* 0x000ea2000c1e1d00 */
-.L_x_1:
-        /*0020*/               @P0 BRA P5, `(.L_x_1) ;                   /* 0x0000000000000947 */
-                                                                         /* 0x008fea0002800000 */
-        /*0030*/                   NOP;                                  /* 0x0000000000007918 */
-                                                                         /* 0x000fc00000000000 */
-.text._Z3badPf:
-        /*0000*/                   FADD R1, |R2|, -R3.reuse ;            /* 0x8000000302017221 */
-                                                                         /* 0x000fe20000000200 */
-"""
-
-
-def test_a_listing_is_read() -> None:
-    functions = parse(LISTING)
-    good = functions["_Z4goodv"]
-    assert list(functions) == ["_Z4goodv", "_Z3badPf"]
-    assert [str(one) for one in good.instructions] == [
-        "0x0000: LDC R1, c[0x0][0x28]",
-        "0x0010: @!P4 LDG.E.128 R24, desc[UR8][R32.64+0x10]",
-        "0x0020: @P0 BRA P5, `(.L_x_1)",
-        "0x0030: NOP",
-    ]
-    assert good.labels == {".L_x_1": 2}
-    assert good.index_at[0x20] == 2
-    load, jump = good.instructions[1:3]
-    assert (load.name, load.modifiers, load.guard) == ("LDG", {"E", "128"}, "!P4")
-    # By the bits from 105 on: stall, yield, barrier when written, when read, barriers waited for.
-    assert (load.control.stall, load.control.written, load.control.read) == (1, 2, NO_BARRIER)
-    assert (jump.control.stall, jump.control.waits) == (5, 8)
-    with pytest.raises(ValueError, match="no control word behind"):
-        parse("\n".join(LISTING.splitlines()[:2]))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("R5", {"kind": Kind.REGISTER, "name": "R5"}),
-        ("-R5.reuse", {"kind": Kind.REGISTER, "name": "R5", "negated": True}),
-        ("~UR4", {"kind": Kind.REGISTER, "name": "UR4", "inverted": True}),
-        ("-|R7|", {"name": "R7", "negated": True, "absolute": True}),
-        ("R36.B1", {"name": "R36", "part": "B1"}),
-        ("!UPT", {"kind": Kind.PREDICATE, "name": "UPT", "inverted": True}),
-        ("-0x7f", {"kind": Kind.NUMBER, "value": 0xFFFFFF81}),
-        ("+INF ", {"kind": Kind.NUMBER, "decimal": "+INF"}),
-        ("c[0x0][R4+-0x10]", {"kind": Kind.CONSTANT, "registers": ("R4",), "value": -0x10}),
-        ("desc[UR8][R2.64+UR4+0x10]", {"registers": ("R2", "UR4"), "value": 16, "wide": True}),
-        ("[R1+0x8]", {"kind": Kind.ADDRESS, "registers": ("R1",), "wide": False}),
-        ("`(.L_x_5)", {"kind": Kind.LABEL, "name": ".L_x_5"}),
-        ("SR_TID.X", {"kind": Kind.NAME, "name": "SR_TID.X"}),
-    ],
-)
-def test_operands_are_read(text: str, expected: dict[str, object]) -> None:
-    first, second = parse_operands(f"{text}, R9")
-    assert {name: getattr(first, name) for name in expected} == expected
-    assert second.name == "R9"
-
-
-def test_a_product_and_sum_are_rounded_once() -> None:
-    # The product lies between two floats; what decides is lost in a sum in float64.
-    tie, bit = np.float32([1 + 2**-12]), np.float32([2**-70])
-    above, below = fused(tie, tie, bit), fused(tie, tie, -bit)
-    assert above[0] - below[0] == np.float32(2**-23)
-    random = np.random.default_rng(0)
-    bits = random.integers(0, 2**32, (3, 4000), np.uint32)
-    bits = bits & np.uint32(0x81FFFFFF) | np.uint32(0x3E000000)
-    a, b, c = bits.view(np.float32)
-    c[::3] = (-a * b)[::3]  # most of it cancels
-    found = fused(a, b, c)
-    down = fused(a, b, c, frozenset({"RM"}))
-    for k in range(len(a)):
-        exact = Fraction(float(a[k])) * Fraction(float(b[k])) + Fraction(float(c[k]))
-        near = float(found[k])
-        step = abs(float(np.nextafter(found[k], np.float32(np.inf))) - near)
-        assert abs(Fraction(near) - exact) <= Fraction(step) / 2, k
-        above = float(np.nextafter(down[k], np.float32(np.inf)))
-        assert Fraction(float(down[k])) <= exact < Fraction(above), k

@@ -61,3 +61,21 @@ extern "C" __global__ void cosine(const float* x, float* out) {
 extern "C" __global__ void doubles(const double* x, double* out) {
   out[threadIdx.x] = double(float(x[threadIdx.x] * 3.0)) + double((long long)(x[threadIdx.x]));
 }
+
+// A switch, for which nvcc makes a table of jumps.
+extern "C" __global__ void switched(const int* cases, const float* x, float* out) {
+  float v = x[threadIdx.x], u = x[31 - threadIdx.x];
+  switch (cases[threadIdx.x]) {
+    case 0: v = sqrtf(v); break;
+    case 1: v = v / u; break;
+    case 2: v = fminf(u, v) + 3.0f; break;
+    case 3:
+      for (int i = 0; i < u; ++i) v *= 1.5f;
+      break;
+    case 4: v = floorf(v); break;
+    case 5: v = u - v; break;
+    case 6: v = fabsf(u) * 7.0f; break;
+    default: v = 1.0f;
+  }
+  out[threadIdx.x] = v;
+}
