@@ -7,6 +7,7 @@ stores is compared with what the emulator has stored, so that the path cannot be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
@@ -73,7 +74,8 @@ class Measured:
 
 def code_of(kernels: Sequence[Kernel], rule: str) -> tuple[Kernel, Function]:
     """The apply kernel of a rule. Raises ValueError where there is not one with machine code."""
-    found = [k for k in kernels if k.name == f"apply_kernel<{rule}>"]
+    name = re.sub(r"^Amsgrad(\w+)$", r"Amsgrad<\1>", rule)  # an alias in C++
+    found = [k for k in kernels if k.name == f"apply_kernel<{name}>"]
     codes = [k.code for k in found if k.code is not None]
     if len(codes) != 1:
         raise ValueError(f"{len(codes)} kernels with machine code are called apply_kernel<{rule}>")

@@ -95,17 +95,17 @@ class Warp:
         return addresses + self.lane[self.running].astype(np.uint64) * np.uint64(_LOCAL)
 
     def constant(self, bank: int, offsets: NDArray[np.int64], size: int) -> NDArray[np.uint64]:
-        """Constants of up to 8 bytes, one for each offset."""
+        """Constants of up to 8 bytes, one for each offset; 0 in lanes that do not run."""
         found: dict[int, int] = {}
-        for offset in np.unique(offsets & 0xFFFF):
-            stored_at = self._constants if bank == 0 else {0: self.banks.get(bank, b"")}
+        stored_at = self._constants if bank == 0 else {0: self.banks.get(bank, b"")}
+        for offset in np.unique(offsets[self.running] & 0xFFFF):
             for begin, stored in stored_at.items():
                 if begin <= offset and offset + size <= begin + len(stored):
                     start = int(offset) - begin
                     found[int(offset)] = int.from_bytes(stored[start : start + size], "little")
-        if any(int(o) & 0xFFFF not in found for o in offsets):
-            raise UnknownError
-        return np.array([found[int(o) & 0xFFFF] for o in offsets], np.uint64)
+            if int(offset) not in found:
+                raise UnknownError
+        return np.array([found.get(int(o) & 0xFFFF, 0) for o in offsets], np.uint64)
 
     def raw(self, name: str) -> Words:
         """A register's bits. One that was never written is zero: a program cannot depend on it."""

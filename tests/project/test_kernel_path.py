@@ -5,6 +5,7 @@ benchmarks/kernels/kernel_path.py follows a warp through it; nothing here needs 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_it_does_for_zeros_and_for_subnormal_and_large_numbers(
         path = follow(code, record(recorder, rule, stored, 0, "rare"))
         assert path.wrong == 0, (preset, path)
         assert all("a subroutine is called" in guess for guess in path.guesses), (preset, path)
+
+
+def test_it_does_for_any_formats(recorder: Path, compiled: Report, any_rule: str) -> None:
+    _, code = code_of(compiled.kernels, any_rule)
+    choose = random.Random(any_rule)
+
+    def one_of(kind: str) -> str:
+        return choose.choice([n for n, f in formats.NATIVE_FORMATS.items() if kind in f["kinds"]])
+
+    for _ in range(6):
+        master, skew = one_of("master"), choose.choice([0, 0, 1])
+        copy = choose.choice(["-", "bfloat16", "float16"]) if master == "float32" else "-"
+        stored = (one_of("grad"), master, copy, one_of("moment"), one_of("square"))
+        numbers = choose.choice(["usual", "rare"])
+        path = follow(code, record(recorder, any_rule, stored, skew, numbers))
+        assert path.wrong == 0, (stored, skew, numbers, path)
+        assert all("a subroutine is called" in guess for guess in path.guesses), (stored, path)
 
 
 def test_a_wrong_byte_is_noticed(recorder: Path, compiled: Report) -> None:

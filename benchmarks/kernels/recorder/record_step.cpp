@@ -95,7 +95,7 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   const auto state_format = [&](int k) {
     return Rule::kSquares == k ? square : k == 0 ? moment : Format::float32;
   };
-  Stored first(state_format(0), skew), second(state_format(1), skew);
+  Stored first(state_format(0), skew), second(state_format(1), skew), third(state_format(2), skew);
   grad.fill(1, rare);
   master.fill(2, rare);
 
@@ -107,15 +107,19 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   if (copies) slot.copy = copy.array();
   if (Rule::kStates > 0) slot.state[0] = first.array();
   if (Rule::kStates > 1) slot.state[1] = second.array();
+  if (Rule::kStates > 2) slot.state[2] = third.array();
   slot.clock = &clock;
   slot.tensor_index = 3;
   const Hyper hyper = {1e-3, 0.9,  0.999, 1e-8,  0.01,  0.9,   0.1,
                        0.01, 1e-3, 77,    false, false, false, false};
   Verdict verdict = {0, 1, 1, 1, 1};
+  const Statistics sums = {double(kSize), 1, 0};
+  NormInputs norms;
+  norms.grads = norms.weights = &sums;
   SlotRule<Rule> slot_rule;
   for (int step = 0; step < 2; ++step)
-    if (const char* error =
-            cuda::apply<Rule>(&slot, 1, &hyper, nullptr, &verdict, {}, {}, &slot_rule, {}, nullptr))
+    if (const char* error = cuda::apply<Rule>(&slot, 1, &hyper, nullptr, &verdict, {}, {},
+                                              &slot_rule, norms, nullptr))
       throw std::runtime_error(error);
 
   const cuda_on_cpu::Launch& launch = cuda_on_cpu::last_launch;
