@@ -52,13 +52,19 @@ class Path:
     wrong: int  # stored bytes that are not the emulator's
     guesses: list[str]  # what was not known on the way
 
+    def times(self, warps: int) -> tuple[float, float, float]:
+        """Seconds an element on an H100 with `warps` warps a multiprocessor, each a lower bound.
+
+        By the bytes, by the instructions that are issued, and by the waits of each warp.
+        """
+        cycle = 1 / (MULTIPROCESSORS * CLOCK) / (PACK * LANES)  # of all, for an element
+        issue = self.instructions / (ISSUED * REACHED)
+        return self.bytes / BANDWIDTH, issue * cycle, self.alone / warps * cycle
+
     def share(self, warps: int) -> float:
-        """Estimated share of BANDWIDTH on an H100 with `warps` warps a multiprocessor."""
-        elements = PACK * LANES  # of a warp and iteration
-        memory = self.bytes / BANDWIDTH
-        issue = self.instructions / (ISSUED * REACHED) / elements
-        latency = self.alone / warps / elements
-        return memory / max(memory, max(issue, latency) / (MULTIPROCESSORS * CLOCK))
+        """Estimated share of BANDWIDTH: the time of the bytes, of the longest time."""
+        times = self.times(warps)
+        return times[0] / max(times)
 
 
 @dataclass

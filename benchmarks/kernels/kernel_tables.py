@@ -51,13 +51,13 @@ def show(kernels: Sequence[Kernel], arch: str) -> None:
 def show_paths(measured: Sequence[Measured], arch: str) -> None:
     """A table for aligned and one for unaligned arrays, and what was guessed."""
     columns = ["rule", "preset", "registers", "warps", "instructions", "stalls", "rounds"]
-    columns += ["alone", "bytes", "share", "wrong bytes", "guesses"]
+    columns += ["bytes", "ms: bytes/issue/waits", "share", "wrong bytes", "guesses"]
     for skew, title in ((0, "aligned arrays"), (1, "arrays that are one element off")):
         rows: list[list[object]] = [
             [
                 *(m.rule, m.preset, m.kernel.registers, m.kernel.warps(arch)),
                 *(f"{m.path.instructions:.0f}", f"{m.path.stalls:.0f}", f"{m.path.rounds:g}"),
-                *(f"{m.path.alone:.0f}", f"{m.path.bytes:g}"),
+                *(f"{m.path.bytes:g}", _milliseconds(m.path.times(m.kernel.warps(arch)))),
                 f"{m.path.share(m.kernel.warps(arch)):.0%}",
                 *(m.path.wrong, len(m.path.guesses)),
             ]
@@ -65,13 +65,20 @@ def show_paths(measured: Sequence[Measured], arch: str) -> None:
             if m.skew == skew
         ]
         if rows:
-            where = f"share of {BANDWIDTH / 1e12:g} TB/s on an H100, estimated"
-            show_table(f"main path, 8 elements a thread, {title}; {where}", columns, rows)
+            title = f"main path, 8 elements a thread, {title}"
+            on = (
+                f"ms for 10^9 elements and share of {BANDWIDTH / 1e12:g} TB/s on an H100: estimates"
+            )
+            show_table(f"{title}; {on}", columns, rows)
     for m in measured:
         for guess in m.path.guesses:
             print(f"guessed in {m.rule}, {m.preset}: {guess}")
         if m.path.wrong:
             print(f"WRONG: {m.rule}, {m.preset}: {m.path.wrong} bytes are not the emulator's")
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return " / ".join(f"{1e12 * one:.1f}" for one in seconds)
 
 
 def show_library(seconds: dict[str, float], cubins: dict[str, int], rest: int | None) -> None:
