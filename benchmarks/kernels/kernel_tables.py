@@ -65,11 +65,8 @@ def show_paths(measured: Sequence[Measured], arch: str) -> None:
             if m.skew == skew
         ]
         if rows:
-            title = f"main path, 8 elements a thread, {title}"
-            on = (
-                f"ms for 10^9 elements and share of {BANDWIDTH / 1e12:g} TB/s on an H100: estimates"
-            )
-            show_table(f"{title}; {on}", columns, rows)
+            on = f"on an H100, estimated: ms for 10^9 elements, share of {BANDWIDTH / 1e12:g} TB/s"
+            show_table(f"main path, 8 elements a thread, {title}; {on}", columns, rows)
     for m in measured:
         for guess in m.path.guesses:
             print(f"guessed in {m.rule}, {m.preset}: {guess}")

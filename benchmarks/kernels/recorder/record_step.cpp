@@ -138,25 +138,33 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
 
 std::string cuda_on_cpu::memory_of_process() {
   constexpr uint64_t kPage = 4096;
-  std::string pages, ranges;
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  uint64_t bytes = 0;
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
     unsigned long begin = 0, end = 0;
     char access[5] = "";
     if (std::sscanf(line.c_str(), "%lx-%lx %4s", &begin, &end, access) != 3) continue;
     if (std::string(access) != "rw-p") continue;
-    put(ranges, uint64_t(begin));
-    put(ranges, uint64_t(end));
+    ranges.emplace_back(begin, end);
+    bytes += end - begin;
+  }
+  std::string all;
+  // At once: a string that grows would free memory that is in the list.
+  all.reserve(8 + ranges.size() * 16 + bytes / kPage * (kPage + 8));
+  put(all, uint64_t(ranges.size()));
+  for (const auto& [begin, end] : ranges) {
+    put(all, begin);
+    put(all, end);
+  }
+  for (const auto& [begin, end] : ranges)
     for (uint64_t at = begin; at < end; at += kPage) {
       const char* page = reinterpret_cast<const char*>(at);
       if (page[0] == 0 && !std::memcmp(page, page + 1, kPage - 1)) continue;
-      put(pages, at);
-      pages.append(page, kPage);
+      put(all, at);
+      all.append(page, kPage);
     }
-  }
-  std::string all;
-  put(all, uint64_t(ranges.size() / 16));
-  return all + ranges + pages;
+  return all;
 }
 
 int main(int count, char** given) try {
