@@ -15,6 +15,7 @@ import numpy as np
 import sass_floats  # noqa: F401, registers what its instructions do
 from numpy.typing import NDArray
 from sass import Function, Instruction
+from sass_barriers import Barriers, Group
 from sass_integers import EFFECTS
 from sass_lanes import LOADS, STORES, load, store
 from sass_operands import Kind, Operand
@@ -48,22 +49,13 @@ class Trace:
             self.guesses.append(sentence)
 
 
-@dataclass(eq=False)
-class _Group:
-    """Lanes that are at the same instruction."""
-
-    at: int
-    lanes: Mask
-
-
 class Runner:
     """Runs a warp from a function's first instruction to its end."""
 
     def __init__(self, function: Function, warp: Warp) -> None:
         self.function, self.warp, self.trace = function, warp, Trace()
-        self._ready = [_Group(0, ALL.copy())]
-        self._waiting: list[tuple[str, _Group]] = []  # at a barrier, to go on at the group's `at`
-        self._meeting: dict[str, Mask] = {}  # the lanes that a barrier waits for
+        self._ready = [Group(0, ALL.copy())]
+        self._barriers = Barriers()
         self._live = ALL.copy()
         self._read: set[int] = set()  # addresses of global memory
 
@@ -71,9 +63,8 @@ class Runner:
         """Everything the warp issues. Raises RuntimeError if it does not end."""
         with np.errstate(all="ignore"):  # infinities and NaN are numbers like others here
             self._run()
-        if self._waiting:
-            names = sorted({name for name, _ in self._waiting})
-            raise RuntimeError(f"lanes wait for ever at {', '.join(names)}")
+        if held := self._barriers.held():
+            raise RuntimeError(f"lanes wait for ever at {', '.join(held)}")
         return self.trace
 
     def _run(self) -> None:
@@ -84,11 +75,11 @@ class Runner:
                 self._ready.remove(other)
             if not self._step(group):
                 self._ready.remove(group)
-                self._release()
+                self._ready += self._barriers.released(self._live)
             if len(self.trace.steps) > LIMIT:
                 raise RuntimeError(f"no end after {LIMIT} instructions")
 
-    def _step(self, group: _Group) -> bool:
+    def _step(self, group: Group) -> bool:
         """Executes the group's instruction; whether the group can go on."""
         i = self.function.instructions[group.at]
         warp = self.warp
@@ -151,25 +142,22 @@ class Runner:
             for n in range(words):
                 self.warp.registers[next_register(operand.name, n)] = None
 
-    def _control(self, i: Instruction, group: _Group) -> bool:
+    def _control(self, i: Instruction, group: Group) -> bool:
         """Jumps, barriers and ends; whether the group can go on."""
         running, operands = self.warp.running.copy(), i.operands
         stay = group.lanes & ~running
         if i.name == "BSSY":
-            self._meeting[operands[0].name] = group.lanes.copy()
+            self._barriers.expect(operands[0].name, group.lanes)
             return True
         if i.name == "BREAK":
-            name = operands[-1].name
-            self._meeting[name] = self._meeting[name] & ~running
-            self._release()
+            self._barriers.leave(operands[-1].name, running)
+            self._ready += self._barriers.released(self._live)
             return True
         if i.name in ("BSYNC", "WARPSYNC"):
-            if not running.any():
-                return True
             name = operands[0].name if i.name == "BSYNC" else f"WARPSYNC at {i.address:#x}"
             if i.name == "WARPSYNC":
-                self._meeting[name] = ALL
-            self._waiting.append((name, _Group(group.at, running)))
+                self._barriers.expect(name, ALL)
+            self._barriers.wait(name, Group(group.at, running))
             group.lanes = stay
             return bool(stay.any())
         if i.name == "EXIT":
@@ -182,7 +170,7 @@ class Runner:
             if (lanes == group.lanes).all():
                 group.at = place
                 return True
-            self._ready.append(_Group(place, lanes))
+            self._ready.append(Group(place, lanes))
             group.lanes = group.lanes & ~lanes
         return bool(group.lanes.any())
 
@@ -219,16 +207,6 @@ class Runner:
                 yield self.function.index_at[int(address)], running & (addresses == address)
         except (UnknownError, KeyError):
             raise RuntimeError(f"{i}: it is not known where this goes") from None
-
-    def _release(self) -> None:
-        """Lets lanes go on where all have come to their barrier."""
-        for name in {name for name, _ in self._waiting}:
-            groups = [group for waits_at, group in self._waiting if waits_at == name]
-            arrived = np.logical_or.reduce([group.lanes for group in groups])
-            if (self._meeting[name] & self._live & ~arrived).any():
-                continue
-            self._waiting = [one for one in self._waiting if one[0] != name]
-            self._ready += groups
 
 
 def _written(i: Instruction) -> list[Operand]:
