@@ -65,7 +65,7 @@ def why_no_paths(arch: str = ARCH) -> str | None:
     return recorded_step.why_unavailable("plain")
 
 
-def report(sources: Sequence[Path], arch: str, include: Path = CSRC) -> Report:
+def report(sources: Sequence[Path], arch: str) -> Report:
     """The kernels of `sources`; two files are compiled at a time.
 
     Raises ValueError for an architecture that is not in LIMITS and RuntimeError without nvcc, or
@@ -79,7 +79,7 @@ def report(sources: Sequence[Path], arch: str, include: Path = CSRC) -> Report:
     longest_first = sorted(sources, key=lambda source: source.stem != "apply")
     found = Report()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
-        done = pool.map(lambda s: _compile(nvcc, s, arch, include, Path(folder)), longest_first)
+        done = pool.map(lambda s: _compile(nvcc, s, arch, Path(folder)), longest_first)
         for source, one in zip(
             longest_first, progress(done, len(sources), "compiling"), strict=True
         ):
@@ -90,11 +90,11 @@ def report(sources: Sequence[Path], arch: str, include: Path = CSRC) -> Report:
     return found
 
 
-def _compile(nvcc: str, source: Path, arch: str, include: Path, folder: Path) -> Report:
+def _compile(nvcc: str, source: Path, arch: str, folder: Path) -> Report:
     keep = folder / source.stem
     keep.mkdir()
     cubin = keep / "kernels.cubin"
-    options = [*FLAGS, "-gencode", f"arch=compute_{arch},code=sm_{arch}", f"-I{include}"]
+    options = [*FLAGS, "-gencode", f"arch=compute_{arch},code=sm_{arch}", f"-I{CSRC}"]
     options += ["-cubin", "--keep", "--keep-dir", str(keep), "-Xptxas", "-v", "-o", str(cubin)]
     said, seconds = _run_timed([nvcc, *options, str(source)])
     kernels = parse_ptxas(said)
@@ -162,22 +162,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default=ARCH, choices=LIMITS, help="compute capability, no dot")
     parser.add_argument("--path-only", action="store_true", help="only the paths of apply.cu")
-    parser.add_argument("--csrc", default=CSRC, type=Path, help="sources of another checkout")
     parser.add_argument("sources", nargs="*", type=Path, help="default: all of csrc/cuda")
     given = parser.parse_args()
     if reason := why_unavailable():
         raise SystemExit(f"no report: {reason}")
-    sources = given.sources or sorted(given.csrc.glob("cuda/*.cu"))
+    sources = given.sources or sorted(CSRC.glob("cuda/*.cu"))
     if given.path_only:
-        sources = [given.csrc / "cuda/apply.cu"]
-    found = report(sources, given.arch, given.csrc)
+        sources = [CSRC / "cuda/apply.cu"]
+    found = report(sources, given.arch)
     if not given.path_only:
         show(found.kernels, given.arch)
     if reason := why_no_paths(given.arch):
         print(f"no paths: {reason}")
     elif any(kernel.name.startswith("apply_kernel<") for kernel in found.kernels):
         with tempfile.TemporaryDirectory() as folder:
-            recorder = recorded_step.build_recorder(Path(folder), RULES, given.csrc)
+            recorder = recorded_step.build_recorder(Path(folder), RULES)
             show_paths(paths(found.kernels, recorder), given.arch)
     show_library(found.seconds, found.cubins, None if given.sources else size_without_kernels())
 

@@ -49,12 +49,13 @@ class RecordedStep:
         return Memory(_ranges(self.after))
 
 
-def build_recorder(folder: Path, rules: Sequence[str], csrc: Path = CSRC) -> Path:
-    """Compiles the recorder for `rules` against the sources in `csrc`; takes some seconds."""
+def build_recorder(folder: Path, rules: Sequence[str]) -> Path:
+    """Compiles the recorder for `rules`; takes some seconds."""
     here = Path(__file__).resolve().parent / "recorder"
     listed = " ".join(f"X({rule}, {rule})" for rule in rules)
     defines = [f"AMP_MP_RECORDED_RULES(X)={listed}"]
-    return build([here / "record_step.cpp"], folder, "plain", [here, csrc], defines)
+    sources = [here / "record_step.cpp", CSRC / "cuda/step_table.cu"]
+    return build(sources, folder, "plain", [here, CSRC], defines)
 
 
 def record(

@@ -13,7 +13,7 @@
 
 #include "plan.h"
 
-// Only these are compiled; AMP_MP_RECORDED_RULES lists them.
+// The rules that are compiled. apply.cu and decide.cu are included, so that they see this list.
 #undef AMP_MP_FOR_EACH_RULE
 #define AMP_MP_FOR_EACH_RULE(X) AMP_MP_RECORDED_RULES(X)
 
@@ -116,10 +116,13 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   const Statistics sums = {double(kSize), 1, 0};
   NormInputs norms;
   norms.grads = norms.weights = &sums;
-  SlotRule<Rule> slot_rule;
+  const cuda::StepPlan plan = {&slot, 1, &hyper, cuda::chunk_of<Rule>(&slot, 1), false};
+  Bytes memory(cuda::table_bytes(cuda::kShortRows, 0), 0);
+  const cuda::StepTable table = {memory.at, nullptr, cuda::kShortRows, 0};
+  SlotRule<Rule> slot_rules[cuda::kShortRows];
   for (int step = 0; step < 2; ++step)
-    if (const char* error = cuda::apply<Rule>(&slot, 1, &hyper, nullptr, &verdict, {}, {},
-                                              &slot_rule, norms, nullptr))
+    if (const char* error =
+            cuda::apply<Rule>(plan, table, nullptr, &verdict, {}, {}, slot_rules, norms, nullptr))
       throw std::runtime_error(error);
 
   const cuda_on_cpu::Launch& launch = cuda_on_cpu::last_launch;
