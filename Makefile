@@ -10,7 +10,7 @@ ZOO := .venv-zoo
 JOBS ?= 2
 NATIVE := $(shell find csrc -type f) build_tools/native.py setup.py pyproject.toml
 PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
-SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
 .PHONY: demo test test-fast test-zoo test-distributed lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build

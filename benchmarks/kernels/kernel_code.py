@@ -1,11 +1,13 @@
-"""What ptxas, PTX and SASS tell of a CUDA kernel, and how many of it a multiprocessor holds."""
+"""What ptxas, PTX and machine code tell of a CUDA kernel, and how many a multiprocessor holds."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from sass import Function
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture
 # By architecture: warps, blocks and kilobytes of shared memory of a multiprocessor.
@@ -35,7 +37,8 @@ class Kernel:
     threads: int = 1024  # of a block, at most; CUDA's own limit where the kernel names none
     asked: int = 1  # blocks a multiprocessor, by __launch_bounds__
     ptx: Counter[str] = field(default_factory=Counter)
-    sass: Counter[str] | None = None  # None without cuobjdump
+    sass: Counter[str] | None = None  # None without nvdisasm
+    code: Function | None = None  # the same
 
     def blocks(self, arch: str) -> int:
         """How many blocks of `threads` a multiprocessor of LIMITS holds at once."""
@@ -112,23 +115,18 @@ def add_ptx(kernels: dict[str, Kernel], text: str) -> None:
         raise ValueError(f"in PTX or in ptxas's output alone: {sorted(seen ^ set(kernels))}")
 
 
-def add_sass(kernels: dict[str, Kernel], text: str) -> None:
-    """Add the machine instructions that `cuobjdump -sass` lists.
+def add_code(kernels: dict[str, Kernel], functions: Mapping[str, Function]) -> None:
+    """Add the machine code, and what is counted in it.
 
-    Raises ValueError where `text` has not the same kernels.
+    Raises ValueError where `functions` are not the same kernels.
     """
-    seen = set()
-    for function in text.split("Function : ")[1:]:
-        name, body = function.split("\n", 1)
-        seen.add(name)
-        if name not in kernels:
-            continue
-        opcodes = re.findall(
-            r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", body, re.MULTILINE
-        )
-        kernels[name].sass = Counter(c for o in opcodes for c in _of_sass(o.split(".")))
-    if seen != set(kernels):
-        raise ValueError(f"in SASS or in ptxas's output alone: {sorted(seen ^ set(kernels))}")
+    if set(functions) != set(kernels):
+        wrong = sorted(set(functions) ^ set(kernels))
+        raise ValueError(f"in machine code or in ptxas's output alone: {wrong}")
+    for name, function in functions.items():
+        opcodes = [one.opcode.split(".") for one in function.instructions]
+        kernels[name].code = function
+        kernels[name].sass = Counter(c for parts in opcodes for c in _of_sass(parts))
 
 
 def _of_ptx(parts: list[str]) -> Iterator[str]:
