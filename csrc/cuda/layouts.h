@@ -91,7 +91,8 @@ struct LayoutsOf<RMSprop> : PresetsOfMoments {};
 template <>
 struct LayoutsOf<PlainRMSprop> {
   using type = LayoutList<layout_of(Format::float32), layout_of(Format::bfloat16_split32),
-                          layout_of(Format::bfloat16_split24, Format::ue8m8)>;
+                          layout_of(Format::bfloat16_split24, Format::ue8m8),
+                          layout_of(Format::bfloat16_split24, Format::log8)>;
 };
 
 }  // namespace amp_mp::cuda
