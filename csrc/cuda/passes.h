@@ -71,12 +71,13 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
 
 // The kernels that apply launches first. decide_step: all that has to be known before tensors are
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
-// new. moments: the first pass of rules that need their update's norm.
+// new; `reports`: apply will not write the report. moments: the first pass of rules that need their
+// update's norm.
 template <class Rule>
 const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                         Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                         SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
-                        void* stream);
+                        bool reports, void* stream);
 template <class Rule>
 const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
