@@ -80,9 +80,13 @@ struct StepReport {
   double next_scale;          // new loss scale, 0 if the decision did not update it
   uint64_t skipped_in_a_row;  // decisions to skip the step, up to and with this one
 };
+struct StepCounts {
+  uint64_t decided, skipped_in_a_row;
+  double next_scale;  // as in StepReport, of the step whose report has not been written yet
+};
 struct StepReportBuffer {
   StepReport* reports = nullptr;  // kStepReports of them, in host memory; null for none
-  uint64_t* counts = nullptr;     // in device memory: decisions so far, and skips in a row
+  StepCounts* counts = nullptr;   // in device memory
 };
 
 // How to update a loss scale: a policy's state (core/scale.h) or, if `policy` is null, the two

@@ -6,6 +6,7 @@
 #include "cuda/passes.h"
 #include "cuda/quotient.h"
 #include "cuda/slot_table.h"
+#include "cuda/step_report.h"
 
 namespace amp_mp::cuda {
 namespace {
@@ -120,7 +121,11 @@ __device__ __forceinline__ void apply_as(LayoutList<Layout, Others...>, uint32_t
 template <class Rule>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     apply_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
-                 const SlotRule<Rule>* __restrict__ slot_rules) {
+                 const SlotRule<Rule>* __restrict__ slot_rules, StepReportBuffer report) {
+  if (int(blockIdx.x) < table.first_block) {
+    if (threadIdx.x == 0) write_report(report, *verdict, report.counts->next_scale);
+    return;
+  }
   const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
   if (found_inf != 0) return;
@@ -130,7 +135,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 }  // namespace
 
-template <class Rule>
 int chunk_of(const Slot* slots, int64_t count) {
   return chunk_elements(count_elements(slots, count), kBlocks);
 }
@@ -142,8 +146,14 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
   for (int64_t i = 0; i < plan.count; ++i)
     if (!is_compiled<Rule>(plan.slots[i]))
       return "a state is in a format that states of its kind cannot be stored in (amp_mp.formats)";
+  const int64_t blocks = blocks_of(plan, table, false);
+  StepList list = list_of(plan, table, false);
+  // A block of apply writes the report, since a write to the host's memory takes longer than all of
+  // decide. Not if `gather` might raise an error, and there were no apply.
+  const bool has_report = inputs && inputs->report_buffer.reports && blocks > 0 && !norms.gather;
+  list.first_block = has_report;
   if (const char* error = decide_step<Rule>(plan, table, inputs, verdict, grads, weights,
-                                            slot_rules, norms, false, stream))
+                                            slot_rules, norms, false, !has_report, stream))
     return error;
   if constexpr (needs_update_norm<Rule>) {
     if (const char* error = moments<Rule>(plan, table, verdict, slot_rules, norms, stream))
@@ -157,18 +167,17 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
       updates = {};
     }
     if (const char* error = decide_step<Rule>(plan, table, nullptr, verdict, updates, SpanSums{},
-                                              slot_rules, known, true, stream))
+                                              slot_rules, known, true, false, stream))
       return error;
   }
-  const int64_t blocks = blocks_of(plan, table, false);
   if (blocks == 0) return nullptr;
-  return message(launch(apply_kernel<Rule>, blocks, kThreads, static_cast<cudaStream_t>(stream),
-                        list_of(plan, table, false), static_cast<const Verdict*>(verdict),
-                        static_cast<const SlotRule<Rule>*>(slot_rules)));
+  return message(launch(
+      apply_kernel<Rule>, list.first_block + blocks, kThreads, static_cast<cudaStream_t>(stream),
+      list, static_cast<const Verdict*>(verdict), static_cast<const SlotRule<Rule>*>(slot_rules),
+      has_report ? inputs->report_buffer : StepReportBuffer{}));
 }
 
 #define AMP_MP_INSTANTIATE(Rule, op)                                                            \
-  template int chunk_of<Rule>(const Slot*, int64_t);                                            \
   template const char* apply<Rule>(const StepPlan&, const StepTable&, const DecideInputs*,      \
                                    Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
                                    const NormInputs&, void*);

@@ -86,22 +86,22 @@ __device__ __forceinline__ bool is_last_block(unsigned* ticket, CombineShared& s
   return shared.is_last;
 }
 
-// Combines two lists, of which one may be empty, and writes each total into the list's last
-// element. Returns true in the one block that may read all results. Every thread of the grid must
-// call it.
+// Combines the tensors of two lists, of which one may be empty. Returns true in the one block that
+// may read all results. Every thread of the grid must call it.
 __device__ __forceinline__ bool combine_lists(const SpanSums& one, const SpanSums& other,
                                               CombineShared& shared) {
   if (one.spans) combine_tensors(one, shared);
   if (other.spans) combine_tensors(other, shared);
   // A single block combines at most one tensor, whose sum the first thread has written and reads.
-  if (gridDim.x > 1 && !is_last_block(one.spans ? one.ticket : other.ticket, shared)) return false;
-  for (const SpanSums* list : {&one, &other}) {
-    if (!list->spans) continue;
-    const Statistics total = combine_block(list->tensors, list->count, shared);
-    if (threadIdx.x == 0) list->tensors[list->count] = total;
-  }
-  __syncthreads();
-  return true;
+  return gridDim.x == 1 || is_last_block(one.spans ? one.ticket : other.ticket, shared);
+}
+
+// Adds the tensors of a list, in the block for which combine_lists returned true, and writes the
+// total into the list's last element. The first thread gets it.
+__device__ __forceinline__ Statistics combine_total(const SpanSums& list, CombineShared& shared) {
+  const Statistics total = combine_block(list.tensors, list.count, shared);
+  if (threadIdx.x == 0) list.tensors[list.count] = total;
+  return total;
 }
 
 // One block for each tensor, but not more than can run at once.

@@ -3,8 +3,8 @@
 // decide_step runs in every step, one kernel for each rule: it adds the sums that measuring has
 // left, decides, and makes each slot's rule. The last thread block to have added its tensors does
 // the rest. The two small kernels below it serve callers that decide without an update.
-#include "core/decide.h"
 #include "cuda/combine.h"
+#include "cuda/deciding.h"
 #include "cuda/step_arguments.h"
 #include "cuda/step_report.h"
 
@@ -24,46 +24,92 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
   return n;
 }
 
+// What the rules of kCount slots of a thread are made of. Their numbers are three loads deep in
+// memory; those of all slots are requested before the first is used.
+template <int kCount>
+struct Inputs {
+  StepInput input[kCount];
+  Clock clock[kCount];
+
+  template <class Plan>
+  __device__ __forceinline__ void read(const Plan& plan, int first) {
+    for (int k = 0; k < kCount; ++k) {
+      const int t = first + k * kCombineThreads;
+      input[k] = plan.at(t < plan.count ? t : first < plan.count ? first : 0);
+    }
+    for (int k = 0; k < kCount; ++k) {
+      clock[k] = *input[k].clock;
+      read_rate(input[k].hyper);
+    }
+  }
+};
+
 // Ticks a slot's clock, once a step, and makes its rule.
-template <class Rule>
-__device__ __forceinline__ void make_slot_rule(const StepInput& input, int index, bool has_ticked,
-                                               double multiplier, const NormInputs& inputs,
+template <class Rule, class Plan>
+__device__ __forceinline__ void make_slot_rule(const Plan& plan, int t, const StepInput& input,
+                                               Clock clock, bool has_ticked, double multiplier,
+                                               const NormInputs& inputs,
                                                SlotRule<Rule>* slot_rules) {
-  Hyper hyper = input.hyper;
-  read_rate(hyper);
-  if (!has_ticked) input.clock->tick(hyper);
-  const Norms norms = norms_of(inputs, input.row, index, multiplier);
-  const Rule rule = make_rule<Rule>(hyper, *input.clock, norms);
+  const Hyper& hyper = input.hyper;
+  if (!has_ticked) clock.tick(hyper);
+  const Norms norms = norms_of(inputs, input.row, t, multiplier);
+  const Rule rule = make_rule<Rule>(hyper, clock, norms);
+  *input.clock = clock;
   slot_rules[input.slot] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed,
-                            input.clock->step, input.grad};
+                            clock.step, plan.grad_of(t)};
 }
 
 template <class Rule, class Plan>
 __global__ void __launch_bounds__(kCombineThreads)
     decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
-                       DecideInputs inputs, bool decides, bool has_ticked, Verdict* verdict,
-                       NormInputs norms, SlotRule<Rule>* slot_rules) {
+                       DecideInputs inputs, bool decides, bool reports, bool has_ticked,
+                       Verdict* verdict, NormInputs norms, SlotRule<Rule>* slot_rules) {
   __shared__ CombineShared shared;
+  __shared__ DecideShared decided;
   if (!combine_lists(grads, weights, shared)) return;
   plan.write();
+  Inputs<Plan::kAtOnce> known;
+  if (plan.count > 0) known.read(plan, int(threadIdx.x));
+  Decision decision(inputs, decided);
+  if (grads.spans) {
+    const Statistics total = combine_total(grads, shared);
+    if (threadIdx.x == 0) decided.total = total;
+  } else if (decides && grads.tensors && threadIdx.x == 0) {
+    decided.total = grads.tensors[grads.count];
+  }
+  if (weights.spans) combine_total(weights, shared);
   double next_scale = 0;
   if (decides) {
-    if (threadIdx.x == 0)
-      next_scale = decide_and_update_scale(grads.tensors ? grads.tensors + grads.count : nullptr,
-                                           inputs, verdict);
+    next_scale = decision.make(grads.tensors != nullptr, verdict);
+  } else {
+    if (threadIdx.x == 0) decided.verdict = *verdict;
     __syncthreads();
   }
-  if (verdict->found_inf == 0)
-    for (int t = threadIdx.x; t < plan.count; t += kCombineThreads)
-      make_slot_rule(plan.at(t), t, has_ticked, verdict->multiplier, norms, slot_rules);
-  // Last: a write to the host's memory takes longer than all the rest.
-  if (decides && threadIdx.x == 0) write_report(inputs.report_buffer, *verdict, next_scale);
+  const double multiplier = decided.verdict.multiplier;
+  constexpr int kStep = Plan::kAtOnce * kCombineThreads;
+  for (int first = threadIdx.x; decided.verdict.found_inf == 0 && first < plan.count;
+       first += kStep) {
+    if (first >= kStep) known.read(plan, first);
+    for (int k = 0; k < Plan::kAtOnce; ++k)
+      if (const int t = first + k * kCombineThreads; t < plan.count)
+        make_slot_rule(plan, t, known.input[k], known.clock[k], has_ticked, multiplier, norms,
+                       slot_rules);
+  }
+  if (!decides || threadIdx.x != 0 || !inputs.report_buffer.reports) return;
+  if (reports) {
+    write_report(inputs.report_buffer, decided.verdict, next_scale);
+  } else {
+    inputs.report_buffer.counts->next_scale = next_scale;
+  }
 }
 
-__global__ void decide_kernel(const Statistics* total, DecideInputs inputs, Verdict* verdict) {
-  if (threadIdx.x != 0) return;
-  const double next_scale = decide_and_update_scale(total, inputs, verdict);
-  write_report(inputs.report_buffer, *verdict, next_scale);
+__global__ void __launch_bounds__(32)
+    decide_kernel(const Statistics* total, DecideInputs inputs, Verdict* verdict) {
+  __shared__ DecideShared decided;
+  Decision decision(inputs, decided);
+  if (total && threadIdx.x == 0) decided.total = *total;
+  const double next_scale = decision.make(total != nullptr, verdict);
+  if (threadIdx.x == 0) write_report(inputs.report_buffer, decided.verdict, next_scale);
 }
 
 __global__ void update_scale_kernel(ScaleUpdate update, const double* found_inf,
@@ -80,7 +126,7 @@ template <class Rule>
 const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                         Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                         SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
-                        void* stream) {
+                        bool reports, void* stream) {
   NormInputs known = norms;
   if constexpr (needs_update_norm<Rule>) {
     if (!updates_measured) known.updates = nullptr;
@@ -89,7 +135,7 @@ const char* decide_step(const StepPlan& plan, const StepTable& table, const Deci
     arguments.fill(plan, table);
     return message(launch(decide_step_kernel<Rule, Plan>, combine_blocks(grads, weights),
                           kCombineThreads, static_cast<cudaStream_t>(stream), arguments, grads,
-                          weights, inputs ? *inputs : DecideInputs{}, inputs != nullptr,
+                          weights, inputs ? *inputs : DecideInputs{}, inputs != nullptr, reports,
                           updates_measured, verdict, known, slot_rules));
   };
   if (!table.mirror) return launch_with(table_of_thread<ShortPlan>());
@@ -101,7 +147,7 @@ const char* decide_step(const StepPlan& plan, const StepTable& table, const Deci
 #define AMP_MP_INSTANTIATE(Rule, op)                                                             \
   template const char* decide_step<Rule>(const StepPlan&, const StepTable&, const DecideInputs*, \
                                          Verdict*, const SpanSums&, const SpanSums&,             \
-                                         SlotRule<Rule>*, const NormInputs&, bool, void*);
+                                         SlotRule<Rule>*, const NormInputs&, bool, bool, void*);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict* verdict,

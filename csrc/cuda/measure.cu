@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
 // Combines outside a step.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(SpanSums sums) {
   __shared__ CombineShared shared;
-  combine_lists(sums, SpanSums{}, shared);
+  if (combine_lists(sums, SpanSums{}, shared)) combine_total(sums, shared);
 }
 
 template <int Pointers, int Bytes>

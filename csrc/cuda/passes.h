@@ -38,7 +38,6 @@ struct StepPlan {
   bool has_moments;  // the rule has a moments pass
 };
 
-template <class Rule>
 int chunk_of(const Slot* slots, int64_t count);
 
 // Device memory that holds a plan in a form for kernels (cuda/step_table.h), and the same bytes as
@@ -71,12 +70,13 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
 
 // The kernels that apply launches first. decide_step: all that has to be known before tensors are
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
-// new. moments: the first pass of rules that need their update's norm.
+// new; `reports`: apply will not write the report. moments: the first pass of rules that need their
+// update's norm.
 template <class Rule>
 const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                         Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                         SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
-                        void* stream);
+                        bool reports, void* stream);
 template <class Rule>
 const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);

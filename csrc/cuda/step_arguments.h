@@ -10,12 +10,11 @@ namespace amp_mp::cuda {
 struct StepInput {
   int slot, row;  // of SlotRule, and of NormInputs
   Clock* clock;
-  void* grad;
   Hyper hyper;
 };
 
 struct ShortPlan {
-  static constexpr int kGroups = 2;
+  static constexpr int kGroups = 2, kAtOnce = 1;  // slots of a thread
 
   SlotEntry entry[kShortRows];
   Hyper hyper[kGroups];
@@ -28,8 +27,9 @@ struct ShortPlan {
 
   __device__ __forceinline__ StepInput at(int t) const {
     const SlotEntry& e = entry[t];
-    return {t, e.row, e.clock, grad[t], hyper[e.group]};
+    return {t, e.row, e.clock, hyper[e.group]};
   }
+  __device__ __forceinline__ void* grad_of(int t) const { return grad[t]; }
 
   // Writes the table for apply and moments.
   __device__ __forceinline__ void write() const {
@@ -62,6 +62,8 @@ struct ShortPlan {
 
 template <int Words>
 struct LongPlan {
+  static constexpr int kAtOnce = 4;
+
   StepList list;
   const Hyper* hypers;
   void* const* grads;  // null: they are words, behind the rates
@@ -73,8 +75,10 @@ struct LongPlan {
     const SlotEntry& e = list.entries[slot];
     Hyper hyper = hypers[e.group];
     if (e.group < rates) memcpy(&hyper.lr, &word[e.group], sizeof hyper.lr);
-    void* grad = grads ? grads[t] : reinterpret_cast<void*>(word[rates + t]);
-    return {slot, e.row, e.clock, grad, hyper};
+    return {slot, e.row, e.clock, hyper};
+  }
+  __device__ __forceinline__ void* grad_of(int t) const {
+    return grads ? grads[t] : reinterpret_cast<void*>(word[rates + t]);
   }
   __device__ __forceinline__ void write() const {}
 

@@ -1,6 +1,5 @@
 #pragma once
-// What the device does once a step, by one thread: decide, update the loss scale, report to the
-// host.
+// How the device tells the host what it has decided.
 #include "cuda/gpu.h"
 #include "plan.h"
 
@@ -12,8 +11,8 @@ namespace amp_mp::cuda {
 __device__ __forceinline__ void write_report(const StepReportBuffer& buffer, const Verdict& verdict,
                                              double next_scale) {
   if (!buffer.reports) return;
-  const uint64_t seal = buffer.counts[0] + 1;
-  const uint64_t skipped = verdict.found_inf != 0 ? buffer.counts[1] + 1 : 0;
+  const uint64_t seal = buffer.counts->decided + 1;
+  const uint64_t skipped = verdict.found_inf != 0 ? buffer.counts->skipped_in_a_row + 1 : 0;
   StepReport& report = buffer.reports[seal % kStepReports];
   *static_cast<volatile uint64_t*>(&report.seal) = 0;
   __threadfence_system();
@@ -22,17 +21,8 @@ __device__ __forceinline__ void write_report(const StepReportBuffer& buffer, con
   report.skipped_in_a_row = skipped;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report.seal) = seal;
-  buffer.counts[0] = seal;
-  buffer.counts[1] = skipped;
-}
-
-// Fills `verdict` and updates the loss scale; returns the new scale for the report.
-__device__ __forceinline__ double decide_and_update_scale(const Statistics* total,
-                                                          const DecideInputs& inputs,
-                                                          Verdict* verdict) {
-  const Verdict v = amp_mp::decide(total, inputs.scale, inputs.found_inf, inputs.max_norm);
-  *verdict = v;
-  return update_loss_scale(inputs.scale_update, v.found_inf != 0, v.max_abs);
+  buffer.counts->decided = seal;
+  buffer.counts->skipped_in_a_row = skipped;
 }
 
 }  // namespace amp_mp::cuda

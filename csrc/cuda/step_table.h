@@ -41,14 +41,15 @@ struct alignas(8) Start {
 struct StepList {
   const SlotEntry* entries;
   const Start* starts;
-  int32_t count;  // of starts
-  int32_t chunk;  // elements
+  int32_t count;            // of starts
+  int32_t chunk;            // elements
+  int32_t first_block = 0;  // the thread block that has the first chunk
 };
 
 // Every lane of a warp looks at one of the starts, so that 1,024 slots take two rounds, 32,768
 // three.
 __device__ __forceinline__ Chunk find_chunk(const StepList& table) {
-  const int block = int(blockIdx.x), lane = int(threadIdx.x) % 32;
+  const int block = int(blockIdx.x) - table.first_block, lane = int(threadIdx.x) % 32;
   int low = 0, count = table.count, stride, found;
   Start start;
   do {

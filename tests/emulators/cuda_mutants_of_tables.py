@@ -1,4 +1,4 @@
-"""Mistakes in the tables of a step's slots, for test_cuda_mutants.py."""
+"""Mistakes in the tables of a step's slots and in what decide does, for test_cuda_mutants.py."""
 
 from cuda_on_cpu.mutate import Mutant
 
@@ -37,12 +37,35 @@ MUTANTS_OF_TABLES = {
     "the first group's rate for all": Mutant(
         "step_arguments.h", "&word[e.group]", "&word[0]", "decide.cu", "plain", "FAILED apply"),
     "gradients are not passed on": Mutant(
-        "decide.cu", "input.grad}", "nullptr}", "decide.cu", "asan", NOWHERE),
+        "decide.cu", "plan.grad_of(t)}", "nullptr}", "decide.cu", "asan", NOWHERE),
     "the gradient of the next slot": Mutant(
         "step_arguments.h", "(word[rates + t])", "(word[rates + (t + 1) % count])", "decide.cu",
         "asan", NOWHERE),
     "a short plan's entries are not written": Mutant(
         "step_arguments.h", "if (t < count) entries", "if (t < 1) entries", "decide.cu", "plain",
         ASSUMED),
+    "only the first slots of a thread get a rule": Mutant(
+        "decide.cu", "if (first >= kStep) known.read(plan, first);", "", "decide.cu", "asan",
+        NOWHERE),
+    "clocks do not tick": Mutant(
+        "decide.cu", "*input.clock = clock;", "", "decide.cu", "plain", "FAILED apply"),
+    "no block of apply writes the report": Mutant(
+        "apply.cu", "list.first_block = has_report;", "", "apply.cu", "plain",
+        "FAILED one decision"),
+    "a step of empty tensors reports nothing": Mutant(
+        "apply.cu", "false, !has_report, stream", "false, false, stream", "apply.cu", "plain",
+        "FAILED one decision"),
+    "the scale in the report is the step's before": Mutant(
+        "decide.cu", "inputs.report_buffer.counts->next_scale = next_scale;", "", "decide.cu",
+        "plain", "FAILED next scale"),
+    "the decision does not wait for the policy": Mutant(
+        "deciding.h", "__syncthreads();  // the policy is in shared memory", "", "decide.cu",
+        "plain", "FAILED a decided scale"),
+    "a policy's state stays in shared memory": Mutant(
+        "deciding.h", "update_.policy_out[threadIdx.x] = shared_.policy[threadIdx.x];", ";",
+        "decide.cu", "plain", "FAILED a replayed scale"),
+    "nobody waits for the verdict": Mutant(
+        "deciding.h", "__syncthreads();  // the verdict is there, and the policy's new state", "",
+        "*.cu", "tsan", "ThreadSanitizer: data race"),
 }
 # fmt: on

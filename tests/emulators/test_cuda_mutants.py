@@ -87,9 +87,10 @@ MUTANTS = {
         "step_report.h", "(&report.seal) = seal;", "(&report.seal) = 0;", "decide.cu", "plain",
         "FAILED a report"),
     "a captured rate is the one of the capture": Mutant(
-        "decide.cu", "read_rate(hyper);", "", "decide.cu", "plain", "FAILED a replayed step"),
+        "decide.cu", "read_rate(input[k].hyper);", "", "decide.cu", "plain",
+        "FAILED a replayed step"),
     "the clocks of a skipped step tick": Mutant(
-        "decide.cu", "verdict->found_inf == 0", "verdict->found_inf <= 1", "decide.cu", "plain",
+        "decide.cu", "decided.verdict.found_inf == 0", "true", "decide.cu", "plain",
         "FAILED a skipped step"),
     "a tail is one too long": Mutant(
         "copy.cu", "kPack ? left :", "kPack ? left + 1 :", "copy.cu", "asan", BEYOND),

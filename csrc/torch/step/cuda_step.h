@@ -22,7 +22,7 @@ const char* apply_step(Slots& slots, const std::vector<Slot>& chosen, const Hype
                        const SpanSums& weights, SlotRule<Rule>* slot_rules, const NormInputs& norms,
                        void* stream) {
   const auto count = int64_t(chosen.size());
-  const StepPlan plan = {chosen.data(), count, hypers, chunk_of<Rule>(chosen.data(), count),
+  const StepPlan plan = {chosen.data(), count, hypers, chunk_of(chosen.data(), count),
                          needs_update_norm<Rule>};
   const TableMemory::Held held = table_of(slots, plan);
   return apply<Rule>(plan, held.table, inputs, verdict, grads, weights, slot_rules, norms, stream);

@@ -31,7 +31,7 @@ StepReports::StepReports(const at::Device& device) : device_(device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
   TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
               " allocates memory, which a CUDA graph cannot; take a step before capturing");
-  counts_ = at::zeros({2}, at::TensorOptions().dtype(at::kLong).device(device));
+  counts_ = at::zeros({sizeof(StepCounts)}, at::TensorOptions().dtype(at::kByte).device(device));
   const c10::OptionalDeviceGuard guard(device);
   // Never freed: a step that is queued, or replayed later, may still write to it.
   constexpr size_t kBytes = kStepReports * sizeof(StepReport);
@@ -50,7 +50,7 @@ StepReportBuffer StepReports::next_buffer() {
     stream_ = stream;
     ++queued_;
   }
-  return {reports_, reinterpret_cast<uint64_t*>(data_of<int64_t>(counts_))};
+  return {reports_, data_of<StepCounts>(counts_)};
 }
 
 std::optional<StepReport> StepReports::newest(bool wait) const {

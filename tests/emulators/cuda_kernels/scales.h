@@ -11,7 +11,7 @@ struct Outside {
   float next_scale = 0;
   int32_t next_tracker = 0;
   StepReport reports[kStepReports] = {};
-  uint64_t counts[2] = {0, 0};
+  StepCounts counts = {};
   uint64_t skipped = 0;  // in a row, as expected
 
   DecideInputs decide_inputs() {
@@ -20,14 +20,14 @@ struct Outside {
     d.max_norm = 1.0;
     d.scale_update = {nullptr,  nullptr,       0,   &scale, &next_scale,
                       &tracker, &next_tracker, 2.0, 0.5,    4};
-    d.report_buffer = {reports, counts};
+    d.report_buffer = {reports, &counts};
     return d;
   }
 
   // Call it for every report, in order.
   void expect_report(const Verdict& verdict, double moved_to, const char* name) {
-    const StepReport& newest = reports[counts[0] % kStepReports];
-    expect(newest.seal == counts[0], "a report is sealed", name, size_t(newest.seal));
+    const StepReport& newest = reports[counts.decided % kStepReports];
+    expect(newest.seal == counts.decided, "a report is sealed", name, size_t(newest.seal));
     expect(!std::memcmp(&newest.verdict, &verdict, sizeof verdict), "report", name, 0);
     expect(newest.next_scale == moved_to, "next scale", name, 0);
     skipped = verdict.found_inf != 0 ? skipped + 1 : 0;
@@ -63,11 +63,20 @@ void scale_both(std::vector<double> host, const char* name) {
     const double max_abs = random() % 50 == 0 ? 0 : std::exp2(exponent(random));
     update_scale_state(host.data(), found_inf != 0, max_abs);
     cuda::update_scale(in_place(device, scale), &found_inf, &max_abs,
-                       {outside.reports, outside.counts}, nullptr);
+                       {outside.reports, &outside.counts}, nullptr);
     expect(host == device && scale == float(host[1]), "scale", name, size_t(i));
     outside.expect_report({double(found_inf != 0), 1, 0, max_abs, scale}, scale, name);
   }
   expect(host[1] != start, "the scale moves", name, 0);
+  for (const float found_inf : {1.0f, 0.0f}) {  // decided with no gradient measured
+    DecideInputs inputs;
+    inputs.found_inf = &found_inf;
+    inputs.scale_update = in_place(device, scale);
+    Verdict verdict = {};
+    update_scale_state(host.data(), found_inf != 0, 0);
+    cuda::decide(nullptr, inputs, &verdict, nullptr);
+    expect(host == device && verdict.found_inf == double(found_inf), "a decided scale", name, 0);
+  }
 }
 
 const std::vector<std::pair<const char*, std::vector<double>>> kScales = {
