@@ -49,9 +49,12 @@ def show(kernels: Sequence[Kernel], arch: str) -> None:
 
 
 def show_paths(measured: Sequence[Measured], arch: str) -> None:
-    """A table for aligned and one for unaligned arrays, and what was guessed."""
+    """A table for aligned and one for unaligned arrays, and what was guessed.
+
+    bytes: that an element reads and writes. wrong: bytes stored that are not the emulator's.
+    """
     columns = ["rule", "preset", "registers", "warps", "instructions", "stalls", "rounds"]
-    columns += ["bytes", "ms: bytes/issue/waits", "share", "wrong bytes", "guesses"]
+    columns += ["bytes", "ms: bytes/ issue/waits", "share", "wrong", "guesses"]
     for skew, title in ((0, "aligned arrays"), (1, "arrays that are one element off")):
         rows: list[list[object]] = [
             [
@@ -75,7 +78,7 @@ def show_paths(measured: Sequence[Measured], arch: str) -> None:
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:
-    return " / ".join(f"{1e12 * one:.1f}" for one in seconds)
+    return "/".join(f"{1e12 * one:.1f}" for one in seconds)
 
 
 def show_library(seconds: dict[str, float], cubins: dict[str, int], rest: int | None) -> None:

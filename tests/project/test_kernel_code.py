@@ -155,7 +155,7 @@ def test_paths_show_guesses_and_wrong_bytes(capsys: pytest.CaptureFixture[str]) 
     )
     shown = capsys.readouterr().out
     # 26 bytes at 3 TB/s; 411 / 3.2 and 48790 / 16 cycles for 256 elements on 132 times 1.7 GHz
-    for text in ("one element off", "14.125", "100%", "8.7 / 2.2 / 53.1", "16%"):
+    for text in ("one element off", "14.125", "100%", "8.7/2.2/53.1", "16%"):
         assert text in shown
     assert "guessed in AdamW, exact: 0x0010: EXIT: its guard is not known" in shown
     assert "WRONG: AdamW, exact: 5 bytes" in shown
