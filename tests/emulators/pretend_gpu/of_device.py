@@ -195,7 +195,7 @@ def test_operators_of_torch_are_captured_and_repeated() -> None:
 
 
 def tripled(x: Tensor) -> Tensor:
-    """By a kernel of amp_mp's, which is delayed; torch's operators are not."""
+    """By a kernel of amp_mp's."""
     out = torch.empty_like(x)
     _C.copy_([out], [x], multiplier=3.0)
     return out
@@ -234,6 +234,7 @@ def test_delayed_streams_run_in_every_order_that_events_permit() -> None:
         with delayed_streams(seed):
             x, first, second = ones(1), torch.cuda.Stream(), torch.cuda.Stream()
             target = torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
             with torch.cuda.stream(first):
                 _C.copy_([target], [x], multiplier=2.0)
             if ordered:
@@ -245,6 +246,32 @@ def test_delayed_streams_run_in_every_order_that_events_permit() -> None:
 
     assert {outcome(seed, False) for seed in range(30)} == {2.0, 5.0}
     assert {outcome(seed, True) for seed in range(30)} == {5.0}
+
+
+def test_operators_of_torch_are_delayed_as_kernels_are() -> None:
+    def outcome(seed: int, ordered: bool) -> list[float]:
+        with delayed_streams(seed):
+            x, beside = ones(2), torch.cuda.Stream()
+            if ordered:
+                beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                y = torch.cat([x * 2, x.add(1.5).clamp(max=2.0)]).sum()
+                total = torch._foreach_add([y, y], 1.0)[1].add_(0.5).view(1)
+            torch.cuda.synchronize()
+            return on_host(total)
+
+    assert {tuple(outcome(seed, True)) for seed in range(30)} == {(9.5,)}
+    assert len({str(outcome(seed, False)) for seed in range(30)}) > 1
+
+
+def test_operators_that_are_delayed_refuse_what_does_not_fit_at_their_call() -> None:
+    with delayed_streams(1):
+        x, wide = ones(2), torch.ones(2, device="cuda", dtype=torch.long)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            x + ones(3)
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            wide.mul_(0.5)
+        assert torch.equal(x + wide, ones(2) * 2)
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -275,3 +302,35 @@ def test_delayed_replays_and_memory_that_is_freed_keep_their_streams_order() -> 
         x = tripled(tripled(ones(1)))  # two are freed before they are read
         torch.cuda.synchronize()
         assert (on_host(target), on_host(x)) == ([3.0], [9.0])
+
+
+def test_memory_that_is_freed_is_handed_out_at_once_to_its_own_stream() -> None:
+    with delayed_streams(1):
+        x, beside = tripled(ones(1)), torch.cuda.Stream()
+        before = x.data_ptr()
+        del x
+        with torch.cuda.stream(beside):
+            assert torch.empty(1, device="cuda").data_ptr() != before
+        x = torch.empty(1, device="cuda")
+        assert x.data_ptr() == before
+        _C.copy_([x], [ones(1)], multiplier=7.0)
+        torch.cuda.synchronize()
+        assert on_host(x) == [7.0]
+
+
+def test_memory_that_is_recorded_makes_no_stream_wait() -> None:
+    """An order that only the pretend GPU knew would hide a wait that is missing."""
+
+    def outcome(seed: int) -> float:
+        with delayed_streams(seed):
+            x, beside, target = ones(1), torch.cuda.Stream(), torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(beside):
+                _C.copy_([target], [x], multiplier=2.0)
+                x.record_stream(beside)
+            del x
+            _C.copy_([target], [ones(1)], multiplier=5.0)
+            torch.cuda.synchronize()
+            return on_host(target)[0]
+
+    assert {outcome(seed) for seed in range(30)} == {2.0, 5.0}

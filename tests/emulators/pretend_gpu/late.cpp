@@ -1,0 +1,132 @@
+#include "late.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "aliases.h"
+#include "current_stream.h"
+#include "memory.h"
+
+namespace pretend_gpu {
+namespace {
+
+using c10::IValue;
+
+// Those whose results' sizes follow from their arguments', without the underscore of those in
+// place.
+const std::string kLate =
+    " "
+    "abs add addcdiv addcmul addmm amax amin bitwise_and bitwise_not bitwise_or bmm cat clamp "
+    "clamp_max clamp_min div eq exp fill ge gelu gt isinf isnan le lerp log logical_and "
+    "logical_not logical_or lt maximum mean minimum mm mul ne neg pow reciprocal relu rsqrt "
+    "sigmoid sign silu sqrt sub sum tanh tanh_backward threshold_backward where zero ";
+
+bool is_listed(const std::string& name) {
+  const std::string library = "aten::", lists = library + "_foreach_";
+  if (name.starts_with(lists)) return true;
+  if (!name.starts_with(library)) return false;
+  const size_t end = name.ends_with('_') ? name.size() - 1 : name.size();
+  return kLate.find(' ' + name.substr(library.size(), end - library.size()) + ' ') !=
+         std::string::npos;
+}
+
+// A tensor without memory in the place of one on the device.
+at::Tensor without_memory(const at::Tensor& t) {
+  at::Tensor meta = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
+  if (t.unsafeGetTensorImpl()->is_wrapped_number())
+    meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return meta;
+}
+
+}  // namespace
+
+void map_tensors(IValue& value, const std::function<at::Tensor(const at::Tensor&)>& f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) value = f(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> mapped;
+    for (const at::Tensor& t : value.toTensorVector()) mapped.push_back(t.defined() ? f(t) : t);
+    value = std::move(mapped);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> mapped;
+    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+      mapped.push_back(t && t->defined() ? std::optional<at::Tensor>(f(*t)) : t);
+    value = std::move(mapped);
+  }
+}
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+void run_into(const c10::OperatorHandle& op, Stack stack, const std::vector<at::Tensor>& targets) {
+  run_on_host(op, &stack);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  auto target = targets.begin();
+  for (IValue& result : stack)
+    map_tensors(result, [&](const at::Tensor& t) {
+      if (target->defined()) target->copy_(t);
+      ++target;
+      return t;
+    });
+}
+
+std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& arguments,
+                              const at::Device& device) {
+  if (!cuda_on_cpu::is_delayed() || cuda_on_cpu::under_way() || !is_listed(op.schema().name()) ||
+      !op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
+    return std::nullopt;
+  for (const IValue& value : arguments)
+    if (value.isDevice()) return std::nullopt;
+  Aliases aliases;
+  std::vector<std::pair<at::Tensor, at::Tensor>> metas;
+  Stack meta = arguments, host = arguments;
+  for (IValue& value : meta)
+    map_tensors(value, [&](const at::Tensor& t) {
+      if (!t.is_cuda()) return t;
+      for (const auto& [original, known] : metas)
+        if (original.is_same(t)) return known;
+      metas.emplace_back(t, without_memory(t));
+      return metas.back().second;
+    });
+  for (IValue& value : host)
+    map_tensors(value, [&](const at::Tensor& t) {
+      if (t.is_cuda()) return aliases.of(t);
+      return t.unsafeGetTensorImpl()->is_wrapped_number() ? t : t.clone();
+    });
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
+  }
+  for (const auto& [original, known] : metas)  // `out`, which would be resized
+    if (original.sizes() != known.sizes()) return std::nullopt;
+  const c10::DeviceGuard guard(device);
+  std::vector<at::Tensor> targets;
+  for (IValue& result : meta)
+    map_tensors(result, [&](const at::Tensor& t) {
+      targets.emplace_back();
+      for (const auto& [original, known] : metas)
+        if (known.is_same(t)) return original;
+      const at::Tensor made = at::detail::empty_strided_generic(
+          t.sizes(), t.strides(), allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+          t.scalar_type());
+      targets.back() = Aliases().of(made);
+      return made;
+    });
+  cuda_on_cpu::queue(
+      current_stream(device.index()),
+      [op, host = std::move(host), targets = std::move(targets)] { run_into(op, host, targets); });
+  return meta;
+}
+
+}  // namespace pretend_gpu
