@@ -62,19 +62,8 @@ struct CastTable {
 
 CastTable& cast_table();
 
-// The current one of the tensor's device; null on a CPU.
-inline void* stream_of(const at::Tensor& t) {
-  return t.is_cuda() ? current_stream(t.device()) : nullptr;
-}
-
 inline size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
-}
-
-// For a copy that was made on another stream: its memory is not given away before the current one
-// has come so far.
-inline void record_current_stream(at::Tensor& copy) {
-  copy.record_stream(c10::impl::VirtualGuardImpl(copy.device().type()).getStream(copy.device()));
 }
 
 // Whether the cast has the tensor's present values, as far as version counter and memory tell.

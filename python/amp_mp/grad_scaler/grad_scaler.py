@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_mp import _C
 from amp_mp.grad_scaler.gradients import (
     WholeGradients,
     check_gradients,
@@ -92,6 +93,9 @@ class GradScaler(torch.amp.GradScaler):
             or not optimizer.amp_scaling
             or optimizer.releases
         ):
+            if self._enabled:  # unscale_ may have run on another stream
+                found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                _C.used_on_current_stream(list(found.values()))
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]

@@ -45,8 +45,8 @@ void run_one(Streams& all) {
   const Item item = std::move(chosen->second.front());
   chosen->second.pop_front();
   if (chosen->second.empty()) all.items.erase(chosen);
+  all.pending.erase(item.reaches);  // an item with work reaches no mark
   if (item.work) item.work();
-  all.pending.erase(item.reaches);
 }
 
 }  // namespace

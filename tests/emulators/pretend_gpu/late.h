@@ -1,6 +1,6 @@
 #pragma once
 // Operators of torch that run as late as kernels do, on streams that are delayed: elementwise ones,
-// sums, products, and what joins tensors. The others run at their call, behind what their stream
+// sums, and what joins tensors. The others run at their call, behind what their stream
 // has already.
 #include <ATen/core/dispatch/Dispatcher.h>
 
