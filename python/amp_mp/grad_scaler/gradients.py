@@ -45,6 +45,11 @@ def combined(
     return numbers[0] if numbers else None
 
 
+def keep_found(state: dict[str, Any]) -> None:
+    """Keeps what unscale_ has found, maybe on another stream, until the current one has used it."""
+    _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
+
+
 def native_gradients(optimizer: Optimizer) -> list[Tensor | None] | None:
     """Of every parameter the gradient on this process, or None where it has none.
 
