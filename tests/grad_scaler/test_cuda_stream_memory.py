@@ -209,42 +209,60 @@ SCRIPTS: dict[str, Callable[[], Script]] = {
 }
 
 
-def trained(script: Script, first: Any, second: Any, third: Any) -> list[Tensor]:
-    """The script with its three parts on three streams; without waiting for any of them."""
+def trained(
+    script: Script, first: Any, steps: list[Any], third: Any, early: bool = False
+) -> list[Tensor]:
+    """The script with its three parts on streams; steps take turns on theirs.
+
+    early: the third part is behind the first one alone.
+    """
     source = torch.Generator().manual_seed(1)
     batches = torch.randn(STEPS, 6, 8, generator=source)
     batches[OVERFLOW, 0, 0] = float("inf")
     batches = batches.to(DEVICE)
     first.wait_stream(torch.cuda.current_stream())
-    for batch in batches:
+    for number, batch in enumerate(batches):
         with torch.cuda.stream(first):
             script.zero_grad()
             script.first(batch)
+        second = steps[number % len(steps)]
         second.wait_stream(first)
         with torch.cuda.stream(second):
             hold_up()
             script.second()
-        third.wait_stream(second)
+        third.wait_stream(first if early else second)
         with torch.cuda.stream(third):
-            hold_up()
             script.third()
-        for stream in (first, second, third):
+        for stream in (first, *steps, third):
             with torch.cuda.stream(stream):
                 take_memory()
-        first.wait_stream(third)
+        for stream in (second, third):
+            first.wait_stream(stream)
     torch.cuda.synchronize()
     return script.result()
 
 
-@pytest.mark.parametrize("third", [False, True], ids=["two", "three"])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_step_on_another_stream_than_its_backward_reads_its_own_statistics(
-    name: str, third: bool
-) -> None:
-    here = torch.cuda.current_stream()
-    wanted = trained(SCRIPTS[name](), here, here, here)
-    beside, last = torch.cuda.Stream(), torch.cuda.Stream() if third else here
-    found = trained(SCRIPTS[name](), beside, here, last)
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
         assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("streams", ["two", "three", "turns"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_step_on_another_stream_than_its_backward_reads_its_own_statistics(
+    name: str, streams: str
+) -> None:
+    here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    wanted = trained(SCRIPTS[name](), here, [here], here)
+    third = torch.cuda.Stream() if streams == "three" else here
+    steps = [torch.cuda.Stream(), torch.cuda.Stream()] if streams == "turns" else [here]
+    assert_same(trained(SCRIPTS[name](), beside, steps, third), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.startswith("unscaled")])
+def test_an_update_before_the_step_has_run(name: str) -> None:
+    """After unscale_ the update needs nothing of the step, and drops what the step reads."""
+    here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    wanted = trained(SCRIPTS[name](), here, [here], here)
+    assert_same(trained(SCRIPTS[name](), beside, [here], beside, early=True), wanted)

@@ -23,7 +23,7 @@ using c10::IValue;
 // place.
 const std::string kLate =
     " "
-    "abs add addcdiv addcmul amax amin bitwise_and bitwise_not bitwise_or cat clamp "
+    "abs add addcdiv addcmul amax amin arange bitwise_and bitwise_not bitwise_or cat clamp "
     "clamp_max clamp_min div eq exp fill ge gelu gt isinf isnan le lerp log logical_and "
     "logical_not logical_or lt maximum mean minimum mul ne neg pow reciprocal relu rsqrt "
     "sigmoid sign silu sqrt sub sum tanh tanh_backward threshold_backward where zero ";
