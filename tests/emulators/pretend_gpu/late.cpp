@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,18 +24,35 @@ using c10::IValue;
 // place.
 const std::string kLate =
     " "
-    "abs add addcdiv addcmul amax amin arange bitwise_and bitwise_not bitwise_or cat clamp "
-    "clamp_max clamp_min div eq exp fill ge gelu gt isinf isnan le lerp log logical_and "
-    "logical_not logical_or lt maximum mean minimum mul ne neg pow reciprocal relu rsqrt "
-    "sigmoid sign silu sqrt sub sum tanh tanh_backward threshold_backward where zero ";
+    "_fused_adamw abs add addcdiv addcmul addmm amax amin arange bitwise_and bitwise_not "
+    "bitwise_or bmm cat clamp clamp_max clamp_min div eq exp fill ge gelu gt isinf isnan le "
+    "lerp log logical_and logical_not logical_or lt maximum mean minimum mm mul ne neg pow "
+    "reciprocal relu rsqrt sigmoid sign silu sqrt sub sum tanh tanh_backward "
+    "threshold_backward where zero ";
+// Their sizes can be had without memory, but not the error for dtypes that differ.
+const std::string kProducts = " addmm bmm mm ";
 
-bool is_listed(const std::string& name) {
-  const std::string library = "aten::", lists = library + "_foreach_";
-  if (name.starts_with(lists)) return true;
-  if (!name.starts_with(library)) return false;
-  const size_t end = name.ends_with('_') ? name.size() - 1 : name.size();
-  return kLate.find(' ' + name.substr(library.size(), end - library.size()) + ' ') !=
-         std::string::npos;
+// Between spaces, as the lists have it.
+std::string bare_name(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  const size_t begin = name.find("::") + 2, end = name.size() - (name.ends_with('_') ? 1 : 0);
+  return ' ' + name.substr(begin, end - begin) + ' ';
+}
+
+bool is_listed(const c10::OperatorHandle& op) {
+  const std::string name = bare_name(op);
+  return op.schema().name().starts_with("aten::") &&
+         (name.starts_with(" _foreach_") || kLate.find(name) != std::string::npos);
+}
+
+bool has_one_dtype(Stack& arguments) {
+  std::set<at::ScalarType> found;
+  for (IValue& value : arguments)
+    map_tensors(value, [&](const at::Tensor& t) {
+      found.insert(t.scalar_type());
+      return t;
+    });
+  return found.size() == 1;
 }
 
 // A tensor without memory in the place of one on the device.
@@ -82,14 +100,15 @@ void run_into(const c10::OperatorHandle& op, Stack stack, const std::vector<at::
 
 std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& arguments,
                               const at::Device& device) {
-  if (!cuda_on_cpu::is_delayed() || cuda_on_cpu::under_way() || !is_listed(op.schema().name()) ||
-      !op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
-    return std::nullopt;
+  if (!cuda_on_cpu::is_delayed() || cuda_on_cpu::under_way() || !is_listed(op)) return std::nullopt;
+  const bool has_sizes = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+  if (!has_sizes && !op.schema().returns().empty()) return std::nullopt;
   for (const IValue& value : arguments)
     if (value.isDevice()) return std::nullopt;
-  Aliases aliases;
   std::vector<std::pair<at::Tensor, at::Tensor>> metas;
   Stack meta = arguments, host = arguments;
+  if (kProducts.find(bare_name(op)) != std::string::npos && !has_one_dtype(host))
+    return std::nullopt;
   for (IValue& value : meta)
     map_tensors(value, [&](const at::Tensor& t) {
       if (!t.is_cuda()) return t;
@@ -98,19 +117,25 @@ std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& argume
       metas.emplace_back(t, without_memory(t));
       return metas.back().second;
     });
+  if (has_sizes) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
+  } else {
+    meta.clear();
+  }
+  const c10::DeviceGuard guard(device);
+  for (const auto& [original, known] : metas) {  // `out`
+    if (original.sizes() == known.sizes()) continue;
+    if (original.numel() > 0) return std::nullopt;
+    original.resize_(known.sizes());
+  }
+  Aliases aliases;
   for (IValue& value : host)
     map_tensors(value, [&](const at::Tensor& t) {
       if (t.is_cuda()) return aliases.of(t);
       return t.unsafeGetTensorImpl()->is_wrapped_number() ? t : t.clone();
     });
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
-  }
-  for (const auto& [original, known] : metas)  // `out`, which would be resized
-    if (original.sizes() != known.sizes()) return std::nullopt;
-  const c10::DeviceGuard guard(device);
   std::vector<at::Tensor> targets;
   for (IValue& result : meta)
     map_tensors(result, [&](const at::Tensor& t) {

@@ -37,7 +37,6 @@ class PreviousNorm:
         assert self.norm is not None
         if is_shard:  # what is inf on this process may be finite on another, which would not skip
             own = torch.zeros_like(own)
-        _C.used_on_current_stream([self.norm])  # take() drops it, on the step's stream
         norm = self.norm.to(own.device)
         squares = (norm if scale is None else norm * scale.double()).square()
         return torch.stack([torch.where(norm >= 0, squares, own[0]), own[1], own[2]])
@@ -52,5 +51,5 @@ class PreviousNorm:
         if first is not None and bool(verdict[0] != 0):
             return
         before = torch.full_like(verdict[2], -1.0) if self.norm is None else self.norm
-        _C.used_on_current_stream([before])
+        _C.used_on_current_stream([before])  # of another step's stream, and dropped here
         self.norm = torch.where(verdict[0] != 0, before, verdict[2])
