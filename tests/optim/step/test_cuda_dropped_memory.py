@@ -124,6 +124,7 @@ def test_losses_that_go_backward_on_different_streams() -> None:
         optimizer = torch.optim.SGD([weight], lr=1e-2)
         with handle.scale_loss((weight * 2).sum(), optimizer) as scaled:
             scaled.backward()
+        del scaled  # with its graph, which knows the stream
         with on(beside, here), handle.scale_loss((weight * 3).sum(), optimizer) as scaled:
             scaled.backward()
         take_memory()
