@@ -6,7 +6,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,7 +28,7 @@ const std::string kLate =
     "lerp log logical_and logical_not logical_or lt maximum mean minimum mm mul ne neg pow "
     "reciprocal relu rsqrt sigmoid sign silu sqrt sub sum tanh tanh_backward "
     "threshold_backward where zero ";
-// Their sizes can be had without memory, but not the error for dtypes that differ.
+// Without memory these cost a dozen other operators, which a profiler would show.
 const std::string kProducts = " addmm bmm mm ";
 
 // Between spaces, as the lists have it.
@@ -45,14 +44,17 @@ bool is_listed(const c10::OperatorHandle& op) {
          (name.starts_with(" _foreach_") || kLate.find(name) != std::string::npos);
 }
 
-bool has_one_dtype(Stack& arguments) {
-  std::set<at::ScalarType> found;
+// Whether the arguments are those of a product that is written where its result fits.
+bool fits(const c10::OperatorHandle& op, Stack arguments) {
+  std::vector<at::Tensor> found;
   for (IValue& value : arguments)
-    map_tensors(value, [&](const at::Tensor& t) {
-      found.insert(t.scalar_type());
-      return t;
-    });
-  return found.size() == 1;
+    map_tensors(value, [&](const at::Tensor& t) { return found.emplace_back(t); });
+  if (op.operator_name().overload_name != "out") return false;
+  const at::Tensor &out = found.back(), &a = found.end()[-3], &b = found.end()[-2];
+  for (const at::Tensor& t : found)
+    if (t.scalar_type() != out.scalar_type()) return false;
+  return out.dim() >= 2 && out.size(-2) == a.size(-2) && out.size(-1) == b.size(-1) &&
+         a.size(-1) == b.size(-2);
 }
 
 // A tensor without memory in the place of one on the device.
@@ -101,14 +103,14 @@ void run_into(const c10::OperatorHandle& op, Stack stack, const std::vector<at::
 std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& arguments,
                               const at::Device& device) {
   if (!cuda_on_cpu::is_delayed() || cuda_on_cpu::under_way() || !is_listed(op)) return std::nullopt;
-  const bool has_sizes = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
-  if (!has_sizes && !op.schema().returns().empty()) return std::nullopt;
+  const bool is_product = kProducts.find(bare_name(op)) != std::string::npos;
+  const bool has_sizes = !is_product && op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+  if (is_product ? !fits(op, arguments) : !has_sizes && !op.schema().returns().empty())
+    return std::nullopt;
   for (const IValue& value : arguments)
     if (value.isDevice()) return std::nullopt;
   std::vector<std::pair<at::Tensor, at::Tensor>> metas;
   Stack meta = arguments, host = arguments;
-  if (kProducts.find(bare_name(op)) != std::string::npos && !has_one_dtype(host))
-    return std::nullopt;
   for (IValue& value : meta)
     map_tensors(value, [&](const at::Tensor& t) {
       if (!t.is_cuda()) return t;
@@ -122,7 +124,7 @@ std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& argume
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
   } else {
-    meta.clear();
+    meta.erase(meta.begin(), meta.end() - (is_product ? 1 : 0));
   }
   const c10::DeviceGuard guard(device);
   for (const auto& [original, known] : metas) {  // `out`
