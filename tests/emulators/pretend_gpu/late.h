@@ -1,7 +1,7 @@
 #pragma once
 // Operators of torch that run as late as kernels do, on streams that are delayed: elementwise ones,
-// sums, and what joins tensors. The others run at their call, behind what their stream
-// has already.
+// sums, products, what joins tensors, and the fused AdamW. The others run at their call, behind
+// what their stream has already.
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <functional>
