@@ -73,6 +73,15 @@ def start(device: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(autouse=True)
+def _delayed_in_an_order_of_its_own(request: pytest.FixtureRequest) -> None:
+    """The same for a test that is run alone: it depends on AMP_MP_DELAYED_STREAMS and its name."""
+    if PRETEND_GPU:
+        from pretend_gpu.device import delay_as_asked
+
+        delay_as_asked(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
 def _on_a_side_stream() -> Iterator[None]:
     if not SIDE_STREAM:
         yield

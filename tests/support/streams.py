@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,13 +15,16 @@ HELD_UP = 20_000_000  # cycles: some milliseconds
 
 @contextmanager
 def late(seed: int) -> Iterator[None]:
-    """Kernels run as late as their streams permit, in one of the orders that these permit."""
+    """Kernels run as late as their streams permit, in one of the orders that these permit.
+
+    AMP_MP_DELAYED_STREAMS gives others for the same seeds.
+    """
     if not PRETEND_GPU:
         yield
         return
     from pretend_gpu.device import delayed_streams
 
-    with delayed_streams(seed):
+    with delayed_streams(seed + 1000 * int(os.environ.get("AMP_MP_DELAYED_STREAMS", "0"))):
         yield
 
 
