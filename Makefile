@@ -13,7 +13,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-fast test-zoo test-distributed lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
+.PHONY: demo test test-fast test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
 
 demo: build
 	$(PY) examples/demo.py
@@ -39,6 +39,13 @@ test-zoo: $(ZOO)/built
 test-distributed: build
 	AMP_MP_DISTRIBUTED=1 $(PYTEST) tests/distributed tests/optim/state/test_sharded_state.py \
 	  tests/examples/test_parallel_training.py tests/project/test_distributed_docs.py
+
+# Without a GPU: every test of the CUDA path with kernels that run as late as their streams permit, in
+# SEEDS random orders from FIRST on, every second one on a side stream. 2 to 4 minutes an order.
+SEEDS ?= 20
+FIRST ?= 2
+test-streams: build
+	$(PY) tests/emulators/random_orders.py --seeds $(SEEDS) --first $(FIRST)
 
 lint: build
 	$(PY) -m ruff check $(PYTHON_DIRS)

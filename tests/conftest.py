@@ -29,13 +29,18 @@ if PRETEND_GPU:
 # Without a GPU, emulators/test_pretend_gpu.py runs these.
 ON_A_GPU = [
     "casting/test_cuda_cast_streams.py",
+    "contract/test_cuda_scripts_on_any_streams.py",
+    "grad_scaler/test_cuda_stream_memory.py",
     "grad_scaler/test_cuda_streams.py",
+    "optim/step/test_cuda_dropped_memory.py",
     "optim/step/test_cuda_step.py",
     "optim/step/test_cuda_captured_tables.py",
     "optim/step/test_cuda_sharded_step.py",
     "optim/step/test_cuda_tables.py",
 ]
 collect_ignore = [] if "cuda" in DEVICES else ON_A_GPU
+# Every test on a CUDA stream that is not the default one, where there is a device.
+SIDE_STREAM = os.environ.get("AMP_MP_SIDE_STREAM") == "1" and "cuda" in DEVICES
 if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
     collect_ignore.append("zoo")
 
@@ -67,6 +72,27 @@ def start(device: str) -> Iterator[Callable[..., Any]]:
     yield init
     for handle in reversed(handles):
         handle._deactivate()
+
+
+@pytest.fixture(autouse=True)
+def _delayed_in_an_order_of_its_own(request: pytest.FixtureRequest) -> None:
+    """The same for a test that is run alone: it depends on AMP_MP_DELAYED_STREAMS and its name."""
+    if PRETEND_GPU:
+        from pretend_gpu.device import delay_as_asked
+
+        delay_as_asked(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_side_stream() -> Iterator[None]:
+    if not SIDE_STREAM:
+        yield
+        return
+    before, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    beside.wait_stream(before)
+    with torch.cuda.stream(beside):
+        yield
+    before.wait_stream(beside)
 
 
 @pytest.fixture(autouse=True)

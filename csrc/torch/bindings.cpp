@@ -118,6 +118,12 @@ PYBIND11_MODULE(_C, m) {
         return measure(list);
       },
       py::arg("tensors"));
+  m.def(
+      "used_on_current_stream",
+      [](const py::sequence& tensors) {
+        for (const at::Tensor& t : unpack(tensors, "tensors")) used_on_current_stream(t);
+      },
+      py::arg("tensors"));
   m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
   m.def("decide_", &decide_, py::arg("verdict"), py::arg("inputs"),
         py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());

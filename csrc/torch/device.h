@@ -24,9 +24,19 @@ inline void* current_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
-// For a tensor that was made on another stream: its memory is not given away before the current one
-// has come so far.
-inline void record_current_stream(at::Tensor& t) {
+// That of the tensor's device; null on a CPU.
+inline void* stream_of(const at::Tensor& t) {
+  return t.is_cuda() ? current_stream(t.device()) : nullptr;
+}
+
+// For memory that another stream may have allocated: once it is freed it is not given away before
+// the current stream has come so far. Costs a look-up in torch's allocator; nothing on a CPU.
+inline void used_on_current_stream(at::Tensor t) {
+  if (!t.defined() || !t.is_cuda()) return;
+  if (t.is_sparse()) {
+    used_on_current_stream(t._indices());
+    return used_on_current_stream(t._values());
+  }
   t.record_stream(c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()));
 }
 

@@ -174,6 +174,12 @@ class DecideInputs:
 def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
 
+def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
+    """Keeps memory of other streams, once it is freed, until the current stream has come so far.
+
+    For what was made on a stream that may be another, and is dropped after its use here.
+    """
+
 def combine(rows: Tensor) -> Tensor:
     """`measure`'s result, float64 [n + 1, 3], for tensors whose rows [n, 3] are known."""
 

@@ -7,94 +7,11 @@ Every test that takes a `device` runs as it is, with device="cuda": see pretend_
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
-
 import pytest
 from pretend_gpu.build import build, why_unavailable
+from pretend_gpu.suite import DELAYED, FILES, pass_in_numbers, passed
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretend_gpu")]
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# The files that are run, with the least number of tests that have to pass in each.
-FILES = {
-    "contract/test_any_order_of_calls": 1,
-    "contract/test_parameters_that_moved": 120,
-    "contract/test_weights_that_were_written": 370,
-    "optim/backward/test_attach": 40,
-    "casting/test_cast_cache": 15,
-    "casting/test_casting": 18,
-    "casting/test_cuda_cast_streams": 4,
-    "casting/test_weight_writes": 18,
-    "model/test_averaged_model": 75,
-    "model/test_average_pass": 24,
-    "model/test_convert": 16,
-    "model/test_kept_modules": 38,
-    "model/test_original_values": 40,
-    "model/test_prepare": 90,
-    "optim/step/test_cuda_captured_tables": 7,
-    "optim/step/test_cuda_sharded_step": 33,
-    "optim/step/test_cuda_step": 26,
-    "optim/step/test_cuda_tables": 35,
-    "optim/step/test_gathered_norms": 14,
-    "optim/step/test_shard_origins": 110,
-    "optim/step/test_slots_of_dtensors": 14,
-    "apex/test_fp16_optimizer": 110,
-    "grad_scaler/test_grad_scaler": 120,
-    "grad_scaler/test_cuda_streams": 100,
-    "apex/test_handle": 80,
-    "nn/test_linear_accumulate": 20,
-    "nn/test_main_grads": 10,
-    "nn/test_main_grads_together": 12,
-    "optim/step/test_measure": 20,
-    "grad_scaler/test_next_scale": 24,
-    "optim/test_optim": 70,
-    "optim/step/test_rules": 400,
-    "optim/state/test_storage": 130,
-    "optim/test_arguments": 75,
-    "optim/test_compile": 18,
-    "optim/step/test_skips": 35,
-    "apex/test_fp16_optimizer_is_one": 180,
-    "apex/test_scale_loss_loops": 65,
-}
-# Those that are run a second time with delayed streams: what reports to the host, or is captured.
-DELAYED = [
-    "apex/test_fp16_optimizer",
-    "apex/test_handle",
-    "casting/test_cast_cache",
-    "casting/test_cuda_cast_streams",
-    "grad_scaler/test_grad_scaler",
-    "grad_scaler/test_next_scale",
-    "optim/backward/test_attach",
-    "optim/step/test_cuda_captured_tables",
-    "optim/step/test_cuda_step",
-    "optim/step/test_cuda_tables",
-    "optim/step/test_measure",
-    "optim/step/test_skips",
-]
-# What is left out, by a part of its name, and why.
-LEFT_OUT = {
-    "million": "a kernel's threads take turns: a second each",
-    "ten_thousand": "ten thousand steps",
-    "10_000_steps": "ten thousand steps",
-    "unaligned": "test_cuda_kernels.py has unaligned arrays of every format under every rule",
-    "comes_to_rest": "thousands of steps",
-    "second_moment_follows": "thousands of steps",
-    "splits_of": "all numbers of a format",
-    "split24_of": "all numbers of a format",
-    "split32_of": "all numbers of a format",
-    "two_to_the_31": "needs 6 GiB",
-    "instruction_set": "runs processes of its own, on the CPU",
-    "replicas": "runs processes of its own, on the CPU",
-    "sparse": "torch's sparse kernels for CUDA have none for the CPU that could stand in",
-    "recurrent": "nor have its fused recurrent cells",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,39 +21,22 @@ def _built() -> None:
     build()
 
 
-def passed(*arguments: str, **environment: str) -> Counter[str]:
-    """Runs tests on the pretend GPU; how many passed of each file, none having failed."""
-    ours = {"AMP_MP_PRETEND_GPU": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **ours, **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return Counter(re.findall(r"(\w+)\.py::.* PASSED", done.stdout))
-
-
 def test_the_pretend_gpu_itself() -> None:
-    assert passed("tests/emulators/pretend_gpu/of_device.py")["of_device"] > 15
+    folder = "tests/emulators/pretend_gpu"
+    found = passed(f"{folder}/of_device.py", f"{folder}/of_streams.py")
+    assert found["of_device"] > 15
+    assert found["of_streams"] > 12
 
 
-def pass_in_numbers(names: Iterable[str], **environment: str) -> None:
-    """Runs files; as many tests have to pass in each as FILES says."""
-    chosen = "cuda and not (" + " or ".join(LEFT_OUT) + ")"
-    found = passed(*(f"tests/{name}.py" for name in names), "-k", chosen, **environment)
-    for name in names:
-        assert found[Path(name).name] >= FILES[name], found
+@pytest.mark.parametrize("part", range(3))
+def test_the_suite_passes_on_it(part: int) -> None:
+    pass_in_numbers([name for number, name in enumerate(FILES) if number % 3 == part])
 
 
-def test_the_suite_passes_on_it() -> None:
-    pass_in_numbers(FILES)
+@pytest.mark.parametrize("side", ["0", "1"])
+def test_what_reports_or_is_captured_passes_with_delayed_streams(side: str) -> None:
+    """The host waits where it has to, whatever order the streams permit.
 
-
-def test_what_reports_or_is_captured_passes_with_delayed_streams() -> None:
-    """The host waits where it has to, whatever order the streams permit."""
-    pass_in_numbers(DELAYED, AMP_MP_DELAYED_STREAMS="17")
+    Once on the default stream and once on another. `make test-streams` runs everything so.
+    """
+    pass_in_numbers(DELAYED, AMP_MP_DELAYED_STREAMS="17", AMP_MP_SIDE_STREAM=side)

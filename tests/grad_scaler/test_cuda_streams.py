@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRETEND_GPU
+from streams import hold_up, late
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 DEVICE = "cuda"
-HELD_UP = 20_000_000  # cycles: some milliseconds
 ORDERS = range(4) if PRETEND_GPU else range(1)  # of the delayed kernels
 STEPS = 12
 OVERFLOWS = (3, 4, 9)
@@ -30,19 +30,8 @@ for_every_scale = pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMa
 @pytest.fixture(params=[f"cuda-order{order}" for order in ORDERS])
 def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     """Delays on a device that has none of its own."""
-    if not PRETEND_GPU:
+    with late(int(request.param[-1])):
         yield
-        return
-    from pretend_gpu.device import delayed_streams
-
-    with delayed_streams(int(request.param[-1])):
-        yield
-
-
-def hold_up() -> None:
-    """What is queued next on the current stream runs later than the host goes on."""
-    if not PRETEND_GPU:
-        torch.cuda._sleep(HELD_UP)
 
 
 def stream(side: bool) -> Any:

@@ -187,7 +187,8 @@ def test_hooks_fire_once_and_see_what_torch_shows(
         first = gradients(model)["twice.weight"]
         loss_of(model, 1).backward()
         second = gradients(model)["twice.weight"] - first
-        assert any(written)
+        on_default = device == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert any(written) == on_default  # autograd adds it elsewhere
         written.clear()
         model.zero_grad()
         seen: list[Tensor] = []

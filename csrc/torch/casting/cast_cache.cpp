@@ -70,7 +70,7 @@ at::Tensor find(const CastKey& key, const at::Tensor& tensor, bool with_grad) {
       if (auto alive = e.linked->lock()) linked = at::Tensor(std::move(alive));
     copy = e.copy;
   }
-  if (of_other_stream) record_current_stream(copy);
+  if (of_other_stream) used_on_current_stream(copy);
   if (!with_grad) return copy;
   if (linked.defined()) return linked;
   linked = link(key, tensor, copy);

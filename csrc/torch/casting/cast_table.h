@@ -62,11 +62,6 @@ struct CastTable {
 
 CastTable& cast_table();
 
-// The current one of the tensor's device; null on a CPU.
-inline void* stream_of(const at::Tensor& t) {
-  return t.is_cuda() ? current_stream(t.device()) : nullptr;
-}
-
 inline size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();
 }

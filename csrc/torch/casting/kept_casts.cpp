@@ -65,7 +65,7 @@ void copies_written(const Tensors& tensors, const Tensors& copies) {
       if (e.stream != stream_of(tensors[i])) of_other_streams.push_back(copies[i]);
     }
   }
-  for (at::Tensor& copy : of_other_streams) record_current_stream(copy);
+  for (const at::Tensor& copy : of_other_streams) used_on_current_stream(copy);
 }
 
 void optimizer_stepped() {

@@ -9,7 +9,8 @@ namespace amp_mp {
 Measurement::Measurement(const std::vector<Reading>& readings, const at::Device& device)
     : rows_(at::empty({int64_t(readings.size()) + 1, 3},
                       at::TensorOptions().dtype(at::kDouble).device(device))),
-      count_(int64_t(readings.size())) {
+      count_(int64_t(readings.size())),
+      stream_(stream_of(rows_)) {
   const int64_t spans = cpu::count_spans(readings.data(), count_);
   // On CUDA: the ticket, the index of each tensor's first span, the spans.
   const int64_t head = device.is_cpu() ? 0 : 8 + 8 * (count_ + 1);
@@ -24,7 +25,14 @@ Measurement::Measurement(const std::vector<Reading>& readings, const at::Device&
       AMP_MP_CUDA(measure(readings.data(), span_sums(), stream)));
 }
 
-Measurement::Measurement(at::Tensor rows) : rows_(std::move(rows)), count_(rows_.size(0) - 1) {}
+Measurement::Measurement(at::Tensor rows)
+    : rows_(std::move(rows)), count_(rows_.size(0) - 1), stream_(stream_of(rows_)) {}
+
+void Measurement::use() const {
+  if (stream_of(rows_) == stream_) return;
+  used_on_current_stream(rows_);
+  used_on_current_stream(sums_);
+}
 
 #ifdef AMP_MP_WITH_CUDA
 cuda::SpanSums Measurement::span_sums() const {
@@ -41,6 +49,7 @@ cuda::SpanSums Measurement::span_sums() const {
 #endif
 
 const at::Tensor& Measurement::rows() {
+  use();
   if (!sums_.defined()) return rows_;
   on(device(), [] {}, AMP_MP_CUDA(combine(span_sums(), stream)));
   sums_.reset();

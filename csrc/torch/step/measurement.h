@@ -20,6 +20,8 @@ class Measurement {
   const at::Tensor& rows_so_far() const { return rows_; }
   // The rows' memory; on CUDA it may not have been filled yet.
   Statistics* of_tensors() const { return data_of<Statistics>(rows_); }
+  // Call where the current stream reads or writes the memory: it may have been measured on another.
+  void use() const;
 
 #ifdef AMP_MP_WITH_CUDA
   cuda::SpanSums span_sums() const;
@@ -30,6 +32,7 @@ class Measurement {
  private:
   at::Tensor rows_, sums_;  // sums: memory of SpanSums, undefined once the spans are added
   int64_t count_;
+  void* stream_ = nullptr;  // that the memory is of
 };
 
 }  // namespace amp_mp

@@ -112,6 +112,8 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   TORCH_CHECK_VALUE(!needs_norms<Rule> || measures || (found && found->count() >= slots.size()),
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   const at::Device device = verdict.device();
+  if (found) found->use();
+  if (weights) weights->use();
   if (found) check_device(found->rows_so_far(), device, {"measured"});
   if (weights) check_device(weights->rows_so_far(), device, {"weights"});
   TORCH_CHECK_VALUE(!weights || weights->count() >= slots.size(), "amp_mp: weights has ",

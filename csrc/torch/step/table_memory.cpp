@@ -39,7 +39,7 @@ TableMemory::Held TableMemory::prepare(int64_t rows, int64_t groups, const at::D
     stream_ = current_stream(device);
     is_read_by_graph_ = false;
   }
-  if (stream_ != current_stream(device)) record_current_stream(memory_);
+  if (stream_ != current_stream(device)) used_on_current_stream(memory_);
   // If an upload is refused, nobody knows what the memory holds.
   at::Tensor memory = std::move(memory_);
   memory_.reset();

@@ -99,6 +99,7 @@ def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
         raise
     for param, grad in aside:
         if grad is not None:
+            _C.used_on_current_stream([local_of(grad)])
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 

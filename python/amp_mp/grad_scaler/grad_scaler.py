@@ -12,6 +12,7 @@ from amp_mp.grad_scaler.gradients import (
     WholeGradients,
     check_gradients,
     combined,
+    keep_found,
     native_gradients,
     present_gradients,
     unscale,
@@ -92,6 +93,8 @@ class GradScaler(torch.amp.GradScaler):
             or not optimizer.amp_scaling
             or optimizer.releases
         ):
+            if self._enabled:
+                keep_found(self._per_optimizer_states[id(optimizer)])
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -223,8 +226,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        own = ("_updates", "_whole")
-        return {name: value for name, value in state.items() if name not in own}
+        return {name: x for name, x in state.items() if name not in ("_updates", "_whole")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -37,10 +37,17 @@ def combined(
     states: list[dict[str, Any]], key: str, device: torch.device, combine: Callable[..., Tensor]
 ) -> Tensor | None:
     """The optimizers' numbers of all devices as one on this device; None if there are none."""
-    numbers = [x.to(device) for state in states for x in state.get(key, {}).values()]
+    found = [x for state in states for x in state.get(key, {}).values()]
+    _C.used_on_current_stream(found)
+    numbers = [x.to(device) for x in found]
     if len(numbers) > 1:
         return combine(torch.stack(numbers))
     return numbers[0] if numbers else None
+
+
+def keep_found(state: dict[str, Any]) -> None:
+    """Keeps what unscale_ has found, maybe on another stream, until the current one has used it."""
+    _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
 
 
 def native_gradients(optimizer: Optimizer) -> list[Tensor | None] | None:

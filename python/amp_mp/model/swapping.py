@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_mp import _C
 from amp_mp.optim.state.original_values import awaits_original, entry_of, put_entry
 
 _swapped: set[int] = set()  # ids of the parameters that hold other weights now
@@ -48,6 +49,7 @@ def swapped(
         written = [n for n, t, v in zip(names, live, versions, strict=True) if t._version != v]
     finally:
         _write(live, saved)
+        _C.used_on_current_stream(saved)
         for param, entry in entries.items():
             put_entry(param, entry)
         _swapped.difference_update(own)

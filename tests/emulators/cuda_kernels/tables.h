@@ -37,7 +37,7 @@ struct OwnTable {
 template <class R>
 cuda::StepPlan plan_of(const std::vector<Slot>& slots, const std::vector<Hyper>& hypers) {
   const auto count = int64_t(slots.size());
-  return {slots.data(), count, hypers.data(), cuda::chunk_of<R>(slots.data(), count),
+  return {slots.data(), count, hypers.data(), cuda::chunk_of(slots.data(), count),
           needs_update_norm<R>};
 }
 

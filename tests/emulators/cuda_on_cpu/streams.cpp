@@ -20,10 +20,11 @@ struct Item {
 
 struct Streams {
   std::recursive_mutex mutex;  // recursive: work may free memory, which queues more work
-  std::map<StreamId, std::deque<Item>> items;
+  std::map<StreamId, std::deque<Item>> items;  // none is empty
   std::set<Mark> pending;
   std::mt19937_64 chance;
   Mark last = 0;
+  intptr_t nameless = 0;  // counts down: the streams of others have numbers from 0 on
 };
 
 std::atomic<bool> delayed = false;
@@ -36,15 +37,16 @@ Streams& streams() {
 
 // Runs the first item of a stream chosen by chance from those that do not have to wait.
 void run_one(Streams& all) {
-  std::vector<std::deque<Item>*> ready;
-  for (auto& [stream, items] : all.items)
-    if (!items.empty() && !all.pending.contains(items.front().waits_for)) ready.push_back(&items);
+  std::vector<StreamId> ready;
+  for (const auto& [stream, items] : all.items)
+    if (!all.pending.contains(items.front().waits_for)) ready.push_back(stream);
   if (ready.empty()) throw std::logic_error("cuda_on_cpu: the streams wait for each other");
-  std::deque<Item>& items = *ready[all.chance() % ready.size()];
-  const Item item = std::move(items.front());
-  items.pop_front();
+  const auto chosen = all.items.find(ready[all.chance() % ready.size()]);
+  const Item item = std::move(chosen->second.front());
+  chosen->second.pop_front();
+  if (chosen->second.empty()) all.items.erase(chosen);
+  all.pending.erase(item.reaches);  // an item with work reaches no mark
   if (item.work) item.work();
-  all.pending.erase(item.reaches);
 }
 
 }  // namespace
@@ -58,6 +60,12 @@ void set_delay(std::optional<uint64_t> seed) {
   if (seed) streams().chance.seed(*seed);
 }
 
+StreamId nameless_stream(int device) {
+  Streams& all = streams();
+  const std::lock_guard lock(all.mutex);
+  return {device, --all.nameless};
+}
+
 void queue(StreamId stream, std::function<void()> work) {
   if (!is_delayed()) return work();
   Streams& all = streams();
@@ -69,10 +77,10 @@ Mark mark(StreamId stream) {
   Streams& all = streams();
   const std::lock_guard lock(all.mutex);
   const Mark made = ++all.last;
-  std::deque<Item>& items = all.items[stream];
-  if (items.empty()) return made;
+  const auto items = all.items.find(stream);
+  if (items == all.items.end()) return made;
   all.pending.insert(made);
-  items.push_back({{}, made});
+  items->second.push_back({{}, made});
   return made;
 }
 
@@ -108,12 +116,7 @@ void finish_device(int device) {
 void finish_all() {
   Streams& all = streams();
   const std::lock_guard lock(all.mutex);
-  const auto is_waiting = [&] {
-    for (const auto& [stream, items] : all.items)
-      if (!items.empty()) return true;
-    return false;
-  };
-  while (is_waiting()) run_one(all);
+  while (!all.items.empty()) run_one(all);
 }
 
 }  // namespace cuda_on_cpu

@@ -15,6 +15,9 @@ struct StreamId {
   auto operator<=>(const StreamId&) const = default;
 };
 
+// A stream of the device that nobody else has. It is forgotten as soon as it is idle.
+StreamId nameless_stream(int device);
+
 // Delays all work from now on, in the order that the seed gives, or ends the delay. What is queued
 // runs first.
 void set_delay(std::optional<uint64_t> seed);

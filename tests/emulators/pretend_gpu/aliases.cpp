@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "current_stream.h"
 #include "memory.h"
 
 namespace pretend_gpu {
@@ -58,6 +59,7 @@ at::Tensor Aliases::back(const at::Tensor& result, at::Device device) const {
   const size_t bytes = result.storage().nbytes();
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocator()->allocate(bytes),
                        allocator(), true);
+  settle(device);  // the memory may have been another's until now
   if (bytes > 0) memcpy(storage.mutable_data(), result.storage().data(), bytes);
   return tensor_over(std::move(storage), c10::DispatchKey::CUDA, result);
 }
@@ -70,6 +72,7 @@ void Aliases::write_back() const {
       c10::StorageImpl* storage = original.storage().unsafeGetStorageImpl();
       storage->set_data_ptr_noswap(allocator()->allocate(alias.storage().nbytes()));
       storage->set_nbytes(alias.storage().nbytes());
+      settle(original.device());
       if (storage->nbytes() > 0)
         memcpy(storage->mutable_data(), alias.storage().data(), storage->nbytes());
     }

@@ -89,7 +89,8 @@ def _units() -> list[tuple[Path, list[str]]]:
 def _object(source: Path, flags: list[str]) -> Path:
     """The object of a source: the library's own where that has what the pretend GPU needs."""
     if source.is_relative_to(CSRC / "torch"):
-        librarys = ROOT / f"build/native/torch_{source.stem}.o"
+        parts = source.relative_to(CSRC).with_suffix("").parts
+        librarys = ROOT / f"build/native/{'_'.join(parts)}.o"
         recipe, depends = librarys.with_suffix(".cmd"), librarys.with_suffix(".d")
         needed = ["-DAMP_MP_WITH_CUDA", f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"']
         made = recipe.read_text() if recipe.exists() else ""

@@ -65,6 +65,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const Stream stream) const override {
     return reinterpret_cast<void*>(stream.id());
   }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    if (data.get()) also_used_on(data.get(), id_of(stream));
+  }
   bool queryStream(const Stream& stream) const override {
     return cuda_on_cpu::is_reached(cuda_on_cpu::mark(id_of(stream)));
   }

@@ -5,6 +5,8 @@ Only where `install()` has been called.
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +48,12 @@ def ledger() -> Iterator[Ledger]:
         found.argument_bytes = bytes_after - argument_bytes
 
 
+def delay_as_asked(name: str) -> None:
+    """Delays kernels if AMP_MP_DELAYED_STREAMS says so, in the order of its seed and the name."""
+    asked = os.environ.get("AMP_MP_DELAYED_STREAMS")
+    native.set_delay(None if asked is None else zlib.crc32(f"{asked} {name}".encode()))
+
+
 @contextmanager
 def delayed_streams(seed: int) -> Iterator[None]:
     """Kernels run when the host or an operator of torch waits for them, in an order by the seed.
@@ -56,7 +64,7 @@ def delayed_streams(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        native.set_delay(None)
+        delay_as_asked("")
 
 
 class CUDAGraph:

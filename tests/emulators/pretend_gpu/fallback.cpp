@@ -12,6 +12,7 @@
 
 #include "aliases.h"
 #include "current_stream.h"
+#include "late.h"
 #include "ledger.h"
 #include "runtime.h"
 
@@ -30,36 +31,31 @@ const std::set<std::string> kSyncs = {
 const std::set<std::string> kTakeFromHost = {"aten::index", "aten::_index_put_impl_",
                                              "aten::_pack_padded_sequence"};
 
-// Every tensor within a value, lists entered: f(tensor) takes its place.
-template <class F>
-void map_tensors(IValue& value, const F& f) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) value = f(value.toTensor());
-  } else if (value.isTensorList()) {
-    c10::List<at::Tensor> mapped;
-    for (const at::Tensor& t : value.toTensorVector()) mapped.push_back(t.defined() ? f(t) : t);
-    value = std::move(mapped);
-  } else if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> mapped;
-    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
-      mapped.push_back(t && t->defined() ? std::optional<at::Tensor>(f(*t)) : t);
-    value = std::move(mapped);
-  }
-}
-
 class Call {
  public:
   explicit Call(const c10::OperatorHandle& op) : op_(op), schema_(op.schema()) {}
 
-  void run(torch::jit::Stack* stack) {
+  void run(Stack* stack) {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
     const bool waits = kSyncs.count(schema_.name()) ||
                        (schema_.name() == "aten::_index_put_impl_" && puts_by_mask(*stack, first));
+    const Stack given(stack->end() - int64_t(count), stack->end());
     for (size_t i = 0; i < count; ++i) replace(schema_.arguments()[i], (*stack)[first + i]);
     const std::string name = c10::toString(op_.operator_name());
     TORCH_CHECK(device_, "pretend GPU: ", name, " has no argument on a CUDA device");
     const bool computes = !is_view();
     if (waits) note_sync(name);
+    if (auto late = computes && !waits ? run_late(op_, given, *device_) : std::nullopt) {
+      for (IValue& result : *late)
+        map_tensors(result, [&](const at::Tensor& t) {
+          largest_ = std::max(largest_, t.numel());
+          return t;
+        });
+      stack->erase(stack->end() - int64_t(count), stack->end());
+      stack->insert(stack->end(), late->begin(), late->end());
+      if (largest_ > 0) note_operator(name);
+      return;
+    }
     const bool records = computes && cuda_on_cpu::under_way();
     const Stack arguments(stack->end() - int64_t(count), stack->end());
     if (computes) settle(*device_);
@@ -84,14 +80,6 @@ class Call {
   }
 
  private:
-  using Stack = torch::jit::Stack;
-
-  static void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
-
   // Only the results' sizes are wanted: what is written in place gets its old contents back.
   void run_in_vain(Stack* stack) {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -107,18 +95,8 @@ class Call {
 
   // A replay runs the operator on the same memory, and its results go where they went first.
   void record(const Stack& arguments, std::vector<at::Tensor> made) {
-    cuda_on_cpu::under_way()->add([op = op_, arguments, made = std::move(made)] {
-      Stack stack = arguments;
-      run_on_host(op, &stack);
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      auto target = made.begin();
-      for (IValue& result : stack)
-        map_tensors(result, [&](const at::Tensor& t) {
-          if (target->defined()) target->copy_(t);
-          ++target;
-          return t;
-        });
-    });
+    cuda_on_cpu::under_way()->add(
+        [op = op_, arguments, made = std::move(made)] { run_into(op, arguments, made); });
   }
 
   void replace(const c10::Argument& argument, IValue& value) {

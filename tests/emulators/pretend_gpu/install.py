@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -48,11 +47,10 @@ def install() -> None:
     if "amp_mp" in sys.modules:
         raise RuntimeError("pretend_gpu.install() has to come before amp_mp is imported")
     sys.meta_path.insert(0, _Finder(build()))
-    from pretend_gpu import torch_cuda
+    from pretend_gpu import device, torch_cuda
 
     torch_cuda.replace()
-    if "AMP_MP_DELAYED_STREAMS" in os.environ:  # a seed
-        sys.modules[NATIVE].set_delay(int(os.environ["AMP_MP_DELAYED_STREAMS"]))
+    device.delay_as_asked("")
     # autograd starts a thread for each device. One that waits for Python's lock while Python ends
     # would end the process with an error: it gets the lock first.
     atexit.register(time.sleep, 0.02)

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -16,6 +17,7 @@ namespace pretend_gpu {
 namespace {
 
 using Block = std::shared_ptr<void>;
+using cuda_on_cpu::StreamId;
 
 constexpr size_t kAlignment = 512;  // as of cudaMalloc
 
@@ -25,8 +27,13 @@ std::vector<Block>* of_capture = nullptr;              // where a capture keeps 
 std::vector<void*>& graves = *new std::vector<void*>;  // freed while a graph lives
 int graphs = 0;
 // On which streams memory is used besides its own (torch's record_stream).
-using Users = std::unordered_map<const void*, std::set<cuda_on_cpu::StreamId>>;
+using Users = std::unordered_map<const void*, std::set<StreamId>>;
 Users& users = *new Users;
+// What its stream hands out again, by size, the last first, though the stream may not have come to
+// the place where it was freed: work of the same stream does not mind, any other has to be
+// recorded.
+using Spare = std::map<std::pair<StreamId, size_t>, std::vector<void*>>;
+Spare& spare = *new Spare;
 
 void bury(void* memory, size_t bytes) {
   memset(memory, kPoison, bytes);
@@ -38,23 +45,48 @@ void bury(void* memory, size_t bytes) {
   }
 }
 
-// On its stream, since kernels that were queued before may still use it.
-void release(void* memory, size_t bytes, cuda_on_cpu::StreamId stream) {
-  std::set<cuda_on_cpu::StreamId> others;
+void release(void* memory, size_t bytes, StreamId stream) {
+  std::set<StreamId> others;
+  bool is_spare = false;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = users.extract(memory)) others = found.mapped();
+    others.erase(stream);
+    is_spare = cuda_on_cpu::is_delayed() && others.empty() && graphs == 0;
   }
-  for (const cuda_on_cpu::StreamId other : others)
-    cuda_on_cpu::wait_for(stream, cuda_on_cpu::mark(other));
-  cuda_on_cpu::queue(stream, [=] { bury(memory, bytes); });
+  if (is_spare) {
+    cuda_on_cpu::queue(stream, [=] { memset(memory, kPoison, bytes); });
+    const std::lock_guard<std::mutex> lock(mutex);
+    spare[{stream, bytes}].push_back(memory);
+    return;
+  }
+  if (others.empty()) return cuda_on_cpu::queue(stream, [=] { bury(memory, bytes); });
+  // It is gone when all its streams have come so far; none of them waits for another because of it.
+  const StreamId aside = cuda_on_cpu::nameless_stream(stream.device);
+  others.insert(stream);
+  for (const StreamId other : others) cuda_on_cpu::wait_for(aside, cuda_on_cpu::mark(other));
+  cuda_on_cpu::queue(aside, [=] { bury(memory, bytes); });
 }
 
-Block make_block(size_t bytes, cuda_on_cpu::StreamId stream) {
+// Memory that the stream has freed, null where there is none of the size. A capture has its own.
+void* taken_again(size_t bytes, StreamId stream) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = spare.find({stream, bytes});
+  if (of_capture || found == spare.end() || found->second.empty()) return nullptr;
+  void* memory = found->second.back();
+  found->second.pop_back();
+  return memory;
+}
+
+Block make_block(size_t wanted, StreamId stream) {
   // Sizes are exact but for the alignment: what a kernel writes behind the end lands in poison.
-  void* memory = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-  TORCH_CHECK(memory, "pretend GPU: out of memory (", bytes, " bytes)");
-  memset(memory, kPoison, bytes);
+  const size_t bytes = (wanted + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = taken_again(bytes, stream);
+  if (!memory) {
+    memory = aligned_alloc(kAlignment, bytes);
+    TORCH_CHECK(memory, "pretend GPU: out of memory (", bytes, " bytes)");
+    memset(memory, kPoison, bytes);
+  }
   return Block(memory, [=](void* m) { release(m, bytes, stream); });
 }
 
@@ -91,7 +123,7 @@ c10::Allocator* allocator() {
   return only;
 }
 
-void also_used_on(const void* memory, cuda_on_cpu::StreamId stream) {
+void also_used_on(const void* memory, StreamId stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   users[memory].insert(stream);
 }

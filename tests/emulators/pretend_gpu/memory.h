@@ -14,7 +14,9 @@ constexpr int kPoison = 0xFF;
 
 c10::Allocator* allocator();
 
-// Memory that is freed goes back when its own stream has come so far; and this stream, too.
+// Memory that is freed is handed out again at once to the stream that it was allocated on, as by
+// torch's allocator, or goes back when its own stream has come so far. With this call neither
+// happens before the given stream has come to where it was freed (torch's record_stream).
 void also_used_on(const void* memory, cuda_on_cpu::StreamId stream);
 
 // A recording and the memory that was handed out while it was made, kept for its replays. As with

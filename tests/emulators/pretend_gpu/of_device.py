@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
-from pretend_gpu.device import delayed_streams, ledger
+from pretend_gpu.device import ledger
 from torch import Tensor, nn
 
 from amp_mp import _C
@@ -192,86 +190,3 @@ def test_operators_of_torch_are_captured_and_repeated() -> None:
         assert total.tolist() == [1.0 + 2 * min(step, 2)] * 3
         assert [t[0].item() for t in scaled] == [3 * total[0].item(), 3 * slope]
         assert filled.eq(0).all()
-
-
-def tripled(x: Tensor) -> Tensor:
-    """By a kernel of amp_mp's, which is delayed; torch's operators are not."""
-    out = torch.empty_like(x)
-    _C.copy_([out], [x], multiplier=3.0)
-    return out
-
-
-def on_host(x: Tensor) -> list[float]:
-    """What is in the memory now, without waiting."""
-    return list((ctypes.c_float * x.numel()).from_address(x.data_ptr()))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_delayed_kernels_run_when_their_stream_is_waited_for(seed: int) -> None:
-    stream = torch.cuda.Stream()
-    waits = [
-        torch.cuda.synchronize,
-        torch.cuda.default_stream().synchronize,
-        lambda: torch.cuda.default_stream().record_event().synchronize(),
-        lambda: stream.wait_stream(torch.cuda.default_stream()) or stream.synchronize(),
-        lambda: ones(1).item(),
-    ]
-    with delayed_streams(seed):
-        x = ones(2)
-        for wait in waits:
-            y = tripled(x)
-            assert not torch.cuda.current_stream().query()
-            stream.synchronize()
-            assert on_host(y) != [3.0, 3.0]
-            wait()
-            assert on_host(y) == [3.0, 3.0]
-        y = tripled(x)
-    assert on_host(y) == [3.0, 3.0]
-
-
-def test_delayed_streams_run_in_every_order_that_events_permit() -> None:
-    def outcome(seed: int, ordered: bool) -> float:
-        with delayed_streams(seed):
-            x, first, second = ones(1), torch.cuda.Stream(), torch.cuda.Stream()
-            target = torch.zeros(1, device="cuda")
-            with torch.cuda.stream(first):
-                _C.copy_([target], [x], multiplier=2.0)
-            if ordered:
-                second.wait_stream(first)
-            with torch.cuda.stream(second):
-                _C.copy_([target], [x], multiplier=5.0)
-            torch.cuda.synchronize()
-            return on_host(target)[0]
-
-    assert {outcome(seed, False) for seed in range(30)} == {2.0, 5.0}
-    assert {outcome(seed, True) for seed in range(30)} == {5.0}
-
-
-@pytest.mark.parametrize("records", [False, True])
-def test_memory_that_another_stream_uses_has_to_be_recorded(records: bool) -> None:
-    def outcome(seed: int) -> bool:
-        with delayed_streams(seed):
-            x, beside = ones(1), torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                y = tripled(x)
-                if records:
-                    x.record_stream(beside)
-            del x
-            torch.cuda.synchronize()
-            return on_host(y) == [3.0]
-
-    assert {outcome(seed) for seed in range(30)} == ({True} if records else {True, False})
-
-
-def test_delayed_replays_and_memory_that_is_freed_keep_their_streams_order() -> None:
-    with delayed_streams(1):
-        source, target, graph = ones(1), ones(1), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            between = tripled(source)
-            _C.copy_([target], [between])
-        graph.replay()
-        assert on_host(target) == [1.0]
-        x = tripled(tripled(ones(1)))  # two are freed before they are read
-        torch.cuda.synchronize()
-        assert (on_host(target), on_host(x)) == ([3.0], [9.0])

@@ -75,14 +75,19 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     waits ? note_sync(name) : refuse_during_capture(name);
   }
   if (!cuda_on_cpu::under_way()) note_operator("aten::copy_");
-  if (to.is_cuda()) settle(to.device());
-  if (from.is_cuda()) settle(from.device());
+  const bool is_late =
+      cuda_on_cpu::is_delayed() && !cuda_on_cpu::under_way() && to.device() == from.device();
+  if (!is_late && to.is_cuda()) settle(to.device());
+  if (!is_late && from.is_cuda()) settle(from.device());
   Aliases aliases;
   const auto on_host = [&](const Tensor& t) { return t.is_cuda() ? aliases.of(t) : t; };
   const Tensor host_to = on_host(to), host_from = on_host(from);
   if (cuda_on_cpu::Recording* recording = cuda_on_cpu::under_way()) {
     TORCH_CHECK(!down && !up, "pretend GPU: a capture takes no copy from or to the host");
     recording->add([=] { copy_on_the_cpu(host_to, host_from); });
+  } else if (is_late) {
+    cuda_on_cpu::queue(current_stream(to.device().index()),
+                       [=] { copy_on_the_cpu(host_to, host_from); });
   } else {
     copy_on_the_cpu(host_to, host_from);
   }

@@ -221,8 +221,9 @@ def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
 
     (found, scale), (wanted, eager_scale) = trained(True), trained(False)
     assert scale == eager_scale
+    rtol, atol = (0.0, 0.0) if PRETEND_GPU else (2e-3, 1e-4)  # a GPU's products may differ
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])

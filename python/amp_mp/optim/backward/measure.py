@@ -52,7 +52,9 @@ class Measure(Attachment):
         if grads:
             for i, row in zip(stale, _C.measure(grads), strict=False):
                 rows[i] = row
-        known = torch.stack([row for row in rows if row is not None])
+        read = [row for row in rows if row is not None]
+        _C.used_on_current_stream(read)  # a backward pass may be on another
+        known = torch.stack(read)
         return _C.Measurement(_C.combine(known))
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from amp_mp import _C
+
 
 class PreviousNorm:
     """The norm of the last step without overflow.
@@ -49,4 +51,5 @@ class PreviousNorm:
         if first is not None and bool(verdict[0] != 0):
             return
         before = torch.full_like(verdict[2], -1.0) if self.norm is None else self.norm
+        _C.used_on_current_stream([before])  # of another step's stream, and dropped here
         self.norm = torch.where(verdict[0] != 0, before, verdict[2])

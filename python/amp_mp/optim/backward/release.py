@@ -128,6 +128,7 @@ class Release(Attachment):
     def _add(self, param: Tensor, row: Tensor) -> None:
         old = self._rows.get(param)
         if old is not None:  # another backward of the same iteration
+            _C.used_on_current_stream([old])
             row = torch.stack([old[0] + row[0], torch.maximum(old[1], row[1]), old[2] + row[2]])
         self._rows[param] = row
 
@@ -169,6 +170,7 @@ class Release(Attachment):
         """The statistics since the last step, added in the order of measuring all at once."""
         with self._lock, torch.no_grad():
             self._step_others()
+            _C.used_on_current_stream(list(self._rows.values()))  # of backward passes' streams
             if not self._measures():
                 raise RuntimeError(
                     "release=True: the gradients are gone and nothing asked for measuring them; "

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.entries import Held, held_here, store
@@ -33,6 +34,7 @@ def follow(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> No
             present = local_of(state[name])
             moved = placed(present, local_of(param))
             if moved is not present:
+                _C.used_on_current_stream([present])  # it may be of another, and is dropped
                 state[name] = like(moved, param)
     for name in rule.names:
         found = held_here(state, name)
@@ -50,4 +52,5 @@ def _bring(name: str, found: Held, group: Group, param: Tensor, state: dict[str,
             return
     else:
         data, scale = stored_anew(found, wanted, param, seed=int(group["seed"]))
+    _C.used_on_current_stream([t for t in (found.data, found.scale) if t is not None])
     store(state, name, param, wanted, data, scale)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.optim.state.formats import get, new_rest, placed, put, split_name
 from amp_mp.optim.state.parameter_entries import ParameterEntries
@@ -122,7 +123,10 @@ def original_of(param: Tensor) -> Tensor | None:
     Of a DTensor those of the shard on this process, as a plain tensor.
     """
     entry = entry_of(param)
-    return None if entry is None else entry.decode(_weight(param)[0])
+    if entry is None:
+        return None
+    _C.used_on_current_stream(entry.tensors)  # those of `prepare`, which are dropped afterwards
+    return entry.decode(_weight(param)[0])
 
 
 def take_original(param: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""The tests that run on the pretend GPU, and running them in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# The files that are run, with the least number of tests that have to pass in each.
+FILES = {
+    "contract/test_any_order_of_calls": 1,
+    "contract/test_parameters_that_moved": 120,
+    "contract/test_weights_that_were_written": 370,
+    "optim/backward/test_attach": 40,
+    "casting/test_cast_cache": 15,
+    "casting/test_casting": 18,
+    "casting/test_cuda_cast_streams": 4,
+    "contract/test_cuda_scripts_on_any_streams": 40,
+    "grad_scaler/test_cuda_stream_memory": 150,
+    "optim/step/test_cuda_dropped_memory": 36,
+    "casting/test_weight_writes": 18,
+    "model/test_averaged_model": 75,
+    "model/test_average_pass": 24,
+    "model/test_convert": 16,
+    "model/test_kept_modules": 38,
+    "model/test_original_values": 40,
+    "model/test_prepare": 90,
+    "optim/step/test_cuda_captured_tables": 7,
+    "optim/step/test_cuda_sharded_step": 33,
+    "optim/step/test_cuda_step": 26,
+    "optim/step/test_cuda_tables": 35,
+    "optim/step/test_gathered_norms": 14,
+    "optim/step/test_shard_origins": 110,
+    "optim/step/test_slots_of_dtensors": 14,
+    "apex/test_fp16_optimizer": 110,
+    "grad_scaler/test_grad_scaler": 120,
+    "grad_scaler/test_cuda_streams": 100,
+    "apex/test_handle": 80,
+    "nn/test_linear_accumulate": 20,
+    "nn/test_main_grads": 10,
+    "nn/test_main_grads_together": 12,
+    "optim/step/test_measure": 20,
+    "grad_scaler/test_next_scale": 24,
+    "optim/test_optim": 70,
+    "optim/step/test_quotients": 8,
+    "optim/step/test_rules": 400,
+    "optim/state/test_storage": 130,
+    "optim/test_arguments": 75,
+    "optim/test_compile": 18,
+    "optim/step/test_skips": 35,
+    "apex/test_fp16_optimizer_is_one": 180,
+    "apex/test_scale_loss_loops": 65,
+    "casting/test_apex_names": 12,
+    "compat/test_openseq2seq": 20,
+    "compat/test_typed_tensor": 48,
+    "diagnose/test_diagnose": 38,
+    "examples/test_fp16_momentum": 10,
+    "formats/test_formats": 34,
+    "formats/test_formats_facts": 17,
+    "model/test_keep_fp32": 4,
+    "model/test_prepare_inputs": 8,
+    "model/test_selection": 8,
+    "nn/test_nn": 85,
+    "nn/test_nn_attention": 100,
+    "optim/state/test_8bit_codes": 30,
+    "optim/state/test_old_files": 110,
+    "optim/state/test_state_dicts": 50,
+    "optim/state/test_state_taken_away": 12,
+    "optim/state/test_swapped_parameters": 1,
+    "optim/test_larc": 20,
+    "optim/test_lost_updates": 14,
+    "scaling/test_policies": 13,
+}
+# Those that are run again with delayed streams: what reports to the host, or is captured.
+DELAYED = [
+    "apex/test_fp16_optimizer",
+    "apex/test_handle",
+    "casting/test_cast_cache",
+    "casting/test_cuda_cast_streams",
+    "grad_scaler/test_grad_scaler",
+    "grad_scaler/test_next_scale",
+    "optim/backward/test_attach",
+    "optim/step/test_cuda_captured_tables",
+    "optim/step/test_cuda_step",
+    "optim/step/test_cuda_tables",
+    "optim/step/test_measure",
+    "optim/step/test_skips",
+]
+# What is left out, by a part of its name, and why.
+LEFT_OUT = {
+    "million": "a kernel's threads take turns: a second each",
+    "ten_thousand": "ten thousand steps",
+    "10_000_steps": "ten thousand steps",
+    "unaligned": "test_cuda_kernels.py has unaligned arrays of every format under every rule",
+    "comes_to_rest": "thousands of steps",
+    "second_moment_follows": "thousands of steps",
+    "splits_of": "all numbers of a format",
+    "split24_of": "all numbers of a format",
+    "split32_of": "all numbers of a format",
+    "two_to_the_31": "needs 6 GiB",
+    "every_significand": "test_cuda_kernels.py divides under every rule",
+    "instruction_set": "runs processes of its own, on the CPU",
+    "replicas": "runs processes of its own, on the CPU",
+    "every_kind_of_gradient": "one of them is sparse",
+    "sparse": "torch's sparse kernels for CUDA have none for the CPU that could stand in",
+    "recurrent": "nor have its fused recurrent cells",
+}
+CHOSEN = "cuda and not (" + " or ".join(LEFT_OUT) + ")"
+
+
+class SuiteFailedError(Exception):
+    """Tests failed, or passed in fewer numbers than they should; the end of what they printed."""
+
+
+def passed(*arguments: str, timeout: float = 280, **environment: str) -> Counter[str]:
+    """Runs tests on the pretend GPU; how many passed of each file, none having failed."""
+    ours = {"AMP_MP_PRETEND_GPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **ours, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SuiteFailedError(done.stdout[-6000:] + done.stderr[-2000:])
+    return Counter(re.findall(r"(\w+)\.py::.* PASSED", done.stdout))
+
+
+def pass_in_numbers(names: Iterable[str], timeout: float = 280, **environment: str) -> int:
+    """Runs files; as many tests have to pass in each as FILES says. Returns how many passed."""
+    paths = [f"tests/{name}.py" for name in names]
+    found = passed(*paths, "-k", CHOSEN, timeout=timeout, **environment)
+    short = {name: found[Path(name).name] for name in names if found[Path(name).name] < FILES[name]}
+    if short:
+        raise SuiteFailedError(f"fewer tests passed than FILES has: {short}")
+    return found.total()
