@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.gather import ParamInfo, param_infos
-from amp_mp.sharding.gradients import GradientStatistics, local_gradient
+from amp_mp.sharding.gradients import GradientStatistics, local_gradient, place_gradient
 from amp_mp.sharding.shards import local_of
 
 
@@ -193,6 +193,8 @@ def _refuse_too_late(optimizer: Optimizer) -> None:
 
 
 def _checked(param: Tensor, info: ParamInfo) -> Tensor | None:
+    local_gradient(param, info.label)  # TypeError where it is a plain tensor beside a DTensor
+    place_gradient(param)  # what is scaled has to be .grad itself
     grad = local_gradient(param, info.label)
     if grad is not None and (grad.layout != torch.strided or grad.dtype not in NATIVE):
         raise TypeError(
