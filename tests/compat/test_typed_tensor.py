@@ -218,7 +218,7 @@ def test_from_tensor_copies_shape_type_and_values(device: str, dtype: torch.dtyp
     assert (tensor != 0).any()
 
 
-@pytest.mark.parametrize("wrong", [torch.int8, torch.int64, torch.bool, torch.complex64, "float16"])
+@pytest.mark.parametrize("wrong", [torch.int8, torch.bool, torch.complex64, "float16"])
 def test_other_types_are_refused_by_name_and_change_nothing(device: str, wrong: Any) -> None:
     blob = filled(device, [1.0])
     before = blob.current_dtype, blob.valid_dtypes, blob.nbytes
@@ -231,8 +231,48 @@ def test_other_types_are_refused_by_name_and_change_nothing(device: str, wrong: 
         TypedTensor((3,), wrong)
     with pytest.raises(TypeError, match=r"^dtype must be"):
         TypedTensor((3,), F32, wrong)
-    with pytest.raises(TypeError, match=r"^dtype must be .*torch.int64"):
-        TypedTensor.from_tensor(torch.arange(3))
+    with pytest.raises(TypeError, match=r"^dtype must be .*torch.int16"):
+        TypedTensor.from_tensor(torch.arange(3, dtype=torch.int16))
+
+
+# Integers.
+
+INTEGERS = [torch.int32, torch.uint32, torch.int64, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_kept_as_they_are(device: str, dtype: torch.dtype) -> None:
+    """Labels: 2^24 + 1 is no float32, and -1 marks what is to be ignored."""
+    values = [0, 1, 2**24 + 1] + ([-1] if dtype.is_signed else [2**32 - 1])
+    labels = TypedTensor.from_tensor(torch.tensor(values, dtype=dtype, device=device), F32)
+    assert labels.data().tolist() == labels.data(dtype).tolist() == values
+    assert (labels.data().dtype, labels.grad().dtype) == (dtype, F32)
+    assert labels.nbytes == len(values) * (dtype.itemsize + 4)
+    labels.mutable_data().copy_(torch.tensor(values[::-1], dtype=dtype))
+    assert labels.data().tolist() == values[::-1]
+    assert TypedTensor((3,), dtype, device=device).grad().tolist() == [0, 0, 0]
+    assert (TypedTensor((2,), F16, dtype, device).mutable_grad(dtype) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_arithmetic_on_integers_is_refused_by_name_and_changes_nothing(
+    device: str, dtype: torch.dtype
+) -> None:
+    labels = TypedTensor.from_tensor(torch.tensor([3, 4], dtype=dtype, device=device))
+    before = raw_bytes(labels.data()), labels.valid_dtypes, labels.nbytes
+    others = [other for other in [*ALL, *INTEGERS] if other != dtype]
+    for other in others:
+        for method in (labels.data, labels.mutable_data, labels.grad, labels.mutable_grad):
+            with pytest.raises(TypeError, match=rf"^dtype: {other} of a TypedTensor of {dtype} .*"):
+                method(other)
+    with pytest.raises(TypeError, match=rf"^update: the data is {dtype}.*mutable_data"):
+        labels.update()
+    assert (raw_bytes(labels.data()), labels.valid_dtypes, labels.nbytes) == before
+    weight = TypedTensor((2,), F32, dtype, device)
+    with pytest.raises(TypeError, match=rf"^update: the gradient is {dtype}"):
+        weight.update()
+    with pytest.raises(TypeError, match=rf"^dtype: {dtype} of a TypedTensor of torch.float32"):
+        weight.data(dtype)
 
 
 def test_negative_sizes_are_refused() -> None:

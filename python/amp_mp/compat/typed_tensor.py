@@ -1,4 +1,7 @@
-"""A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
+"""A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob.
+
+Both may be integers, too, which have no arithmetic here.
+"""
 
 from collections.abc import Sequence
 from typing import Self
@@ -9,6 +12,7 @@ from torch import Tensor
 from amp_mp.dtypes import rounded
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.uint32, torch.int64, torch.uint64)  # NVCaffe: INT and UINT, 32 bits
 
 
 class TypedTensor:
@@ -23,6 +27,9 @@ class TypedTensor:
         weight.mutable_grad(torch.float16).copy_(gradient)
         weight.update()  # in float32
 
+    Labels and indices are integers: data and gradient of int32, uint32, int64 or uint64 can be read
+    and written in their own type only, and are not updated.
+
     Every conversion starts from the type that was written last. (NVCaffe's start from the type that
     was read last, so that a float16 read spoils a float64 one.) Data saturates at +-65504 on its
     way to float16 and NaN stays NaN; a gradient becomes inf, or its overflow would go unseen.
@@ -36,7 +43,8 @@ class TypedTensor:
         device: of all arrays. Each is allocated when it is first asked for.
 
     Raises:
-        TypeError: a dtype other than float64, float32, float16, bfloat16, here and in methods.
+        TypeError: a dtype other than float64, float32, float16, bfloat16 and those integers, here
+            and in methods; a conversion to or from integers; update() of or by integers.
         ValueError: a negative size in shape.
     """
 
@@ -81,7 +89,16 @@ class TypedTensor:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Data -= gradient in the master's type; NVCaffe's subtracts in the type read last."""
+        """Data -= gradient in the master's type; NVCaffe's subtracts in the type read last.
+
+        TypeError if either is of integers; nothing is changed.
+        """
+        for name, dtype in (("data", self.dtype), ("gradient", self.grad_dtype)):
+            if dtype in INTEGERS:
+                raise TypeError(
+                    f"update: the {name} is {dtype}, and integers have no arithmetic here; write "
+                    "what mutable_data() returns instead"
+                )
         grad = self.grad(self.dtype)
         self.mutable_data(self.dtype).sub_(grad)
 
@@ -118,8 +135,9 @@ class TypedTensor:
 
 
 def _checked(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, found {dtype}")
+    if dtype not in DTYPES and dtype not in INTEGERS:
+        listed = ", ".join(map(str, DTYPES + INTEGERS))
+        raise TypeError(f"dtype must be one of {listed}, found {dtype}")
     return dtype
 
 
@@ -138,6 +156,11 @@ class _Arrays:
     @torch.no_grad()
     def read(self, dtype: torch.dtype | None) -> Tensor:
         dtype = _checked(dtype or self.default)
+        if dtype != self.default and (dtype in INTEGERS or self.default in INTEGERS):
+            raise TypeError(
+                f"dtype: {dtype} of a TypedTensor of {self.default} would be a conversion, and "
+                f"integers have no arithmetic here; convert a copy, such as .to({dtype})"
+            )
         if dtype not in self.arrays:
             self.arrays[dtype] = torch.zeros(self.shape, dtype=dtype, device=self.device)
         array = self.arrays[dtype]

@@ -8,12 +8,14 @@ arguments that all share; the optimizers are in files named as in csrc/core/rule
 from amp_mp.optim.adam import Adam, AdamW
 from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.larc import LARC
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.sgd import LARS, SGD
 from amp_mp.optim.state.memory_report import MemoryReport
 
 __all__ = [
     "LAMB",
+    "LARC",
     "LARS",
     "SGD",
     "Adagrad",
