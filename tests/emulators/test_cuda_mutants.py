@@ -99,7 +99,8 @@ MUTANTS = {
     "a tail that is summed again is wide": Mutant(
         "measure.cu", "wide && n - i >= kPack", "wide", "measure.cu", "asan", BEYOND),
     "the tensor before a chunk's": Mutant(
-        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu", "asan", "AddressSanitizer:"),
+        "tensor_table.h", "<= int(blockIdx.x)", "< int(blockIdx.x)", "copy.cu",
+        "asan", "AddressSanitizer:"),
     "random bytes of the eight before": Mutant(
         "pack8.h", "(e / kPack + 1) * kPack", "e / kPack * kPack", "apply.cu", "plain",
         "FAILED apply"),
