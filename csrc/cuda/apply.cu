@@ -52,9 +52,9 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     const bool whole = kAll || (from.wide && n == kPack);
     Held<kGradFormats> grad;
     Held<kMasterFormats> master;
-    Held<kFormatsOfState<Rule, 0>> first;
-    Held<kFormatsOfState<Rule, 1>> second;
-    Held<kFormatsOfState<Rule, 2>> third;
+    [[maybe_unused]] Held<kFormatsOfState<Rule, 0>> first;
+    [[maybe_unused]] Held<kFormatsOfState<Rule, 1>> second;
+    [[maybe_unused]] Held<kFormatsOfState<Rule, 2>> third;
     const auto read = [&](bool at_once) {
       grad.read(from.grad, at, n, at_once);
       master.read(from.master, at, n, at_once);
@@ -67,7 +67,8 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     } else {
       read(false);
     }
-    float g[kPack], w[kPack], s0[kPack], s1[kPack], s2[kPack];
+    float g[kPack], w[kPack];
+    [[maybe_unused]] float s0[kPack], s1[kPack], s2[kPack];
     grad.decode(from.grad.format, g);
     master.decode(from.master.format, w);
     if constexpr (Rule::kStates > 0) first.decode(from.state[0].format, s0);
