@@ -1,8 +1,8 @@
 // The decisions of a step, made where the tensors are: the host never waits for them.
 //
-// decide_step runs in every step, one kernel for each rule: it adds the sums that measuring has
-// left, decides, and makes each slot's rule. The last thread block to have added its tensors does
-// the rest. The two small kernels below it serve callers that decide without an update.
+// decide_step runs in every step: it adds the sums that measuring has left, decides, and makes each
+// slot's rule. The last thread block to have added its tensors does the rest. The two small kernels
+// below it serve callers that decide without an update.
 #include "cuda/combine.h"
 #include "cuda/deciding.h"
 #include "cuda/step_arguments.h"
@@ -44,6 +44,19 @@ struct Inputs {
   }
 };
 
+// The rules by their operators' names. One kernel makes all of them: a kernel for each would be as
+// long, because rules take the least part of it.
+#define AMP_MP_NAME(Rule, op) op,
+enum class RuleName { AMP_MP_FOR_EACH_RULE(AMP_MP_NAME) };
+#undef AMP_MP_NAME
+template <class Rule>
+constexpr RuleName kNameOf = {};
+#define AMP_MP_NAME(Rule, op) \
+  template <>                 \
+  constexpr RuleName kNameOf<Rule> = RuleName::op;
+AMP_MP_FOR_EACH_RULE(AMP_MP_NAME)
+#undef AMP_MP_NAME
+
 // Ticks a slot's clock, once a step, and makes its rule.
 template <class Rule, class Plan>
 __device__ __forceinline__ void make_slot_rule(const Plan& plan, int t, const StepInput& input,
@@ -60,10 +73,21 @@ __device__ __forceinline__ void make_slot_rule(const Plan& plan, int t, const St
 }
 
 template <class Rule, class Plan>
+__device__ __forceinline__ void make_rules(const Plan& plan, int first,
+                                           const Inputs<Plan::kAtOnce>& known, bool has_ticked,
+                                           double multiplier, const NormInputs& norms,
+                                           void* slot_rules) {
+  for (int k = 0; k < Plan::kAtOnce; ++k)
+    if (const int t = first + k * kCombineThreads; t < plan.count)
+      make_slot_rule(plan, t, known.input[k], known.clock[k], has_ticked, multiplier, norms,
+                     static_cast<SlotRule<Rule>*>(slot_rules));
+}
+
+template <class Plan>
 __global__ void __launch_bounds__(kCombineThreads)
     decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
                        DecideInputs inputs, bool decides, bool reports, bool has_ticked,
-                       Verdict* verdict, NormInputs norms, SlotRule<Rule>* slot_rules) {
+                       Verdict* verdict, NormInputs norms, RuleName rule, void* slot_rules) {
   __shared__ CombineShared shared;
   __shared__ DecideShared decided;
   if (!combine_lists(grads, weights, shared)) return;
@@ -90,10 +114,14 @@ __global__ void __launch_bounds__(kCombineThreads)
   for (int first = threadIdx.x; decided.verdict.found_inf == 0 && first < plan.count;
        first += kStep) {
     if (first >= kStep) known.read(plan, first);
-    for (int k = 0; k < Plan::kAtOnce; ++k)
-      if (const int t = first + k * kCombineThreads; t < plan.count)
-        make_slot_rule(plan, t, known.input[k], known.clock[k], has_ticked, multiplier, norms,
-                       slot_rules);
+    switch (rule) {
+#define AMP_MP_CASE(Rule, op)                                                        \
+  case RuleName::op:                                                                 \
+    make_rules<Rule>(plan, first, known, has_ticked, multiplier, norms, slot_rules); \
+    break;
+      AMP_MP_FOR_EACH_RULE(AMP_MP_CASE)
+#undef AMP_MP_CASE
+    }
   }
   if (!decides || threadIdx.x != 0 || !inputs.report_buffer.reports) return;
   if (reports) {
@@ -133,10 +161,11 @@ const char* decide_step(const StepPlan& plan, const StepTable& table, const Deci
   }
   const auto launch_with = [&]<class Plan>(Plan& arguments) {
     arguments.fill(plan, table);
-    return message(launch(decide_step_kernel<Rule, Plan>, combine_blocks(grads, weights),
-                          kCombineThreads, static_cast<cudaStream_t>(stream), arguments, grads,
-                          weights, inputs ? *inputs : DecideInputs{}, inputs != nullptr, reports,
-                          updates_measured, verdict, known, slot_rules));
+    return message(launch(decide_step_kernel<Plan>, combine_blocks(grads, weights), kCombineThreads,
+                          static_cast<cudaStream_t>(stream), arguments, grads, weights,
+                          inputs ? *inputs : DecideInputs{}, inputs != nullptr, reports,
+                          updates_measured, verdict, known, kNameOf<Rule>,
+                          static_cast<void*>(slot_rules)));
   };
   if (!table.mirror) return launch_with(table_of_thread<ShortPlan>());
   const int64_t words = table.groups + plan.count;

@@ -62,7 +62,7 @@ struct ShortPlan {
 
 template <int Words>
 struct LongPlan {
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = 2;
 
   StepList list;
   const Hyper* hypers;

@@ -102,5 +102,4 @@ Worker& current_worker(const Location& at);
 // Prints the message with the place and the CUDA thread, and ends the process with kFailureExit.
 constexpr int kFailureExit = 67;
 
-
 }  // namespace cuda_on_cpu

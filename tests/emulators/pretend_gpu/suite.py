@@ -34,7 +34,7 @@ FILES = {
     "optim/step/test_cuda_captured_tables": 7,
     "optim/step/test_cuda_sharded_step": 33,
     "optim/step/test_cuda_step": 26,
-    "optim/step/test_cuda_tables": 35,
+    "optim/step/test_cuda_tables": 34,
     "optim/step/test_gathered_norms": 14,
     "optim/step/test_shard_origins": 110,
     "optim/step/test_slots_of_dtensors": 14,
