@@ -116,7 +116,7 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   const Statistics sums = {double(kSize), 1, 0};
   NormInputs norms;
   norms.grads = norms.weights = &sums;
-  const cuda::StepPlan plan = {&slot, 1, &hyper, cuda::chunk_of<Rule>(&slot, 1), false};
+  const cuda::StepPlan plan = {&slot, 1, &hyper, cuda::chunk_of(&slot, 1), false};
   Bytes memory(cuda::table_bytes(cuda::kShortRows, 0), 0);
   const cuda::StepTable table = {memory.at, nullptr, cuda::kShortRows, 0};
   SlotRule<Rule> slot_rules[cuda::kShortRows];
