@@ -41,7 +41,7 @@ test-distributed: build
 	  tests/examples/test_parallel_training.py tests/project/test_distributed_docs.py
 
 # Without a GPU: every test of the CUDA path with kernels that run as late as their streams permit, in
-# SEEDS random orders from FIRST on, every second one on a side stream. 2 to 4 minutes an order.
+# SEEDS random orders from FIRST on, every second one on a side stream. 3 to 5 minutes an order.
 SEEDS ?= 20
 FIRST ?= 2
 test-streams: build

@@ -3,8 +3,8 @@
     python tests/emulators/random_orders.py --seeds 20 --first 2
 
 A seed gives the order in which kernels run. Odd seeds run everything on a stream beside the default
-one. An order takes two to four minutes; a line is printed for each, and the end of pytest's output
-where tests fail. `make test-streams` calls it.
+one. An order takes three to five minutes. A line is printed for each, and the end of pytest's
+output where tests fail. `make test-streams` calls it.
 """
 
 from __future__ import annotations

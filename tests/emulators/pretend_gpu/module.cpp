@@ -9,6 +9,18 @@
 
 namespace py = pybind11;
 
+namespace pretend_gpu {
+namespace {
+
+void settle_current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  settle(c10::Device(c10::kCUDA, c10::DeviceIndex(device)));
+}
+
+}  // namespace
+}  // namespace pretend_gpu
+
 PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
   using namespace pretend_gpu;
   m.def("open_ledger", &open_ledger);
@@ -31,6 +43,7 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
   m.def("exchange_stream", [](int device, c10::StreamId stream) {
     return exchange_stream(c10::DeviceIndex(device), stream);
   });
+  m.def("settle_address", [] { return reinterpret_cast<uintptr_t>(&settle_current_device); });
   m.def("is_capturing", [] { return cuda_on_cpu::under_way() != nullptr; });
   m.def("device_count", [] {
     int count = 0;

@@ -120,7 +120,9 @@ def replace() -> None:
     torch._C._cuda_getDevice = native.current_device
     torch.UntypedStorage.__new__ = _new_storage
     torch.version.cuda = CUDA
-    ctypes.CDLL(str(build_cublas()), mode=ctypes.RTLD_GLOBAL)  # as torch for CUDA has its own
+    cublas = ctypes.CDLL(str(build_cublas()), mode=ctypes.RTLD_GLOBAL)  # as torch for CUDA has it
+    # Its products run at their call, behind what their stream has already.
+    ctypes.c_void_p.in_dll(cublas, "before").value = native.settle_address()
     cuda = torch.cuda
     answers: dict[str, Any] = {
         "_initialized": True,
