@@ -44,7 +44,9 @@ INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86
 # -fno-math-errno: without it sqrt keeps loops scalar. Never -ffast-math or --use_fast_math: they
 # let the compiler assume that no number is infinite, and so delete the overflow check.
 CXX_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fopenmp"
-NVCC_FLAGS = "-std=c++20 -O3 -fmad=false -Xcompiler -fPIC,-fvisibility=hidden"
+# -compress-all: kernels in a third of the bytes; the driver unpacks those that are used.
+NVCC_FLAGS = "-std=c++20 -O3 -fmad=false -Xfatbin -compress-all"
+NVCC_FLAGS += " -Xcompiler -fPIC,-fvisibility=hidden"
 # Errors where the project is developed; a user's newer compiler may have new warnings.
 STRICT = os.environ.get("AMP_MP_WERROR") == "1"
 WARNINGS = "-Wall -Wextra" + (" -Werror" if STRICT else "")

@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(kSpanThreads)
   const Rule rule = slot_rule.rule;
   const float multiplier = slot_rule.multiplier;
   const bool draws = slot.draws();
-  const Randomness randomness = slot.randomness();
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;
   float sum[kPack] = {};
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kSpanThreads)
         bad += 1;
       }
     }
-    const uint64_t random = draws ? randomness.eight(false, at) : 0;
+    const uint64_t random = draws ? slot.again().randomness().eight(false, at) : 0;
     store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
     store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random);
   }
