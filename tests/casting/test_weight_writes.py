@@ -66,12 +66,20 @@ def nested(device: str, forward: Forward, write: Write) -> list[Tensor]:
     return found
 
 
+def pool_of(threads: int, device: str) -> ThreadPoolExecutor:
+    """Threads whose work goes to this one's CUDA stream: others would have to wait for it."""
+    if device != "cuda":
+        return ThreadPoolExecutor(threads)
+    here = (torch.cuda.current_stream(),)
+    return ThreadPoolExecutor(threads, initializer=torch.cuda.set_stream, initargs=here)
+
+
 def in_a_thread_of_its_own(device: str, forward: Forward, write: Write) -> list[Tensor]:
     def evaluate() -> Tensor:
         with region(device):
             return forward()
 
-    with ThreadPoolExecutor(2) as pool:
+    with pool_of(2, device) as pool:
         found = [evaluate(), pool.submit(evaluate).result()]
         pool.submit(write).result()
         return [*found, pool.submit(evaluate).result(), evaluate()]
@@ -89,7 +97,7 @@ def beside_a_region_that_stays_open(device: str, forward: Forward, write: Write)
             meet.wait()
             found.append(forward())
 
-    with ThreadPoolExecutor(1) as pool:
+    with pool_of(1, device) as pool:
         running = pool.submit(other)
         meet.wait()
         with region(device):
