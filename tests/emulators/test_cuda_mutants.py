@@ -147,11 +147,11 @@ MUTANTS = {
     "weights do not saturate": Mutant(
         "access.h", "encode<true>", "encode<false>", "apply.cu", "plain", "FAILED apply"),
     "slots of known formats are not updated": Mutant(
-        "apply.cu", "(apply_chunk<Rule, Layouts>(table, chunk, slot_rule), true)", "true",
+        "apply.cu", "return apply_chunk<Rule, Layout>(entries, chunk, slot_rules);", "return;",
         "apply.cu", "plain", "FAILED apply"),
     "slots of other formats are not updated": Mutant(
-        "apply.cu", "if (!known) apply_chunk", "if (false) apply_chunk", "apply.cu", "plain",
-        "FAILED apply"),
+        "apply.cu", "  apply_chunk<Rule, kAnyTag>(entries, chunk, slot_rules);", ";", "apply.cu",
+        "plain", "FAILED apply"),
     "a layout ignores the last state": Mutant(
         "layouts.h", "a < arrays; ++a", "a < arrays - 1; ++a", "apply.cu", "plain",
         "FAILED apply"),

@@ -40,6 +40,8 @@ class Twins:
         self.ours, self.theirs = (Side(d, shapes, **given) for d in ("cuda", "cpu"))
         self.sides = (self.ours, self.theirs)
         self.old: list[Tensor | None] = [None] * 500
+        # States made on another stream, which must not be dropped before they have been copied.
+        self.kept: list[Any] = []
 
     def fill(self, seed: int, in_place: bool = False, without: set[int] | None = None) -> None:
         """New gradients; `in_place` at the same addresses."""

@@ -120,6 +120,7 @@ def other_memory(twins: Twins, step: int) -> None:
 
 def loaded_state(twins: Twins, step: int) -> None:
     for side in twins.sides:
+        twins.kept.append(side.optimizer.state_dict())
         side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
 
 
@@ -149,6 +150,7 @@ def rate_on_the_device(twins: Twins, step: int) -> None:
 def state_of_one_replaced(twins: Twins, step: int) -> None:
     for side in twins.sides:
         state = side.optimizer.state[side.params[step % len(side.params)]]
+        twins.kept.append(dict(state))
         for name in list(state):
             state[name] = state[name].clone()
 
