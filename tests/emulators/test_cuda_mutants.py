@@ -141,7 +141,7 @@ MUTANTS = {
         "pack8.h", "& 15) == 0", "& 7) == 0", "copy.cu", "asan", MISALIGNED),
     "one array is always wide": Mutant(
         "slot_table.h", "wide && is_wide(data)", "wide && (number > kState0 || is_wide(data))",
-        "moments.cu", "asan", MISALIGNED),
+        "*.cu", "asan", MISALIGNED),
     "remainders are always wide": Mutant(
         "copy.cu", "is_wide(from.rest)", "true", "copy.cu", "asan", MISALIGNED),
     "weights do not saturate": Mutant(
