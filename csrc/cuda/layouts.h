@@ -42,7 +42,7 @@ constexpr uint32_t layout_of(Format master, Format state0 = Format::float32,
 }
 static_assert(uint32_t(Format::float32) == 0);
 
-// Whether a layout is that of a slot, whose tag may have more above the formats.
+// Whether a layout is that of a slot of a rule with so many arrays.
 __device__ __forceinline__ constexpr bool is_layout(uint32_t layout, uint32_t tag, int arrays) {
   bool is = true;
   for (int a = 0; a < arrays; ++a)

@@ -10,9 +10,6 @@ template <class Rule, int K>
 constexpr FormatSet kFormatsOfState = Rule::kSquares == K ? kSquareFormats
                                       : K == 0            ? formats_with(kForMoment)
                                                           : just(Format::float32);
-template <class Rule, int K>
-constexpr bool kHasScales = K < Rule::kStates && (kFormatsOfState<Rule, K> & kGroupedFormats) != 0;
-static_assert(kGroupedStates == 2);
 
 // Whether the kernels are compiled for the formats of a slot's states.
 template <class Rule>

@@ -193,8 +193,7 @@ def _refuse_too_late(optimizer: Optimizer) -> None:
 
 
 def _checked(param: Tensor, info: ParamInfo) -> Tensor | None:
-    local_gradient(param, info.label)  # TypeError where it is a plain tensor beside a DTensor
-    place_gradient(param)  # what is scaled has to be .grad itself
+    place_gradient(param, info.label)  # what is scaled has to be .grad itself
     grad = local_gradient(param, info.label)
     if grad is not None and (grad.layout != torch.strided or grad.dtype not in NATIVE):
         raise TypeError(

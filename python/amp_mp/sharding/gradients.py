@@ -21,10 +21,10 @@ def local_gradient(param: Any, label: str) -> Tensor | None:
     return None if param.grad is None else local_of(_placed(param, label))
 
 
-def place_gradient(param: Any) -> None:
+def place_gradient(param: Any, label: str | None = None) -> None:
     """Replaces a gradient that is placed otherwise than its parameter; as local_gradient."""
     if param.grad is not None and is_dtensor(param):
-        placed = _placed(param, f"a parameter of shape {tuple(param.shape)}")
+        placed = _placed(param, label or f"a parameter of shape {tuple(param.shape)}")
         if placed is not param.grad:
             param.grad = placed
 
