@@ -86,7 +86,9 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
   const auto whole_groups = [&](Format f) {
     return is_grouped(f) && n % kGroup != 0 ? F::bfloat16_stochastic : f;
   };
-  const Format of_square = presets ? preset.square : kSquares[t % 6],
+  // Cycles of 10 and 6 tensors have half of their pairs; the shift makes the others, too.
+  const size_t shift = squares == 0b11 ? t / 30 : 0;
+  const Format of_square = presets ? preset.square : kSquares[(t + shift) % 6],
                of_first = presets ? preset.square : kFirstSquares[t % 10],
                of_moment = presets ? preset.moment : kMoments[t % 5];
   const Format first = whole_groups(squares & 0b1 ? of_first : of_moment),
