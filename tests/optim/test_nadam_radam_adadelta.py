@@ -84,6 +84,28 @@ def test_radam_rectifies_in_the_steps_in_which_torch_does(device: str, beta2: fl
         assert rectified[0] == 6
 
 
+def test_radam_rectifies_as_torch_does_for_any_beta2(device: str) -> None:
+    """Of 0 to 1 - 1e-5, and a little above 2/3, where rectification begins late."""
+    choose = np.random.default_rng(1)
+    betas = [*choose.uniform(0, 1, 60), *(1 - 10 ** choose.uniform(-5, 0, 100))]
+    betas += [*(2 / 3 + 10 ** choose.uniform(-15, -2, 40))]
+    found = []
+    for kind, dtype in ((torch.optim.RAdam, torch.float64), (amp.optim.RAdam, torch.float32)):
+        weights = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for _ in betas]
+        groups = [
+            {"params": [w], "betas": (0.9, float(b))} for w, b in zip(weights, betas, strict=True)
+        ]
+        optimizer, steps = kind(groups, lr=1.0, foreach=False), []
+        for _ in range(60):
+            for weight in weights:
+                weight.data.zero_()
+                weight.grad = torch.full_like(weight, 1e-3)
+            optimizer.step()
+            steps.append([weight.item() for weight in weights])
+        found.append(np.array(steps))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 def test_the_unrectified_step_of_radam_does_not_look_at_the_squares(device: str) -> None:
     """g^2 overflows, and the step is that of the momentum all the same, as in torch."""
     weights = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
