@@ -126,7 +126,8 @@ using AmsgradAdamW = Amsgrad<AdamW>;
 struct NAdam {
   static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
-  float weight_decay, decay;         // of the gradient, and 1 - lr * weight_decay if decoupled
+  float weight_decay;                // 0 if decoupled
+  float decay;                       // 1 - lr * weight_decay if decoupled, else 1
   float gradient_part, moment_part;  // of the step: the rate and the bias corrections are in them
   RootDivisor divide;                // its factor is 1 / sqrt(1 - beta2^t)
 
@@ -172,8 +173,9 @@ struct NAdam {
 struct RAdam {
   static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
-  float weight_decay, decay;  // of the gradient, and 1 - lr * weight_decay if decoupled
-  float step_size;            // lr / (1 - beta1^t), and v's bias correction and rectification
+  float weight_decay;  // 0 if decoupled
+  float decay;         // 1 - lr * weight_decay if decoupled, else 1
+  float step_size;     // lr / (1 - beta1^t); if it rectifies, times that and v's bias correction
   bool rectifies;
   RootDivisor divide;
 
