@@ -42,4 +42,11 @@ namespace amp_mp {
 
 constexpr int kMaxStates = 3;
 
+#define AMP_MP_CHECK(Rule, op)                                                                   \
+  static_assert(                                                                                 \
+      Rule::kStates >= 0 && Rule::kStates <= kMaxStates && Rule::kSquares >> Rule::kStates == 0, \
+      "kSquares is a set of the rule's states");
+AMP_MP_FOR_EACH_RULE(AMP_MP_CHECK)
+#undef AMP_MP_CHECK
+
 }  // namespace amp_mp
