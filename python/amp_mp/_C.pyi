@@ -37,6 +37,7 @@ class Hyper:
         maximize: bool = False,
         clip: bool = False,
         always_adapt: bool = False,
+        decoupled: bool = False,
     ) -> None:
         """TypeError for another name."""
 

@@ -75,15 +75,16 @@ class Options(TypedDict, total=False):
     exp_avg_sq: str | None
     momentum_buffer: str | None
     square_avg: str | None
+    acc_delta: str | None
     sum: str | None
 
 
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 NOT_NEGATIVE = (
-    *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
+    *("lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
 )
-NUMBERS = (*NOT_NEGATIVE, "alpha", "dampening")
+NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
@@ -124,6 +125,8 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be in [0, 1), found {value!r}")
     if not 0 <= group.get("alpha", 0.0) < 1:
         raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
+    if not 0 <= group.get("rho", 0.0) <= 1:
+        raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "

@@ -30,18 +30,27 @@ class State:
 
 
 @dataclass(frozen=True)
+class OwnNumber:
+    """One number that a rule keeps for every parameter, and what it is before the first step."""
+
+    name: str
+    start: float
+
+
+@dataclass(frozen=True)
 class Rule:
     """An update rule.
 
     operator is the native operator's name in csrc/core/rules.h, numbers turns a param_group into
     the keyword arguments of _C.Hyper, states are in the operator's order, and needs_norms says
-    whether the rule uses the gradients' norms.
+    whether the rule uses the gradients' norms. own is what it keeps in Clock::own, if anything.
     """
 
     operator: str
     numbers: Callable[[Group], dict[str, Any]]
     states: tuple[State, ...] = ()
     needs_norms: bool = False
+    own: OwnNumber | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,11 +59,14 @@ class Rule:
 
 
 def missing_states(rules: Iterable[Rule], state: Mapping[str, Any]) -> list[str]:
-    """The states that every parameter has after a step under any of the rules, and this one lacks.
+    """What every parameter keeps after a step under any of the rules, and this one lacks.
 
     state: a parameter's state. One that has taken no step lacks nothing: its states are made.
     """
-    named = [{each.name for each in rule.states if not each.late} for rule in rules]
+    named = []
+    for rule in rules:
+        kept = {each.name for each in rule.states if not each.late}
+        named.append(kept | ({rule.own.name} if rule.own is not None else set()))
     missing = sorted(name for name in set.intersection(*named) if not is_held(state, name))
     return missing if missing and float(state.get("step") or 0) > 0 else []
 

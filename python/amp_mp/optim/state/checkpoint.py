@@ -200,7 +200,11 @@ def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[st
         saved = optimizer.state.get(param)
         if not saved:
             continue
-        row = state[number] = {"step": saved["step"].float().cpu()}
+        clock = {"step": saved["step"]}
+        if rule.own is not None:
+            clock[rule.own.name] = saved.get(rule.own.name, rule.own.start)
+        row = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
+        state[number] = row
         for name in rule.names:
             found = held_here(saved, name)
             if found is not None:
