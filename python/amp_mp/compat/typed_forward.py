@@ -63,8 +63,9 @@ class TypedForward:
         plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
         if self.kind == LOOKS_UP:
             return self._leave(self._run(args, kwargs, {}))
-        if self.kind == SELECTS:
-            return self._leave(self._run(*self._entered(args, kwargs, (types.forward,)), {}))
+        if self.kind == SELECTS:  # in a dtype that its gradients can have
+            entered = self._entered(args, kwargs, (types.forward, types.visible))
+            return self._leave(self._run(*entered, {}))
         one = types.forward_math == types.backward_math
         wider = types.forward_math.itemsize > types.forward.itemsize
         if plain and type(module).forward in PRODUCTS and (wider or not one):
@@ -80,7 +81,7 @@ class TypedForward:
         through = (math,) if self.kind == NORM else (types.forward, math)
         backward = math if self.kind == NORM else types.backward
         mixes = type(module).forward is BATCH_NORM and math == torch.float32
-        mixes = mixes and types.forward in LOW_PRECISION
+        mixes = mixes and types.visible == types.forward in LOW_PRECISION
         entering = (types.forward,) if mixes else (types.forward, math)
         args, kwargs = self._entered(args, kwargs, entering)
         weights = {
