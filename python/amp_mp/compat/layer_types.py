@@ -24,7 +24,7 @@ WORDS = {
 NAMES = {dtype: word for word, dtype in WORDS.items()}
 FIELDS = ("forward_type", "backward_type", "forward_math", "backward_math")
 Type = str | torch.dtype
-# The attribute of an nn.TransformerEncoder that makes nested tensors where its layers have no types.
+# The attribute of an nn.TransformerEncoder that made nested tensors before its layers had types.
 USED_NESTED = "_amp_mp_used_nested"
 
 

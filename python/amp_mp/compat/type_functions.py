@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from amp_mp.dtypes import rounded
@@ -77,10 +76,11 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.type = inputs[2]
+        ctx.set_materialize_grads(False)  # see _Product: what it keeps has no first derivative
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.type), None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if grad is None else grad.to(ctx.type), None, None, None
 
 
 def product(
@@ -91,61 +91,68 @@ def product(
     The backward pass reads what it needs from the input in types.kept and from the weight itself,
     and computes the layer's derivative directly: nothing of the forward pass is computed again.
     """
-    output, _ = _Product.apply(input, weight, bias, types, geometry)  # type: ignore[no-untyped-call]
-    return output  # type: ignore[no-any-return]
+    through = (types.forward, types.kept)
+    kept = border(input, through, types.backward) if torch.is_grad_enabled() else input
+    apart = None if kept is input else kept  # torch.compile takes no tensor twice
+    return _Product.apply(input, apart, weight, bias, types, geometry)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, types: Types, geometry: Geometry
-    ) -> tuple[Tensor, Tensor | None]:
-        stored = input.to(types.forward)
-        x = stored.to(types.forward_math)
-        w = converted(weight, types.forward, types.forward_math, saturate=True)
-        b = None
-        if bias is not None:
-            b = converted(bias, types.forward, types.forward_math, saturate=True)
-        with autocast_off(input):
-            y = (
-                functional.linear(x, w, b)
-                if geometry is None
-                else torch.convolution(x, w, b, *geometry)
-            )
-        kept = stored.to(types.kept)
-        return converted(y, types.forward, types.visible), None if kept is input else kept
+    """kept: the input in the dtype that the backward pass reads; None for the input itself.
+
+    The input's gradient goes to `input`, in its dtype, and none to `kept`. What the backward pass
+    computes from `kept` can be differentiated again, and leads to the input.
+    """
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        input, weight, bias, ctx.types, ctx.geometry = inputs
-        kept = output[1]
-        if kept is not None:
-            ctx.mark_non_differentiable(kept)
+    def forward(
+        input: Tensor,
+        kept: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        types: Types,
+        geometry: Geometry,
+    ) -> Tensor:
+        through = (types.forward, types.forward_math)
+        stored = kept if kept is not None and types.kept == types.forward else input
+        x = converted(stored, *through)
+        w = converted(weight, *through, saturate=True)
+        b = None if bias is None else converted(bias, *through, saturate=True)
+        with autocast_off(input):
+            if geometry is None:
+                y = functional.linear(x, w, b)
+            else:
+                y = torch.convolution(x, w, b, *geometry)
+        return converted(y, types.forward, types.visible)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, kept, weight, bias, ctx.types, ctx.geometry = inputs
         ctx.save_for_backward(input if kept is None else kept, weight)
         ctx.bias_sizes = None if bias is None else [bias.numel()]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         types: Types = ctx.types
         math = types.backward_math
         g, x = converted(grad, types.backward, math), kept.to(math)
         w = converted(weight, types.forward, math, saturate=True)
-        wanted = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad
+        wanted = [needs[0], needs[2], needs[3]]
         with autocast_off(grad):
             if ctx.geometry is None:
                 found = _linear_backward(g, x, w, wanted)
             else:
                 found = torch.ops.aten.convolution_backward(
-                    g, x, w, ctx.bias_sizes, *ctx.geometry, list(wanted)
+                    g, x, w, ctx.bias_sizes, *ctx.geometry, wanted
                 )
-        grads = (None if each is None else each.to(types.backward) for each in found)
-        return (*grads, None, None)
+        dx, dw, db = (None if each is None else each.to(types.backward) for each in found)
+        return dx, None, dw, db, None, None
 
 
 def _linear_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, ...]
+    grad: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
     rows = grad.reshape(-1, grad.shape[-1])
     return (
@@ -192,8 +199,12 @@ class _Recomputed(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through a layer that has two math types, and whose backward "
+                "pass runs it again, which cannot be differentiated twice: give it one math type"
+            )
         types: Types = ctx.types
         math = types.backward_math
         saved, n = ctx.saved_tensors, ctx.inputs
