@@ -66,11 +66,17 @@ class TypedForward:
         if self.kind == SELECTS:  # in a dtype that its gradients can have
             entered = self._entered(args, kwargs, (types.forward, types.visible))
             return self._leave(self._run(*entered, {}))
-        one = types.forward_math == types.backward_math
-        wider = types.forward_math.itemsize > types.forward.itemsize
-        if plain and type(module).forward in PRODUCTS and (wider or not one):
+        if plain and type(module).forward in PRODUCTS and self._casts():
             return _product(module, args[0], types)
-        return self._in_one_math(args, kwargs) if one else self._in_two_maths(args, kwargs)
+        if types.forward_math == types.backward_math:
+            return self._in_one_math(args, kwargs)
+        return self._in_two_maths(args, kwargs)
+
+    def _casts(self) -> bool:
+        """Whether autograd would keep anything in another dtype than the forward type."""
+        own = {param.dtype for param in self.module.parameters()}
+        types = self.types
+        return {*own, types.forward_math, types.backward_math} != {types.forward}
 
     def _in_one_math(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As autograd records it: a border before the layer, and one after it."""
