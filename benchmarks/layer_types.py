@@ -1,4 +1,4 @@
-"""What layer types cost: time and kept activations of every combination, beside float32.
+"""What layer types cost: time and kept activations of every combination, float32 being 1.
 
 OMP_NUM_THREADS=1 python benchmarks/layer_types.py
 python benchmarks/layer_types.py --device cuda --batch 256
@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from timing import Candidate, medians
 from torch import Tensor, nn
 
@@ -83,24 +81,20 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     x = torch.randn(arguments.batch, 3, 32, 32, device=arguments.device)
-    for title, make in NETS.items():
+    cells: dict[str, list[str]] = {}
+    for make in NETS.values():
         found = candidates(make, x, arguments.device)
         seconds = medians(found, arguments.rounds, arguments.device)
-        table = Table(title=title, title_justify="left")
-        for column in ("forward", "backward", "forward math", "backward math"):
-            table.add_column(column)
-        for column in ("ms", "time", "kept MB", "memory"):
-            table.add_column(column, justify="right")
-        for each in found:
-            words = each.name.split() if each.name != PLAIN else [PLAIN, "", "", ""]
-            table.add_row(
-                *words,
-                f"{1e3 * seconds[each.name]:.1f}",
-                f"{seconds[each.name] / seconds[PLAIN]:.2f}",
-                f"{each.moved / 1e6:.2f}",
-                f"{each.moved / found[0].moved:.2f}",
-            )
-        Console(width=110).print(table)
+        plain = found[0]
+        print(f"# {1e3 * seconds[PLAIN]:.1f} ms, {plain.moved / 1e6:.2f} MB without types")
+        for each in found[1:]:
+            time, memory = seconds[each.name] / seconds[PLAIN], each.moved / plain.moved
+            cells.setdefault(each.name, []).extend((f"{time:.2f}", f"{memory:.2f}"))
+    heads = [f"{name}: {what}" for name in NETS for what in ("time", "memory")]
+    print("| " + " | ".join(["forward", "backward", "forward math", "backward math", *heads]), "|")
+    print("|---" * (4 + len(heads)) + "|")
+    for name, numbers in cells.items():
+        print("| " + " | ".join([*name.split(), *numbers]), "|")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,15 @@ def test_prepare_and_a_fused_optimizer(device: str, words: dict[str, str], order
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
+def test_prepare_before_or_after_makes_no_difference(device: str, words: dict[str, str]) -> None:
+    first, x = network(device), images(device)
+    second = copy.deepcopy(first)
+    set_layer_types(amp.prepare(first, F16), **words)
+    set_layer_types(second, **words)
+    amp.prepare(second, F16)
+    assert_equal(gradients(first, first, x), gradients(second, second, x))
+
+
 def test_a_prepared_norm_passes_float32_gradients_on(device: str) -> None:
     """prepare's own casts would make the norm's result float16, and with it its gradient."""
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)).to(device)
@@ -414,6 +423,13 @@ def test_torch_func_differentiates_it(device: str, name: str) -> None:
     found = torch.func.grad(loss)(params)
     wanted = gradients(net, net, x)[1:]
     assert_equal(list(found.values()), wanted)
+
+
+def test_torch_func_refuses_a_layer_that_runs_twice(device: str) -> None:
+    net = nn.PReLU().to(device)
+    set_layer_types(net, **APART)
+    with pytest.raises(RuntimeError, match=r"functorch transforms.* setup_context"):
+        torch.func.grad(lambda x: net(x).sum())(torch.ones(3, device=device))
 
 
 # What runs twice, and what cannot be done.
