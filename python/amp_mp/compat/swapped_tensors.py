@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 # Where a weight is: the module, and the parameter's name in it.
-Place = tuple[nn.Module, str]
+WeightKey = tuple[nn.Module, str]
 
 
-def weights_of(module: nn.Module) -> dict[Place, Tensor]:
+def weights_of(module: nn.Module) -> dict[WeightKey, Tensor]:
     """The floating-point parameters of a layer and its parts, each with its place."""
     return {
         (part, name): param
@@ -22,7 +22,7 @@ def weights_of(module: nn.Module) -> dict[Place, Tensor]:
 
 
 @contextmanager
-def weights_in_place(module: nn.Module, tensors: Mapping[Place, Tensor]) -> Iterator[None]:
+def weights_in_place(module: nn.Module, tensors: Mapping[WeightKey, Tensor]) -> Iterator[None]:
     """A block in which a layer's weights are these tensors; then they are what they were."""
     before = {place: place[0]._parameters[place[1]] for place in tensors}
     try:
@@ -32,7 +32,7 @@ def weights_in_place(module: nn.Module, tensors: Mapping[Place, Tensor]) -> Iter
         _put(module, before)
 
 
-def _put(module: nn.Module, tensors: Mapping[Place, Tensor | None]) -> None:
+def _put(module: nn.Module, tensors: Mapping[WeightKey, Tensor | None]) -> None:
     for (part, name), tensor in tensors.items():
         parameters: Any = part._parameters
         parameters[name] = tensor

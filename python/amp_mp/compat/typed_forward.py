@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from amp_mp.compat.layer_kinds import LOOKS_UP, NORM, SELECTS
 from amp_mp.compat.swapped_tensors import (
-    Place,
+    WeightKey,
     buffers_aside,
     statistics_in,
     weights_in_place,
@@ -145,7 +145,7 @@ class TypedForward:
         return map_results(lambda t: border(t, through, types.backward), output)
 
     def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[Place, Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[WeightKey, Tensor]
     ) -> Any:
         """The layer's own forward with these weights in the places of its own."""
         module = self.module
