@@ -384,14 +384,35 @@ def test_a_frozen_layer_and_a_part_of_a_graph(device: str, words: dict[str, str]
     assert net[5].bias.grad.abs().sum() > 0
 
 
-def test_writing_in_place_after_a_layer(device: str) -> None:
+class View(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1)
+
+
+@pytest.mark.parametrize("last", [nn.ReLU(inplace=True), nn.Dropout(0.0), View(), nn.Identity()])
+@pytest.mark.parametrize("apart", ["backward_type", "backward_math"])
+def test_writing_in_place_after_a_layer(device: str, last: nn.Module, apart: str) -> None:
     """A layer that changes its gradient alone returns a tensor that may be written."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.PReLU()).to(device)
-    set_layer_types(net, default_backward_type="FLOAT16")
+    last = copy.deepcopy(last)
+    net = nn.Sequential(nn.Linear(4, 4), last).to(device)
+    set_layer_types(net, **{f"default_{apart}": "FLOAT16"})
     y = net(torch.randn(3, 4, device=device))
-    y *= 2
+    y = y.mul_(2) if not isinstance(last, nn.ReLU) else y  # which keeps its result
     y.sum().backward()
     assert net[0].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [nn.LeakyReLU, nn.ReLU, nn.Dropout])
+def test_an_in_place_layer_is_the_same_as_another(
+    device: str, words: dict[str, str], kind: Any
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), kind(inplace=True), nn.Linear(4, 4)).to(device)
+    other = copy.deepcopy(net)
+    other[1].inplace = False
+    set_layer_types(net, **words)
+    set_layer_types(other, **words)
+    x = torch.randn(5, 4, device=device)
+    assert_equal(gradients(net, net, x), gradients(other, other, x))
 
 
 # torch.func.

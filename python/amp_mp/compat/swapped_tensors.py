@@ -1,10 +1,9 @@
 """Other tensors in the places of a layer's weights and buffers, for the time of its forward."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 # Where a weight is: the module, and the parameter's name in it.
@@ -42,41 +41,27 @@ def _put(module: nn.Module, tensors: Mapping[WeightKey, Tensor | None]) -> None:
         ]
 
 
-def _buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    return [
-        (part._buffers, name, buffer)
+@contextmanager
+def other_buffers(
+    module: nn.Module, make: Callable[[Tensor], Tensor], copy_back: bool = False
+) -> Iterator[None]:
+    """A block in which a layer's buffers are what `make` gives for them.
+
+    copy_back: what is in those after the block is copied to the layer's own.
+    """
+    places = [
+        (part._buffers, name, buffer, make(buffer))
         for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-
-
-@contextmanager
-def buffers_aside(module: nn.Module) -> Iterator[None]:
-    """A block in which the layer's buffers are copies: a second run must not change statistics."""
-    places = _buffers(module)
     try:
-        for buffers, name, buffer in places:
-            buffers[name] = buffer.clone()
+        for buffers, name, _, made in places:
+            buffers[name] = made
         yield
+        for _, _, buffer, made in places:
+            if copy_back and made is not buffer:
+                buffer.copy_(made.detach())
     finally:
-        for buffers, name, buffer in places:
-            buffers[name] = buffer
-
-
-@contextmanager
-def statistics_in(module: nn.Module, math: torch.dtype) -> Iterator[None]:
-    """A block in which a norm's statistics have its math type; they are copied back in training."""
-    places = [each for each in _buffers(module) if each[2].is_floating_point()]
-    places = [each for each in places if each[2].dtype != math]
-    try:
-        for buffers, name, buffer in places:
-            buffers[name] = buffer.to(math)
-        yield
-        if module.training:
-            with torch.no_grad():
-                for buffers, name, buffer in places:
-                    buffer.copy_(buffers[name])  # type: ignore[arg-type]
-    finally:
-        for buffers, name, buffer in places:
+        for buffers, name, buffer, _ in places:
             buffers[name] = buffer

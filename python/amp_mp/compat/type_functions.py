@@ -193,8 +193,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(*(t.to(types.kept) for t in kept), *tensors[inputs:])
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
+        # Detached: a layer may return its input, or a view of it (see _Border).
         return tuple(
-            converted(t, types.forward, types.visible) if t.is_floating_point() else t
+            converted(t, types.forward, types.visible).detach() if t.is_floating_point() else t
             for t in outputs
         )
 

@@ -11,8 +11,7 @@ from torch.nn import functional
 from amp_mp.compat.layer_kinds import LOOKS_UP, NORM, SELECTS
 from amp_mp.compat.swapped_tensors import (
     WeightKey,
-    buffers_aside,
-    statistics_in,
+    other_buffers,
     weights_in_place,
     weights_of,
 )
@@ -96,7 +95,7 @@ class TypedForward:
         }
         if self.kind != NORM:
             return self._leave(self._run(args, kwargs, weights))
-        with statistics_in(module, math):
+        with other_buffers(module, _in_math(math), copy_back=module.training):
             return self._leave(self._run(args, kwargs, weights))
 
     @_disable_dynamo
@@ -113,6 +112,7 @@ class TypedForward:
 
         args, kwargs = _mapped(taken, args, kwargs)
         weights = weights_of(module)
+        writes = any(getattr(part, "inplace", False) for part in module.modules())
         results: list[Any] = []
 
         def compute(tensors: list[Tensor], again: bool) -> list[Tensor]:
@@ -121,9 +121,11 @@ class TypedForward:
                     f"{type(module).__name__} was switched between train() and eval() before its "
                     "backward pass, which runs it again; switch it after backward()"
                 )
-            each = iter(tensors)
+            # A layer that writes its input would write what is kept, and run on that again.
+            each = iter([t.clone() for t in tensors] if writes else tensors)
             given = _mapped(lambda t: next(each) if t.is_floating_point() else t, args, kwargs)
-            with buffers_aside(module) if again else nullcontext():
+            # A second run must not change a layer's statistics.
+            with other_buffers(module, Tensor.clone) if again else nullcontext():
                 result = self._run(*given, dict(zip(weights, each, strict=True)))
             if not again:
                 results.append(result)
@@ -153,6 +155,10 @@ class TypedForward:
         no_casts = nullcontext() if given is None else autocast_off(given)
         with weights_in_place(module, weights), no_casts:
             return type(module).forward(module, *args, **kwargs)
+
+
+def _in_math(math: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda buffer: buffer.to(math) if buffer.is_floating_point() else buffer
 
 
 def _is_called(_: nn.Module, args: Any) -> None:
