@@ -50,7 +50,8 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
                  std::vector<std::string> names, const std::optional<py::sequence>& dtensors,
                  std::optional<std::vector<int64_t>> row_lengths,
-                 std::optional<std::vector<int64_t>> row_strides) {
+                 std::optional<std::vector<int64_t>> row_strides,
+                 const std::optional<at::Device>& device) {
   Slots::Lists lists;
   lists.params = unpack(params, "params");
   lists.masters = unpack(masters, "masters");
@@ -69,6 +70,7 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   const std::vector<int64_t> zeros(firsts.size());
   lists.row_lengths = std::move(row_lengths).value_or(zeros);
   lists.row_strides = std::move(row_strides).value_or(zeros);
+  lists.device = device;
   lists.firsts = std::move(firsts);
   lists.dtensors = dtensors ? unpack(*dtensors, "dtensors") : Tensors(lists.params.size());
   lists.names = std::move(names);

@@ -27,7 +27,8 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
                  std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
                  std::vector<std::string> names, const std::optional<py::sequence>& dtensors,
                  std::optional<std::vector<int64_t>> row_lengths,
-                 std::optional<std::vector<int64_t>> row_strides);
+                 std::optional<std::vector<int64_t>> row_strides,
+                 const std::optional<at::Device>& device);
 
 // Hyper's numbers by name, lr maybe a tensor; TypeError for a name it does not have.
 HyperTensors make_hyper(const py::kwargs& hyper);

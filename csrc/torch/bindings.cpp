@@ -96,7 +96,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
            py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
            py::arg("names"), py::arg("dtensors") = py::none(), py::arg("row_lengths") = py::none(),
-           py::arg("row_strides") = py::none())
+           py::arg("row_strides") = py::none(), py::arg("device") = py::none())
       .def("__len__", &Slots::size)
       .def("fit", &Slots::fit)
       .def("find_gradients", &Slots::find_gradients)

@@ -82,11 +82,13 @@ class Slots:
         dtensors: Tensors | None = None,
         row_lengths: Sequence[int] | None = None,
         row_strides: Sequence[int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """dtensors[i]: the DTensor whose shard params[i] is, None for a plain parameter.
 
         Element e of params[i] is element first + e // row_length * row_stride + e % row_length of
-        the whole tensor, or first + e where row_length is 0.
+        the whole tensor, or first + e where row_length is 0. device: of all tensors; default:
+        that of params[0], or the CPU if there is none.
         """
 
     def __len__(self) -> int: ...

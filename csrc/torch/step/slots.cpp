@@ -22,7 +22,7 @@ void prefetch_impl(const at::Tensor& t) {
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
       shards_(std::move(own_.dtensors), own_.params, own_.names),
-      device_(own_.params.empty() ? at::Device(at::kCPU) : own_.params[0].device()) {
+      device_(own_.device.value_or(own_.params.empty() ? at::kCPU : own_.params[0].device())) {
   check_lengths();
   check();
   remember();

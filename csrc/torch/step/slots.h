@@ -30,6 +30,9 @@ class Slots {
     std::vector<int64_t> firsts, row_lengths, row_strides;
     std::vector<std::string> names;  // for messages
     Tensors dtensors;                // whose shards the parameters are, as Shards takes them
+    // That of all tensors; the first parameter's by default. Without parameters a step on a CUDA
+    // device still needs it: its kernels must get no memory of the host.
+    std::optional<at::Device> device;
   };
   explicit Slots(Lists lists);  // needs the GIL
 

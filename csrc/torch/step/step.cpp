@@ -123,7 +123,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   Tensors kept;
   std::vector<Reading> readings;
   const std::vector<Slot>& plan = slots.plan(kept, measures ? &readings : nullptr);
-  if (!plan.empty()) check_device(verdict, slots.device(), {"verdict"});
+  check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
   const DecideInputs inputs =
       decide_tensors ? decide_inputs(*decide_tensors, device) : DecideInputs{};

@@ -377,6 +377,26 @@ def test_a_rate_elsewhere_is_read_when_the_step_is_queued() -> None:
     assert torch.equal(param, twin)
 
 
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.LAMB])
+def test_a_device_without_a_gradient_waits_for_its_first(kind: Any, other: str) -> None:
+    if other == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    param, late = (nn.Parameter(torch.ones(4, 32, device=d)) for d in ("cuda:0", other))
+    twin = nn.Parameter(torch.ones(4, 32, device=DEVICE))
+    both, alone = (kind(own, lr=0.1, max_grad_norm=0.5) for own in ([late, param], [twin]))
+    for _ in range(2):
+        param.grad = twin.grad = torch.ones_like(twin)
+        both.step()
+        alone.step()
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=0)
+    assert float(both.grad_norm) == pytest.approx(float(alone.grad_norm), rel=1e-12)
+    assert (late == 1).all()
+    late.grad = torch.ones_like(late)
+    both.step()
+    assert (late != 1).all()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.LAMB])
 def test_two_devices_have_one_verdict(kind: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import PRETEND_GPU
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from twins import Twins, shapes_of
 from watching import Seen
 
@@ -241,3 +242,34 @@ def test_each_device_has_a_table() -> None:
     found = trained(["cuda:0", "cuda:1"] * 12)
     for a, b in zip(found, trained(["cuda:0"] * 24), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+class HostMemory(TorchDispatchMode):
+    """Counts tensors that are made in the host's memory."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name().startswith("aten::empty") and out.device.type == "cpu":
+            self.made += 1
+        return out
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.LAMB, amp.optim.NovoGrad])
+@pytest.mark.parametrize("empty", [False, True], ids=["no gradient", "an empty gradient"])
+def test_a_step_with_nothing_to_do_gives_kernels_no_memory_of_the_host(
+    kind: Any, norm: float | None, empty: bool
+) -> None:
+    """A kernel that writes there ends the process, or makes every later call of CUDA fail."""
+    weight, none = (nn.Parameter(torch.ones(size, device="cuda")) for size in (5, 0))
+    optimizer = kind([weight, none], lr=0.1, max_grad_norm=norm)
+    if empty:
+        none.grad = torch.ones_like(none)
+    with HostMemory() as host:
+        optimizer.step()
+        optimizer.measure_gradients()
+    torch.cuda.synchronize()
+    assert host.made == 0
+    assert (weight == 1).all()

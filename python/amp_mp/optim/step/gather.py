@@ -104,6 +104,7 @@ class Bucket:
             row_lengths=[origin.row_length for origin in origins],
             row_strides=[origin.row_stride for origin in origins],
             names=[i.label for i in infos],
+            device=device,
         )
 
     def find_gradients(self) -> None:
