@@ -36,7 +36,7 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import checkpoint, diagnose, formats, nn, optim, scaling
+from amp_mp import checkpoint, compat, diagnose, formats, nn, optim, scaling
 from amp_mp._C import build_info
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.fp16_utils import (
@@ -80,7 +80,8 @@ __all__ = [
     "AveragedModel", "BN_convert_float", "FP16_Optimizer", "GradScaler",
     "MixedPrecisionOptimizerWrapper",
     "TypedTensor", "__version__", "attach_main_grads", "autocast", "backward", "build_info",
-    "checkpoint", "clear_cache", "convert_network", "diagnose", "disable_casts", "explain",
+    "checkpoint", "clear_cache", "compat", "convert_network", "diagnose", "disable_casts",
+    "explain",
     "float32_state_dict", "float_function", "formats", "half_function", "init", "keep_fp32", "l1",
     "l2_half", "l2_sum", "load_float32_state_dict", "master_params",
     "master_params_to_model_params", "mixed_precision", "model_grads_to_master_grads",

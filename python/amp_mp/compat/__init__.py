@@ -2,5 +2,9 @@
 
 `openseq2seq` has its optimizer wrapper and configuration switch, `regularizers` terms that are
 computed on the masters, `typed_tensor` NVCaffe's blob, `shift_for_scale` its loss scaling without
-unscaling.
+unscaling, `layer_types` its types of a net and of single layers.
 """
+
+from amp_mp.compat.layer_types import LayerTypes, set_layer_types, undo_layer_types
+
+__all__ = ["LayerTypes", "set_layer_types", "undo_layer_types"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.selection import is_normalisation
+from amp_mp.model.selection import is_marked, is_normalisation
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
 # the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
@@ -23,6 +23,8 @@ MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 CAST_FROM = "_amp_mp_cast_from"
 # The attribute of a kept module: a LowPrecisionWeight of the same model.
 NEIGHBOUR = "_amp_mp_neighbour"
+# The attribute of a module whose forward converts its inputs and its result itself.
+CONVERTS_ITSELF = "_amp_mp_converts_itself"
 
 
 @dataclasses.dataclass
@@ -66,10 +68,15 @@ def return_given_dtype(modules: Iterable[nn.Module]) -> None:
             module.register_forward_hook(_leave_rotary, with_kwargs=True)
 
 
+def float32_is_kept(module: nn.Module) -> bool:
+    """Whether a module is marked to stay float32, or stays so since its model was converted."""
+    return is_marked(module) or _enter in module._forward_pre_hooks.values()
+
+
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Casts low-precision inputs to the weights' dtype, where the module cannot mix dtypes."""
     inputs = [t for t in _tensors(args, kwargs) if t.dtype in LOW_PRECISION]
-    if not inputs or _mixes(module, inputs):
+    if not inputs or CONVERTS_ITSELF in vars(module) or _mixes(module, inputs):
         return args, kwargs
     dtype = _weight_dtype(module)
     if dtype in LOW_PRECISION:  # the user has converted the module
@@ -88,6 +95,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _leave(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Casts the result back to the dtype of the module's first low-precision input."""
+    if CONVERTS_ITSELF in vars(module):
+        return output
     given = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
     casts = (getattr(tensor, CAST_FROM, (0, None)) for tensor in given)
     dtype = next((dtype for owner, dtype in casts if owner == id(module)), None)
@@ -96,7 +105,9 @@ def _leave(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) ->
     return _lowered(output, dtype)
 
 
-def _leave_rotary(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _leave_rotary(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    if CONVERTS_ITSELF in vars(module):
+        return output
     given = (t.dtype for t in _tensors(args, kwargs) if t.is_floating_point())
     return _lowered(output, next(given, None))
 

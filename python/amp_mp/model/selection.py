@@ -87,7 +87,7 @@ def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None
             kept |= tensors
     for module in model.modules():
         marks = vars(module).get(MARKS, ())
-        if "" in marks:
+        if is_marked(module):
             modules[id(module)] = module
         kept |= {id(getattr(module, name, None)) for name in marks if name}
     inside = _add_sharing(model, modules)
@@ -120,6 +120,11 @@ def matching(
         else:
             raise TypeError(f"{argument} takes nn.Module types and strings, found {entry!r}")
     return modules, kept
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether keep_fp32 has marked the whole module."""
+    return "" in vars(module).get(MARKS, ())
 
 
 def is_normalisation(module: nn.Module) -> bool:

@@ -147,7 +147,8 @@ class LARC(Optimizer):
         if known is None or not known.is_of(self.param_groups):
             known = self._statistics = GradientStatistics([param for param, _ in params])
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
-        norms = [known.of_tensors(part)[:, 0].sqrt() for part in (grads, present)]
+        squares = known.of_tensors(grads, present)
+        norms = squares[:, 0].sqrt(), squares[:, 3].sqrt()
         begin = 0
         for group, decay in zip(self.param_groups, decays, strict=True):
             end = begin + len(group["params"])

@@ -68,9 +68,15 @@ class GradientStatistics:
         """float64 [3]. rows: float64 [n, 3], what was measured of each parameter's gradient."""
         return self._reduction.total(rows)
 
-    def of_tensors(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """float64 [n, 3], a row for each whole gradient. grads: as for total."""
-        return self._reduction.of_tensors(self._measured(grads))
+    def of_tensors(self, *lists: Sequence[Tensor | None]) -> Tensor:
+        """float64 [n, 3 k], a row for each parameter: what its whole tensor in each list has.
+
+        lists: k of them, of gradients or other tensors of the parameters' shapes; as for total.
+        They are measured and gathered together.
+        """
+        rows = self._measured([each for tensors in lists for each in tensors])
+        beside = rows.view(len(lists), -1, 3).transpose(0, 1).flatten(1)
+        return self._reduction.of_tensors(beside)
 
     def _measured(self, grads: Sequence[Tensor | None]) -> Tensor:
         rows = torch.zeros(len(grads), 3, dtype=torch.float64, device=self._device)

@@ -57,6 +57,8 @@ FILES = {
     "apex/test_fp16_optimizer_is_one": 180,
     "apex/test_scale_loss_loops": 65,
     "casting/test_apex_names": 12,
+    "compat/test_layer_types": 165,
+    "compat/test_layer_types_in_training": 128,
     "compat/test_openseq2seq": 20,
     "compat/test_typed_tensor": 48,
     "diagnose/test_diagnose": 38,

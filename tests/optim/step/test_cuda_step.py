@@ -113,6 +113,23 @@ def test_rules_that_look_at_norms_launch_a_few_more(kind: Any, kernels: int) -> 
     assert (seen.kernels, seen.others, seen.waits) == (kernels, 0, 0)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("device_lr", [False, True])
+def test_larc_around_a_fused_step_measures_once_and_waits_for_nothing(
+    device_lr: bool, decay: float
+) -> None:
+    params = [nn.Parameter(torch.randn(s, device=DEVICE)) for s in SHAPES]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    lr: Any = torch.tensor(0.1, device=DEVICE) if device_lr else 0.1
+    larc = amp.optim.LARC(amp.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=decay))
+    larc.step()
+    with watching() as seen:
+        larc.step()
+    # One measure of gradients and weights with its sums; decide and apply.
+    assert (seen.kernels, seen.waits) == (4, 0)
+
+
 def test_asking_waits_once_and_what_is_known_costs_nothing() -> None:
     training = Training()
     assert training.optimizer.last_report() is None

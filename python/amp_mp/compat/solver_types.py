@@ -1,0 +1,81 @@
+"""NVCaffe's solver_data_type: the type of weights and history, and what follows from it here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_mp.compat.layer_kinds import KEPT, NORM
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.rule import kinds_of
+
+WORDS = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.float64: "DOUBLE"}
+# How a state is stored in float16, by its kind. A square's root does not underflow.
+FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
+
+
+class SolverTypes:
+    """The type of weights and history, and the arguments of optimizers that follow from it.
+
+    FLOAT: parameters are float32; or float16 or bfloat16, as after `prepare`, and the fused
+    optimizer keeps their float32 masters. FLOAT16: float16 parameters without masters, and float16
+    history (second moments as roots); norms and what is kept may be float32. DOUBLE: float64
+    parameters, for torch.optim. Raises ValueError naming a trainable parameter of another dtype.
+    """
+
+    def __init__(self, model: nn.Module, kinds: Mapping[nn.Module, str], dtype: torch.dtype):
+        if dtype not in WORDS:
+            raise ValueError(f"solver_data_type must be {', '.join(WORDS.values())}; found {dtype}")
+        allowed = {dtype, *LOW_PRECISION} if dtype == torch.float32 else {dtype}
+        wide = {p for m, kind in kinds.items() if kind in (KEPT, NORM) for p in m.parameters()}
+        for name, param in model.named_parameters():
+            if not (param.requires_grad and param.is_floating_point()) or param.dtype in allowed:
+                continue
+            if dtype == torch.float16 and param.dtype == torch.float32 and param in wide:
+                continue
+            raise ValueError(
+                f"solver_data_type={WORDS[dtype]}: model.{name} is {param.dtype}; call "
+                f"{_CONVERSION[dtype]} first, or choose the type that it has"
+            )
+        self.dtype = dtype
+        self._has_masters = any(p.dtype in LOW_PRECISION for p in model.parameters())
+
+    def options(self, optimizer: type[Optimizer]) -> dict[str, Any]:
+        """The arguments that give an optimizer of this class weights and history of the type.
+
+        Raises TypeError if it is no optimizer's class, ValueError where the class cannot have it.
+        """
+        if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer class, found {optimizer!r}")
+        name, word = optimizer.__name__, WORDS[self.dtype]
+        if issubclass(optimizer, FusedOptimizer):
+            if self.dtype == torch.float64:
+                raise ValueError(f"{name} has no float64 parameters; use torch.optim for {word}")
+            if self.dtype == torch.float32:
+                return {"memory": "exact"}
+            states = {n: FLOAT16_STATES.get(k) for n, k in kinds_of(optimizer.rules).items()}
+            return {"master": "none"} | {n: format for n, format in states.items() if format}
+        if self.dtype == torch.float16 or (self.dtype == torch.float32 and self._has_masters):
+            raise ValueError(
+                f"{name} would compute in its low-precision parameters' own dtype; use amp.optim's "
+                "optimizer, which computes in float32"
+            )
+        return {}
+
+    def __str__(self) -> str:
+        return f"solver_data_type {WORDS[self.dtype]}: {_MEANING[self.dtype]}"
+
+
+_CONVERSION = {
+    torch.float32: "model.float()",
+    torch.float16: "amp.convert_network(model, torch.float16)",
+    torch.float64: "model.double()",
+}
+_MEANING = {
+    torch.float32: 'float32 weights, or masters of them: amp.optim with memory="exact"',
+    torch.float16: "float16 weights and history, no masters: amp.optim with types.solver.options()",
+    torch.float64: "float64 weights and history: torch.optim",
+}

@@ -1,0 +1,248 @@
+"""Autograd functions whose values, gradients and arithmetic have types of their own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from amp_mp.dtypes import rounded
+from amp_mp.nn.float32_layers import autocast_off
+
+# What torch.convolution takes after the bias; None stands for a linear layer.
+Geometry = tuple[Any, ...] | None
+
+
+class Types(NamedTuple):
+    """The four types of a layer: what is stored, and what is computed in, in each direction."""
+
+    forward: torch.dtype
+    backward: torch.dtype
+    forward_math: torch.dtype
+    backward_math: torch.dtype
+
+    @property
+    def visible(self) -> torch.dtype:
+        """The dtype of a layer's result: torch gives a tensor and its gradient one dtype."""
+        return torch.promote_types(self.forward, self.backward)
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The narrowest dtype from which the backward pass can compute."""
+        narrow = self.backward_math.itemsize < self.forward.itemsize
+        return self.backward_math if narrow else self.forward
+
+
+def converted(tensor: Tensor, *dtypes: torch.dtype, saturate: bool = False) -> Tensor:
+    """The tensor in the last of the dtypes, rounded to each on the way.
+
+    saturate: float16 is clamped to +-65504, which is for weights; else an overflow becomes inf.
+    """
+    for dtype in dtypes:
+        narrows = saturate and dtype == torch.float16 and tensor.dtype != dtype
+        tensor = rounded(tensor, dtype) if narrows else tensor.to(dtype)
+    return tensor
+
+
+def border(
+    tensor: Tensor, dtypes: tuple[torch.dtype, ...], backward: torch.dtype, saturate: bool = False
+) -> Tensor:
+    """`converted`, with a gradient that is rounded to `backward` on its way back.
+
+    An overflow of the gradient becomes inf. Integers are returned as they are.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    if all(dtype == tensor.dtype for dtype in dtypes) and (
+        backward == tensor.dtype or not (tensor.requires_grad and torch.is_grad_enabled())
+    ):
+        return tensor  # torch gives a gradient its tensor's dtype itself
+    return _Border.apply(tensor, dtypes, backward, saturate)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Border(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        tensor: Tensor, dtypes: tuple[torch.dtype, ...], backward: torch.dtype, saturate: bool
+    ) -> Tensor:
+        result = converted(tensor, *dtypes, saturate=saturate)
+        # A function's result that is its input, or a view, could not be written in place.
+        return result.detach() if result is tensor else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.type = inputs[2]
+        ctx.set_materialize_grads(False)  # see _Product: what it keeps has no first derivative
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None if grad is None else grad.to(ctx.type), None, None, None
+
+
+def product(
+    input: Tensor, weight: Tensor, bias: Tensor | None, types: Types, geometry: Geometry
+) -> Tensor:
+    """A linear layer or a convolution in these types; the result has types.visible.
+
+    The backward pass reads what it needs from the input in types.kept and from the weight itself,
+    and computes the layer's derivative directly: nothing of the forward pass is computed again.
+    """
+    through = (types.forward, types.kept)
+    kept = border(input, through, types.backward) if torch.is_grad_enabled() else input
+    apart = None if kept is input else kept  # torch.compile takes no tensor twice
+    return _Product.apply(input, apart, weight, bias, types, geometry)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """kept: the input in the dtype that the backward pass reads; None for the input itself.
+
+    The input's gradient goes to `input`, in its dtype, and none to `kept`. What the backward pass
+    computes from `kept` can be differentiated again, and leads to the input.
+    """
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        kept: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        types: Types,
+        geometry: Geometry,
+    ) -> Tensor:
+        through = (types.forward, types.forward_math)
+        stored = kept if kept is not None and types.kept == types.forward else input
+        x = converted(stored, *through)
+        w = converted(weight, *through, saturate=True)
+        b = None if bias is None else converted(bias, *through, saturate=True)
+        with autocast_off(input):
+            if geometry is None:
+                y = functional.linear(x, w, b)
+            else:
+                y = torch.convolution(x, w, b, *geometry)
+        return converted(y, types.forward, types.visible)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, kept, weight, bias, ctx.types, ctx.geometry = inputs
+        ctx.save_for_backward(input if kept is None else kept, weight)
+        ctx.bias_sizes = None if bias is None else [bias.numel()]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = ctx.saved_tensors
+        types: Types = ctx.types
+        math = types.backward_math
+        g, x = converted(grad, types.backward, math), kept.to(math)
+        w = converted(weight, types.forward, math, saturate=True)
+        needs = ctx.needs_input_grad
+        wanted = [needs[0], needs[2], needs[3]]
+        with autocast_off(grad):
+            if ctx.geometry is None:
+                found = _linear_backward(g, x, w, wanted)
+            else:
+                found = torch.ops.aten.convolution_backward(
+                    g, x, w, ctx.bias_sizes, *ctx.geometry, wanted
+                )
+        dx, dw, db = (None if each is None else each.to(types.backward) for each in found)
+        return dx, None, dw, db, None, None
+
+
+def _linear_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor | None, ...]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad @ weight if wanted[0] else None,
+        rows.t() @ input.reshape(-1, input.shape[-1]) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
+
+
+# A layer as a function of the tensors that it reads; it returns its tensors. The flag says that it
+# runs for the backward pass, and may change nothing besides.
+Compute = Callable[[list[Tensor], bool], list[Tensor]]
+
+
+def recomputed(
+    compute: Compute, types: Types, inputs: list[Tensor], weights: list[Tensor], random: bool
+) -> tuple[Tensor, ...]:
+    """Any layer in these types, whose backward pass runs it again in types.backward_math.
+
+    Its cost is one more forward of the layer. random: whether the layer draws random numbers, which
+    are then the same in both.
+    """
+    tensors = (*inputs, *weights)
+    return _Recomputed.apply(compute, types, len(inputs), random, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Compute, types: Types, inputs: int, random: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.compute, ctx.types, ctx.inputs = compute, types, inputs
+        ctx.random = _RandomState(tensors) if random else None
+        kept = [t.to(types.forward) for t in tensors[:inputs]]
+        weights = [converted(t, types.forward, saturate=True) for t in tensors[inputs:]]
+        math = types.forward_math
+        outputs = compute([t.to(math) for t in (*kept, *weights)], False)
+        ctx.save_for_backward(*(t.to(types.kept) for t in kept), *tensors[inputs:])
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        # Detached: a layer may return its input, or a view of it (see _Border).
+        return tuple(
+            converted(t, types.forward, types.visible).detach() if t.is_floating_point() else t
+            for t in outputs
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through a layer that has two math types, and whose backward "
+                "pass runs it again, which cannot be differentiated twice: give it one math type"
+            )
+        types: Types = ctx.types
+        math = types.backward_math
+        saved, n = ctx.saved_tensors, ctx.inputs
+        weights = (converted(t, types.forward, math, saturate=True) for t in saved[n:])
+        leaves = [t.to(math).detach() for t in (*saved[:n], *weights)]
+        for leaf, needed in zip(leaves, ctx.needs_input_grad[4:], strict=True):
+            leaf.requires_grad_(needed)
+        with torch.enable_grad(), ctx.random.again() if ctx.random else nullcontext():
+            outputs = ctx.compute(leaves, True)
+        given = [
+            (output, converted(grad, types.backward, math))
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found: Iterator[Tensor | None] = iter(())
+        if given:
+            outputs, grads = zip(*given, strict=True)
+            found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        computed = (next(found, None) if leaf.requires_grad else None for leaf in leaves)
+        rounded_grads = (None if grad is None else grad.to(types.backward) for grad in computed)
+        return None, None, None, None, *rounded_grads
+
+
+class _RandomState:
+    """The random generators' states now, of the CPU and of these tensors' devices."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._devices = sorted({t.device.index for t in tensors if t.is_cuda})
+        self._cpu = torch.get_rng_state()
+        self._cuda = [torch.cuda.get_rng_state(index) for index in self._devices]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A block in which they are as they were; after it as before it."""
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._cpu)
+            for index, state in zip(self._devices, self._cuda, strict=True):
+                torch.cuda.set_rng_state(state, index)
+            yield
