@@ -12,6 +12,7 @@
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
 #include "core/rules/layerwise.h"
+#include "core/rules/muon.h"
 #include "core/rules/sgd.h"
 
 namespace amp_mp {
@@ -33,7 +34,8 @@ namespace amp_mp {
   X(CenteredRMSprop, centered_rmsprop_) \
   X(Lion, lion_)                        \
   X(LAMB, lamb_)                        \
-  X(NovoGrad, novograd_)
+  X(NovoGrad, novograd_)                \
+  X(Muon, muon_)
 
 constexpr int kMaxStates = 3;
 

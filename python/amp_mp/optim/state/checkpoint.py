@@ -187,16 +187,17 @@ def _copied(value: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(local_of(param), dtype=value.dtype).copy_(value.detach())
 
 
-def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:
+def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
     """The state dict of the optimizer in torch.optim with the same name, for float32 weights.
 
-    own: entries of the groups that torch's optimizer does not have.
+    rules: of each param_group. own: entries of the groups that torch's optimizer does not have.
     """
     packed = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    pairs = zip(optimizer.param_groups, rules, strict=True)
+    params = [(p, rule) for group, rule in pairs for p in group["params"]]
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
-    for number, param in zip(ids, params, strict=True):
+    for number, (param, rule) in zip(ids, params, strict=True):
         saved = optimizer.state.get(param)
         if not saved:
             continue

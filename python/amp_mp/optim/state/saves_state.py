@@ -22,6 +22,10 @@ class SavesState(torch.optim.Optimizer):
         """The rule for the param_groups as they are now."""
         return self.rules[0]
 
+    def group_rules(self) -> list[Rule]:
+        """The rule of each param_group."""
+        return [self.rule()] * len(self.param_groups)
+
     def forget(self) -> None:
         """Drops what is derived from param_groups and state."""
 
@@ -56,4 +60,4 @@ class SavesState(torch.optim.Optimizer):
         States are decoded to float32. The float32 weights themselves are the masters:
         amp_mp.float32_state_dict.
         """
-        return torch_state_dict(self, self.rule(), {*self._chosen, "rounding", "seed"})
+        return torch_state_dict(self, self.group_rules(), {*self._chosen, "rounding", "seed"})
