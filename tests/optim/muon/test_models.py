@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -329,3 +330,67 @@ def test_gradients_can_be_released(device: str, clip: str | None) -> None:
             two.zero_grad()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp16_optimizer_scales_clips_and_skips(device: str, dtype: torch.dtype) -> None:
+    model = Model().to(device, dtype)
+    twin = copy.deepcopy(model)
+    inner = amp.optim.Muon(model, lr=0.02)
+    wrapped = amp.FP16_Optimizer(inner, static_loss_scale=64.0)
+    plain = amp.optim.Muon(twin, lr=0.02)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped.backward(loss_of(model, step))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad / 64
+        wrapped.step()
+        plain.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p.float(), q.float(), atol=1e-2 if dtype == torch.float16 else 0)
+
+
+def test_a_checkpoint_has_matrices_and_others_by_name(device: str, tmp_path: Path) -> None:
+    model = Model().to(device, torch.bfloat16)
+    optimizer = amp.optim.Muon(model, memory="lean", others={"lr": 2e-4})
+    loss_of(model, 0).backward()
+    optimizer.step()
+    amp.checkpoint.save(tmp_path / "run", model=model, optimizer=optimizer)
+    again = Model().to(device, torch.bfloat16)
+    resumed = amp.optim.Muon(again, memory="lean")
+    amp.checkpoint.load(tmp_path / "run", model=again, optimizer=resumed)
+    for own, opt in ((model, optimizer), (again, resumed)):
+        opt.zero_grad()
+        loss_of(own, 1).backward()
+        opt.step()
+    assert raw_bytes([p.detach() for p in again.parameters()]) == raw_bytes(
+        [p.detach() for p in model.parameters()]
+    )
+
+
+def test_float32_weights_go_in_and_out_through_the_masters(device: str) -> None:
+    model = Model().to(device)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    amp.prepare(model, torch.bfloat16)
+    optimizer = amp.optim.Muon(model)
+    optimizer.init_state()
+    found = amp.float32_state_dict(model, optimizer)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    amp.load_float32_state_dict(model, optimizer, {n: 2 * v for n, v in wanted.items()})
+    found = amp.float32_state_dict(model, optimizer)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], 2 * value), name
+
+
+def test_memory_is_reported_and_foretold() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False)).bfloat16()
+    optimizer = amp.optim.Muon(model, memory="lean")
+    optimizer.init_state()
+    held = optimizer.memory_report().bytes
+    matrix, output = 64 * 64, 64 * 8
+    assert held["momentum_buffer"] == 2 * matrix
+    assert held["exp_avg"] == 2 * output
+    assert "Muon" in type(optimizer).__name__
+    told = amp.diagnose.sharded_memory(10**6, 1, optimizer="Muon")
+    assert told.rows[0].states > 0
