@@ -243,11 +243,6 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
             self.complete(group)
         self.forget()
 
-    def complete(self, group: dict[str, Any]) -> None:
-        """Gives a param_group the numbers and formats that it lacks."""
-        for name in self._own_defaults:
-            group.setdefault(name, self.defaults[name])
-
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.checkpoint import restore_state, shown_state, torch_state_dict
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 
@@ -13,10 +13,12 @@ class SavesState(torch.optim.Optimizer):
     """The part of FusedOptimizer that saves, loads and counts the state.
 
     _chosen: how the master and each state are stored, by name, as the optimizer's arguments say.
+    _own_defaults: the names of what every param_group has.
     """
 
     rules: ClassVar[tuple[Rule, ...]]
     _chosen: dict[str, str | None]
+    _own_defaults: tuple[str, ...]
 
     def rule(self) -> Rule:
         """The rule for the param_groups as they are now."""
@@ -25,6 +27,11 @@ class SavesState(torch.optim.Optimizer):
     def group_rules(self) -> list[Rule]:
         """The rule of each param_group."""
         return [self.rule()] * len(self.param_groups)
+
+    def complete(self, group: Group) -> None:
+        """Gives a param_group the numbers and formats that it lacks."""
+        for name in self._own_defaults:
+            group.setdefault(name, self.defaults[name])
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state."""
