@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Bag, Net, differences, digests, disagreements, local, set_grads, shard
+from layouts import (
+    Bag,
+    Net,
+    differences,
+    digests,
+    disagreements,
+    local,
+    mesh_of,
+    set_grads,
+    shard,
+)
 from ranks import LARGE, on_ranks
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import amp_mp as amp
 from amp_mp.optim.muon import sharded
@@ -110,6 +121,31 @@ def test_all_processes_skip_and_clip_together(layout: str, world: int) -> None:
     assert flags == [True, False]
     assert all(own[0][:3] == reports[:3] for own in ranks)
     assert disagreements([held for _, held, _ in ranks]) == []
+
+
+class Mixed(Bag):
+    """The second and the fourth are not sharded, and the shapes are in no order."""
+
+    def __init__(self) -> None:
+        super().__init__([(64, 32), (16, 8), (8, 64), (32, 8)], torch.float32)
+
+
+def norms_of_mixed() -> tuple[float, float]:
+    """The norm where two gradients are whole on each of two ranks, and that of one process."""
+    model, whole = Mixed(), Mixed()
+    fully_shard(model, mesh=mesh_of("fsdp"), ignored_params={model.p1, model.p3})
+    found = []
+    for own in (model, whole):
+        optimizer = amp.optim.Muon(own.parameters(), max_grad_norm=0.5)
+        set_grads(list(own.parameters()), 3)
+        optimizer.step()
+        found.append(optimizer.grad_norm)
+    return found[0], found[1]
+
+
+def test_gradients_that_are_whole_count_once() -> None:
+    for found, wanted in on_ranks(2, norms_of_mixed):
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def resumed(layout: str) -> list[str]:

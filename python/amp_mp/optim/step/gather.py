@@ -145,7 +145,7 @@ class Bucket:
         rules: of each param_group.
         """
         return (
-            all(rules[group] == self.rule for group in self._groups)
+            all(rules[group] is self.rule for group in self._groups)
             and _C.holds(self._dicts, self._keys, self._values)
             and self.slots.fit()
         )
