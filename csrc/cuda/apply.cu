@@ -34,6 +34,9 @@ __device__ __forceinline__ void update(const Rule& rule, float multiplier, const
 
 // What takes the place of the gradient: the update that was made of the directions, if there is
 // one.
+template <class Rule>
+constexpr FormatSet kSourceFormats =
+    has_direction<Rule> ? kFormatsOfState<Rule, Rule::kStates - 1> : kGradFormats;
 template <class Rule, uint32_t Layout>
 __device__ __forceinline__ const Array& source_of(const View<Rule, Layout>& slot) {
   if constexpr (has_direction<Rule>) return slot.state[Rule::kStates - 1];
@@ -59,7 +62,7 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     const int64_t at = chunk.begin + i;
     const View<Rule, Layout> from = slot.again();
     const bool whole = kAll || (from.wide && n == kPack);
-    Held<kGradFormats> grad;
+    Held<kSourceFormats<Rule>> grad;
     Held<kMasterFormats> master;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 0>> first;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 1>> second;
