@@ -305,6 +305,21 @@ def test_a_file_that_gives_vectors_to_muon_is_refused() -> None:
     assert [g["use_muon"] for g in optimizer.param_groups] == [True, False]
 
 
+@pytest.mark.parametrize("entry", ["momentum_buffer", "exp_avg", "exp_avg_sq"])
+def test_a_file_without_a_state_is_refused(entry: str) -> None:
+    model = Model()
+    optimizer = amp.optim.Muon(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    states = saved["state"].values()
+    del next(state for state in states if entry in state)[entry]
+    before = raw_bytes(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match=f"'{entry}' of parameter .* is missing"):
+        optimizer.load_state_dict(saved)
+    assert raw_bytes(optimizer.state_dict()["state"]) == before
+
+
 def test_schedulers_see_both_rates() -> None:
     optimizer = amp.optim.Muon(Model(), lr=0.02, others={"lr": 1e-3})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)

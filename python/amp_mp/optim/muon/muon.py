@@ -106,7 +106,11 @@ class Muon(FusedOptimizer):
 
     def group_rules(self) -> list[Rule]:
         """Muon's rule, or AdamW's in groups with use_muon=False."""
-        return [MUON if group["use_muon"] else ADAMW for group in self.param_groups]
+        return [self.rules_of(group)[0] for group in self.param_groups]
+
+    def rules_of(self, group: Group) -> tuple[Rule, ...]:
+        """As group_rules, of one that may be a file's."""
+        return (MUON if group.get("use_muon", True) else ADAMW,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every fused optimizer; ValueError, by name, for what is no matrix."""

@@ -66,6 +66,7 @@ def rename_states(optimizer: Optimizer) -> None:
 def restore_state(
     optimizer: Optimizer,
     rules: Iterable[Rule],
+    rules_of: Callable[[Group], Iterable[Rule]],
     formats: tuple[str, ...],
     state_dict: dict[str, Any],
     load: Callable[[dict[str, Any]], None],
@@ -73,8 +74,8 @@ def restore_state(
     """Runs torch's `load`, with the saved states in their own precision where torch rounds them.
 
     The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
-    after everything: they see the final state. formats: the group's entries that say how something
-    is stored; they stay the optimizer's.
+    after everything: they see the final state. rules, rules_of: as check_loadable has them.
+    formats: the group's entries that say how something is stored; they stay the optimizer's.
     """
     rules = tuple(rules)
     names = tuple(kinds_of(rules))
@@ -84,7 +85,7 @@ def restore_state(
     own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
 
     def capture(_: Any, seen: dict[str, Any]) -> None:
-        check_loadable(seen, params, rules)
+        check_loadable(seen, params, rules, rules_of)
         final.update(seen)
 
     def restore(_: Any) -> None:

@@ -28,6 +28,10 @@ class SavesState(torch.optim.Optimizer):
         """The rule of each param_group."""
         return [self.rule()] * len(self.param_groups)
 
+    def rules_of(self, group: Group) -> tuple[Rule, ...]:
+        """The rules that a param_group may have, which may be one of a file."""
+        return self.rules
+
     def complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""
         for name in self._own_defaults:
@@ -58,7 +62,8 @@ class SavesState(torch.optim.Optimizer):
         will be, and their edits stay. Raises ValueError, before anything is changed, naming an
         entry that is missing, or of a shape, dtype or value that does not fit.
         """
-        restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
+        load, formats = super().load_state_dict, tuple(self._chosen)
+        restore_state(self, self.rules, self.rules_of, formats, state_dict, load)
         self.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:
