@@ -14,6 +14,7 @@
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
 #include "core/rules/layerwise.h"
+#include "core/rules/muon.h"
 #include "core/rules/sgd.h"
 
 namespace amp_mp {
@@ -38,7 +39,8 @@ namespace amp_mp {
   X(CenteredRMSprop, centered_rmsprop_) \
   X(Lion, lion_)                        \
   X(LAMB, lamb_)                        \
-  X(NovoGrad, novograd_)
+  X(NovoGrad, novograd_)                \
+  X(Muon, muon_)
 
 constexpr int kMaxStates = 3;
 

@@ -142,8 +142,8 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
 // update loop, as are the states of "lean" beside any weight; any other combination goes through
 // tiles.
 template <class Rule>
-void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
-           uint64_t seed) {
+AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+                           float multiplier, uint64_t seed) {
   using Floats0 = choose<(Rule::kStates > 0), Floats, Nothing>;
   using Floats1 = choose<(Rule::kStates > 1), Floats, Nothing>;
   using Floats2 = choose<(Rule::kStates > 2), Floats, Nothing>;
@@ -182,6 +182,18 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
   }
   if (random) return run.template operator()<true, Floats, Floats, Floats0, Floats1>();
   run.template operator()<false, Floats, Floats, Floats0, Floats1>();
+}
+
+template <class Rule>
+void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+           uint64_t seed) {
+  if constexpr (has_direction<Rule>) {
+    Slot step = slot;
+    step.grad = slot.state[1];
+    apply_any(step, begin, end, rule.step, 1.0f, seed);
+  } else {
+    apply_any(slot, begin, end, rule, multiplier, seed);
+  }
 }
 
 }  // namespace

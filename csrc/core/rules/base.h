@@ -86,6 +86,10 @@ template <class Rule>
 constexpr bool needs_norms = requires { Rule::kNorms; };
 template <class Rule>
 constexpr bool needs_update_norm = requires { Rule::kUpdateNorm; };
+// Whether the last of a rule's states is the direction of its update, which others turn into the
+// update between its two passes (Muon).
+template <class Rule>
+constexpr bool has_direction = requires { Rule::kDirection; };
 
 template <class Rule>
 AMP_MP_BOTH Rule make_rule(const Hyper& h, Clock& c, [[maybe_unused]] const Norms& n) {

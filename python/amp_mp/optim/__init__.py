@@ -11,6 +11,7 @@ from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.larc import LARC
 from amp_mp.optim.layerwise import LAMB, NovoGrad
+from amp_mp.optim.muon.muon import Muon
 from amp_mp.optim.sgd import LARS, SGD
 from amp_mp.optim.state.memory_report import MemoryReport
 
@@ -27,6 +28,7 @@ __all__ = [
     "FusedOptimizer",
     "Lion",
     "MemoryReport",
+    "Muon",
     "NAdam",
     "NovoGrad",
     "RAdam",

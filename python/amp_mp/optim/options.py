@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from amp_mp.optim.muon.numbers import check_numbers
 from amp_mp.optim.state.formats import ROUNDINGS
 
 # What help() of every fused optimizer ends with.
@@ -127,7 +128,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
     if not 0 <= group.get("rho", 0.0) <= 1:
         raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+    check_numbers(group)
+    dampens = "dampening" in group  # Muon has none
+    if dampens and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"

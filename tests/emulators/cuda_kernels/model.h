@@ -73,6 +73,9 @@ struct Tensor {
   }
 };
 
+// Beside a rule's set of squares: its last state is a direction (Muon).
+constexpr int kHasDirection = 1 << kMaxStates;
+
 // Whether a state of tensor number t may be stored in groups.
 bool has_groups(size_t t) { return t % 5 == 0 || t % 6 == 4; }
 
@@ -92,7 +95,9 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
                of_first = presets ? preset.square : kFirstSquares[t % 10],
                of_moment = presets ? preset.moment : kMoments[t % 5];
   const Format first = whole_groups(squares & 0b1 ? of_first : of_moment),
-               second = whole_groups(squares & 0b10 ? of_square : F::float32);
+               second = whole_groups(squares & kHasDirection ? F::bfloat16
+                                     : squares & 0b10        ? of_square
+                                                             : F::float32);
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
   x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 13) % 3], skew(0), 0);

@@ -47,9 +47,12 @@ def init_state(rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -
     return clock
 
 
-def init_states(rule: Rule, groups: list[Group], states: States) -> None:
-    """Makes the state of every trainable parameter, also of those without a gradient."""
-    for group in groups:
+def init_states(rules: list[Rule], groups: list[Group], states: States) -> None:
+    """Makes the state of every trainable parameter, also of those without a gradient.
+
+    rules: of each group.
+    """
+    for rule, group in zip(rules, groups, strict=True):
         for param in group["params"]:
             if param.requires_grad:
                 init_state(rule, group, param, states[param])
