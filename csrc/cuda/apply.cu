@@ -35,8 +35,7 @@ __device__ __forceinline__ void update(const Rule& rule, float multiplier, const
 // What takes the place of the gradient: the update that was made of the directions, if there is
 // one.
 template <class Rule>
-constexpr FormatSet kSourceFormats =
-    has_direction<Rule> ? kFormatsOfState<Rule, Rule::kStates - 1> : kGradFormats;
+constexpr FormatSet kSourceFormats = has_direction<Rule> ? just(Format::bfloat16) : kGradFormats;
 template <class Rule, uint32_t Layout>
 __device__ __forceinline__ const Array& source_of(const View<Rule, Layout>& slot) {
   if constexpr (has_direction<Rule>) return slot.state[Rule::kStates - 1];
