@@ -183,6 +183,13 @@ def test_any_layer_computes_in_its_math_types(
     assert layer.runs == (1 if forward_math == backward_math else 2)
 
 
+@pytest.mark.parametrize("words", [["FLOAT16", "FLOAT16"], ["FLOAT", "FLOAT", "FLOAT16"]])
+def test_integers_for_a_linear_layer_are_torchs_error(device: str, words: list[str]) -> None:
+    layer = typed(nn.Linear(2, 2).to(device), *words)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(torch.ones(1, 2, dtype=torch.int64, device=device))
+
+
 def test_a_linear_layer_and_a_convolution_run_once_in_two_math_types(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
