@@ -134,12 +134,35 @@ def test_2049_shows_which_way_is_narrow(device: str, words: tuple[str, ...]) -> 
         assert x.grad.item() == (2048 if "FLOAT16" in (words[1], words[3]) else 2049)
 
 
-def test_a_float16_gradient_does_not_saturate(device: str) -> None:
-    layer = typed(scalar_layer(device, 4.0), "FLOAT", "FLOAT16")
+class Scaled(nn.Module):
+    """weight x, as a layer of no kind that is known."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize("kind", ["linear", "other"])
+@pytest.mark.parametrize("maths", [(), ("FLOAT", "FLOAT"), ("FLOAT16", "FLOAT")])
+def test_a_float16_gradient_does_not_saturate(
+    device: str, kind: str, maths: tuple[str, ...]
+) -> None:
+    layer: Any = scalar_layer(device, 4.0) if kind == "linear" else Scaled(4.0).to(device)
+    typed(layer, "FLOAT", "FLOAT16", *maths)
     x = on(device, 1.0, grad=True)
     layer(x).backward(on(device, 60000.0))
     assert x.grad.item() == math.inf
-    assert layer.weight.grad.item() == 59968 + 32  # 60000 is a float16 number
+    assert layer.weight.grad.item() == 60000  # a float16 number
+
+
+def test_a_batch_norm_passes_gradients_below_float16_on(device: str) -> None:
+    norm = typed(nn.BatchNorm1d(1).to(device).eval(), "FLOAT16", "FLOAT", "FLOAT", "FLOAT")
+    x = on(device, 3.0, grad=True)
+    norm(x).backward(on(device, 2.0**-40))
+    assert x.grad.item() == pytest.approx(2.0**-40, rel=1e-4)
 
 
 def test_an_activation_that_overflows_is_infinite_and_a_weight_saturates(device: str) -> None:
