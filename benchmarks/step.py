@@ -3,7 +3,8 @@
 Both keep low-precision weights, float32 masters and states, clip by the global norm, check for
 overflow, and carry a loss scale. torch: cast the gradients to float32, GradScaler.unscale_,
 clip_grad_norm_, fused AdamW on the masters, cast the weights back: 60 bytes a parameter. amp_mp:
-measure, then one pass: 28 with memory="exact". Other libraries: peers.py.
+measure, then one pass: 28 with memory="exact". Then Muon on matrices (muon_step.py). Other
+libraries: peers.py.
 
     OMP_NUM_THREADS=1 python benchmarks/step.py
 """
@@ -17,6 +18,7 @@ import platform
 import subprocess
 from pathlib import Path
 
+import muon_step
 import torch
 from timing import Candidate, in_place, medians, show
 
@@ -161,6 +163,7 @@ def main() -> None:
         ]
         results[title] = medians(candidates, rounds, device)
         show(title, candidates, results[title], base.name)
+    muon_step.compare(4, 512, arguments.rounds, device)
     if arguments.json:
         record(arguments.json, results, device)
 

@@ -20,7 +20,11 @@ class Candidate:
 
 
 def samples(
-    candidates: list[Candidate], rounds: int, device: str = "cpu", warm_up: int = 2
+    candidates: list[Candidate],
+    rounds: int,
+    device: str = "cpu",
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each call of each candidate: all of them once a round, in turn."""
     finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
@@ -28,20 +32,24 @@ def samples(
     for number in range(warm_up + rounds):
         for candidate in candidates:
             finish()
-            start = time.perf_counter()
+            start = clock()
             candidate.run()
             finish()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if number >= warm_up:
                 times[candidate.name].append(elapsed)
     return times
 
 
 def medians(
-    candidates: list[Candidate], rounds: int, device: str = "cpu", warm_up: int = 2
+    candidates: list[Candidate],
+    rounds: int,
+    device: str = "cpu",
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Seconds per call of each candidate: the median of its samples."""
-    found = samples(candidates, rounds, device, warm_up)
+    found = samples(candidates, rounds, device, warm_up, clock)
     return {name: statistics.median(values) for name, values in found.items()}
 
 

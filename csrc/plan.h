@@ -29,7 +29,7 @@ struct Slot {
   Array grad;               // still multiplied by the loss scale
   Array master;             // what the rule updates: the weight, and its rest if it has one
   Array copy;               // low-precision copy of a float32 weight, to be written; null for none
-  Array state[kMaxStates];  // as many as the rule has
+  Array state[kMaxStates];  // as many as the rule has; a direction is the last of them
   Clock* clock;
   int32_t group;          // index of its Hyper
   uint32_t tensor_index;  // for random bits: which tensor this is
@@ -60,7 +60,8 @@ struct Reading {
 //
 // A slot may be a shard, and other processes may hold the rest. Then grads and weights are those of
 // whole tensors already, and `gather`, which a pass calls once `updates` are there, makes whole
-// rows of them; on CUDA it only queues work.
+// rows of them; on CUDA it only queues work. Of a rule with directions `gather` is called once
+// these are stored, and turns them into updates in place.
 struct NormInputs {
   const Statistics *grads = nullptr, *weights = nullptr;
   const Statistics* (*gather)(void* context) = nullptr;

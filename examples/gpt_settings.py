@@ -16,7 +16,7 @@ WEIGHT_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-OPTIMIZERS = ("adamw", "adam", "sgd", "torch-adamw")
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "torch-adamw")
 PARALLEL = ("none", "ddp", "fsdp", "hsdp", "tp")
 MEMORY = ("float32", "exact", "lean", "tiny", "micro")
 
@@ -43,8 +43,8 @@ class Settings:
     optimizer: str = field(
         default="adamw",
         metadata=_option(
-            "adamw, adam and sgd are amp_mp's; torch-adamw is PyTorch's fused AdamW, for float32 "
-            "weights only",
+            "adamw, adam, sgd and muon are amp_mp's; torch-adamw is PyTorch's fused AdamW, for "
+            "float32 weights only",
             OPTIMIZERS,
         ),
     )

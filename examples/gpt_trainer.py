@@ -228,6 +228,16 @@ def _optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         return amp.optim.AdamW(groups, settings.lr, **options)
     if settings.optimizer == "adam":
         return amp.optim.Adam(groups, settings.lr, **options)
+    if settings.optimizer == "muon":  # for the blocks' matrices, with AdamW's rate
+        return amp.optim.Muon(
+            model,
+            settings.lr,
+            weight_decay=0.01,
+            adjust_lr_fn="match_rms_adamw",
+            split={"*.qkv.weight": 3},
+            others={"lr": settings.lr, "weight_decay": 0.0},
+            **options,
+        )
     return amp.optim.SGD(groups, settings.lr, momentum=0.9, **options)
 
 

@@ -32,6 +32,7 @@ ON_A_GPU = [
     "contract/test_cuda_scripts_on_any_streams.py",
     "grad_scaler/test_cuda_stream_memory.py",
     "grad_scaler/test_cuda_streams.py",
+    "optim/muon/test_cuda_muon.py",
     "optim/step/test_cuda_dropped_memory.py",
     "optim/step/test_cuda_step.py",
     "optim/step/test_cuda_captured_tables.py",

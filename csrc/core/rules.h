@@ -5,13 +5,16 @@
 // in double and rounds once to float (1 - beta in float would be off by 1.3e-5 at beta = .999). The
 // call operator updates one element: g is the true gradient (already unscaled and clipped; negated
 // for maximize), w the float32 weight, then the states; w and the states are updated in place.
-// kStates: number of states. kSquares: which of them is a mean or sum of squares, -1 for none.
+// kStates: number of states. kSquares: which of them are means or sums of squares, as a set of
+// bits: 0b10 says that state 1 is one.
 //
 // Tests compare the expressions with NumPy bit for bit: do not regroup them, and never let a
 // compiler fuse a multiplication with an addition.
+#include "core/rules/adadelta.h"
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
 #include "core/rules/layerwise.h"
+#include "core/rules/muon.h"
 #include "core/rules/sgd.h"
 
 namespace amp_mp {
@@ -22,10 +25,13 @@ namespace amp_mp {
   X(AmsgradAdamW, amsgrad_adamw_)       \
   X(Adam, adam_)                        \
   X(AmsgradAdam, amsgrad_adam_)         \
+  X(NAdam, nadam_)                      \
+  X(RAdam, radam_)                      \
   X(SGD, sgd_)                          \
   X(ScaledSGD, scaled_sgd_)             \
   X(PlainSGD, plain_sgd_)               \
   X(LARS, lars_)                        \
+  X(Adadelta, adadelta_)                \
   X(Adagrad, adagrad_)                  \
   X(Adamax, adamax_)                    \
   X(RMSprop, rmsprop_)                  \
@@ -33,8 +39,16 @@ namespace amp_mp {
   X(CenteredRMSprop, centered_rmsprop_) \
   X(Lion, lion_)                        \
   X(LAMB, lamb_)                        \
-  X(NovoGrad, novograd_)
+  X(NovoGrad, novograd_)                \
+  X(Muon, muon_)
 
 constexpr int kMaxStates = 3;
+
+#define AMP_MP_CHECK(Rule, op)                                                                   \
+  static_assert(                                                                                 \
+      Rule::kStates >= 0 && Rule::kStates <= kMaxStates && Rule::kSquares >> Rule::kStates == 0, \
+      "kSquares is a set of the rule's states");
+AMP_MP_FOR_EACH_RULE(AMP_MP_CHECK)
+#undef AMP_MP_CHECK
 
 }  // namespace amp_mp

@@ -119,7 +119,7 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
     if (slot.master.format != bfloat16_split24 || slot.grad.format != bfloat16) return false;
     const Format a = slot.state[0].format, b = slot.state[1].format;
     if constexpr (Rule::kStates == 1) {
-      if constexpr (Rule::kSquares == 0) {
+      if constexpr (is_square<Rule, 0>) {
         if (a == ue8m8) return f.template operator()<ue8m8, float32>(), true;
         if (a == log8) return f.template operator()<log8, float32>(), true;
       } else {
@@ -127,7 +127,7 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
           return f.template operator()<bfloat16_stochastic, float32>(), true;
         if (a == m8) return f.template operator()<m8, float32>(), true;
       }
-    } else if constexpr (Rule::kSquares == 1) {
+    } else if constexpr (is_square<Rule, 1> && !is_square<Rule, 0>) {
       if (a == bfloat16_stochastic && b == ue8m8)
         return f.template operator()<bfloat16_stochastic, ue8m8>(), true;
       if (a == m8 && b == ue8m8) return f.template operator()<m8, ue8m8>(), true;
@@ -142,8 +142,8 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
 // update loop, as are the states of "lean" beside any weight; any other combination goes through
 // tiles.
 template <class Rule>
-void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
-           uint64_t seed) {
+AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+                           float multiplier, uint64_t seed) {
   using Floats0 = choose<(Rule::kStates > 0), Floats, Nothing>;
   using Floats1 = choose<(Rule::kStates > 1), Floats, Nothing>;
   using Floats2 = choose<(Rule::kStates > 2), Floats, Nothing>;
@@ -168,7 +168,7 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
   };
   if constexpr (!needs_norms<Rule>) {  // LARS, LAMB and NovoGrad are rare: tiles only
     using Low0 =
-        choose<(Rule::kStates == 0), Nothing, choose<Rule::kSquares == 0, LowSquare, LowMoment>>;
+        choose<(Rule::kStates == 0), Nothing, choose<is_square<Rule, 0>, LowSquare, LowMoment>>;
     using Low1 = choose<(Rule::kStates < 2), Nothing, LowSquare>;
     const bool is_low1 = Rule::kStates < 2 || slot.state[1].format == LowSquare::kFormat;
     if (slot.master.format == Format::bfloat16_split32 && !random)
@@ -182,6 +182,18 @@ void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float
   }
   if (random) return run.template operator()<true, Floats, Floats, Floats0, Floats1>();
   run.template operator()<false, Floats, Floats, Floats0, Floats1>();
+}
+
+template <class Rule>
+void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+           uint64_t seed) {
+  if constexpr (has_direction<Rule>) {
+    Slot step = slot;
+    step.grad = slot.state[1];
+    apply_any(step, begin, end, rule.step, 1.0f, seed);
+  } else {
+    apply_any(slot, begin, end, rule, multiplier, seed);
+  }
 }
 
 }  // namespace

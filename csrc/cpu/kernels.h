@@ -9,7 +9,7 @@ template <class Rule>
 struct Loops {
   void (*apply)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
                 uint64_t seed);
-  // First pass of rules that need their update's norm: statistics of the update; at most one kSpan.
+  // First pass of rules that have two: cpu/moments.h; at most one kSpan.
   Statistics (*moments)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                         float multiplier, uint64_t seed);
 };

@@ -155,6 +155,13 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
       rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
     }
   }
+  if constexpr (has_direction<Rule>) {
+    for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
+      const Slot& slot = slots[r.item];
+      loops.moments(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
+    });
+    if (inputs.gather) inputs.gather(inputs.context);
+  }
   for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
     const Slot& slot = slots[r.item];
     if (r.item + kAhead < count) prefetch(slots[r.item + kAhead]);

@@ -32,6 +32,17 @@ __device__ __forceinline__ void update(const Rule& rule, float multiplier, const
   }
 }
 
+// What takes the place of the gradient: the update that was made of the directions, if there is
+// one.
+template <class Rule>
+constexpr FormatSet kSourceFormats =
+    has_direction<Rule> ? kFormatsOfState<Rule, Rule::kStates - 1> : kGradFormats;
+template <class Rule, uint32_t Layout>
+__device__ __forceinline__ const Array& source_of(const View<Rule, Layout>& slot) {
+  if constexpr (has_direction<Rule>) return slot.state[Rule::kStates - 1];
+  return slot.grad;
+}
+
 template <class Rule, uint32_t Layout>
 __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chunk& chunk,
                                             const SlotRule<Rule>* slot_rules) {
@@ -40,7 +51,8 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
   const View<Rule, Layout> slot(entries[index], slot_rule);
   const Randomness randomness = slot.randomness();
   const Rule rule = slot_rule.rule;
-  const float multiplier = slot_rule.multiplier;
+  const float multiplier = has_direction<Rule> ? 1.0f : slot_rule.multiplier;
+  constexpr int kStates = has_direction<Rule> ? 0 : Rule::kStates;  // `directions` has stored them
 
   // `all`, std::true_type: all threads have eight elements, at aligned addresses.
   const auto update_eight = [&](auto all, int base) {
@@ -50,17 +62,17 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     const int64_t at = chunk.begin + i;
     const View<Rule, Layout> from = slot.again();
     const bool whole = kAll || (from.wide && n == kPack);
-    Held<kGradFormats> grad;
+    Held<kSourceFormats<Rule>> grad;
     Held<kMasterFormats> master;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 0>> first;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 1>> second;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 2>> third;
     const auto read = [&](bool at_once) {
-      grad.read(from.grad, at, n, at_once);
+      grad.read(source_of(from), at, n, at_once);
       master.read(from.master, at, n, at_once);
-      if constexpr (Rule::kStates > 0) first.read(from.state[0], at, n, at_once);
-      if constexpr (Rule::kStates > 1) second.read(from.state[1], at, n, at_once);
-      if constexpr (Rule::kStates > 2) third.read(from.state[2], at, n, at_once);
+      if constexpr (kStates > 0) first.read(from.state[0], at, n, at_once);
+      if constexpr (kStates > 1) second.read(from.state[1], at, n, at_once);
+      if constexpr (kStates > 2) third.read(from.state[2], at, n, at_once);
     };
     if (whole) {  // one branch for all arrays, or each array's loads wait for those before
       read(true);
@@ -69,27 +81,29 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     }
     float g[kPack], w[kPack];
     [[maybe_unused]] float s0[kPack], s1[kPack], s2[kPack];
-    grad.decode(from.grad.format, g);
+    grad.decode(source_of(from).format, g);
     master.decode(from.master.format, w);
-    if constexpr (Rule::kStates > 0) first.decode(from.state[0].format, s0);
-    if constexpr (Rule::kStates > 1) second.decode(from.state[1].format, s1);
-    if constexpr (Rule::kStates > 2) third.decode(from.state[2].format, s2);
-    if constexpr (Rule::kStates == 0) update(rule, multiplier, g, w);
-    if constexpr (Rule::kStates == 1) update(rule, multiplier, g, w, s0);
-    if constexpr (Rule::kStates == 2) update(rule, multiplier, g, w, s0, s1);
-    if constexpr (Rule::kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
+    if constexpr (kStates > 0) first.decode(from.state[0].format, s0);
+    if constexpr (kStates > 1) second.decode(from.state[1].format, s1);
+    if constexpr (kStates > 2) third.decode(from.state[2].format, s2);
+    if constexpr (has_direction<Rule>) update(rule.step, multiplier, g, w);
+    if constexpr (kStates == 0 && !has_direction<Rule>) update(rule, multiplier, g, w);
+    if constexpr (kStates == 1) update(rule, multiplier, g, w, s0);
+    if constexpr (kStates == 2) update(rule, multiplier, g, w, s0, s1);
+    if constexpr (kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
     const View<Rule, Layout> to = slot.again();
     const Randomness bytes = Layout == kAnyTag ? to.randomness() : randomness;
     store_history<kMasterFormats>(to.master, w, at, n, whole,
                                   to.draws_weights() ? bytes.eight(true, at) : 0);
     if (to.has_copy) store_history<kGradFormats>(to.copy, w, at, n, whole);
     if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
-      const uint64_t random = to.draws() ? bytes.eight(false, at) : 0;
-      if constexpr (Rule::kStates > 0)
+      [[maybe_unused]] const uint64_t random =
+          kStates > 0 && to.draws() ? bytes.eight(false, at) : 0;
+      if constexpr (kStates > 0)
         store_history<kFormatsOfState<Rule, 0>>(to.state[0], s0, at, n, whole, random);
-      if constexpr (Rule::kStates > 1)
+      if constexpr (kStates > 1)
         store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
-      if constexpr (Rule::kStates > 2)
+      if constexpr (kStates > 2)
         store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
     }
   };
@@ -170,6 +184,11 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
     if (const char* error = decide_step<Rule>(plan, table, nullptr, verdict, updates, SpanSums{},
                                               slot_rules, known, true, false, stream))
       return error;
+  }
+  if constexpr (has_direction<Rule>) {
+    if (const char* error = directions<Rule>(plan, table, verdict, slot_rules, stream))
+      return error;
+    if (norms.gather) norms.gather(norms.context);
   }
   if (blocks == 0) return nullptr;
   return message(launch(

@@ -71,7 +71,7 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
 // The kernels that apply launches first. decide_step: all that has to be known before tensors are
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
 // new; `reports`: apply will not write the report. moments: the first pass of rules that need their
-// update's norm.
+// update's norm. directions: that of rules with directions.
 template <class Rule>
 const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                         Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
@@ -80,6 +80,9 @@ const char* decide_step(const StepPlan& plan, const StepTable& table, const Deci
 template <class Rule>
 const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
+template <class Rule>
+const char* directions(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
+                       const SlotRule<Rule>* slot_rules, void* stream);
 
 // Updates a loss scale outside a step. max_abs may be null for policies that do not use it.
 const char* update_scale(const ScaleUpdate& update, const double* found_inf, const double* max_abs,

@@ -7,9 +7,11 @@ namespace amp_mp::cuda {
 
 // The formats that a rule's state number K may be stored in.
 template <class Rule, int K>
-constexpr FormatSet kFormatsOfState = Rule::kSquares == K ? kSquareFormats
-                                      : K == 0            ? formats_with(kForMoment)
-                                                          : just(Format::float32);
+constexpr FormatSet kFormatsOfState =
+    has_direction<Rule> && K == Rule::kStates - 1 ? just(Format::bfloat16)
+    : is_square<Rule, K>                          ? kSquareFormats
+    : K == 0                                      ? formats_with(kForMoment)
+                                                  : just(Format::float32);
 
 // Whether the kernels are compiled for the formats of a slot's states.
 template <class Rule>

@@ -95,7 +95,8 @@ HyperTensors make_hyper(const py::kwargs& hyper) {
   const std::pair<const char*, bool*> flags[] = {{"nesterov", &h.nesterov},
                                                  {"maximize", &h.maximize},
                                                  {"clip", &h.clip},
-                                                 {"always_adapt", &h.always_adapt}};
+                                                 {"always_adapt", &h.always_adapt},
+                                                 {"decoupled", &h.decoupled}};
   for (const auto& [key, value] : hyper) {
     const auto name = py::cast<std::string>(key);
     if (name == "lr" && THPVariable_Check(value.ptr())) {

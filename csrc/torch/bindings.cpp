@@ -102,6 +102,7 @@ PYBIND11_MODULE(_C, m) {
       .def("find_gradients", &Slots::find_gradients)
       .def("set_gradient", &Slots::set_gradient, py::arg("i"), py::arg("local"))
       .def("drop_gradients", &Slots::drop_gradients)
+      .def("check_gradients", &Slots::check_gradients)
       .def(
           "measure_weights",
           [](Slots& slots) { return Measurement(slots.weights(), slots.device()); },

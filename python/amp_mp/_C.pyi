@@ -37,6 +37,7 @@ class Hyper:
         maximize: bool = False,
         clip: bool = False,
         always_adapt: bool = False,
+        decoupled: bool = False,
     ) -> None:
         """TypeError for another name."""
 
@@ -110,6 +111,9 @@ class Slots:
 
     def drop_gradients(self) -> None:
         """Forgets what find_gradients has found; a step does it itself."""
+
+    def check_gradients(self) -> None:
+        """Raises what a step would raise for a gradient, by the parameter's name."""
 
     def measure(self) -> Measurement:
         """Of the parameters' gradients, absent ones counting as empty."""
@@ -288,7 +292,9 @@ class Operator(Protocol):
         measured or measure=True: where the decision or the rule needs the gradients' statistics.
         weights: the masters' statistics, for rules that need norms, where the slots are shards.
         gather_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
-        statistics, float64 [n, 3], and returns those of the whole tensors. Other rules use neither.
+        statistics, float64 [n, 3], and returns those of the whole tensors. For Muon: called with
+        the directions, bfloat16, of all slots one behind the other, and returns the updates in
+        their places. Other rules use neither.
         """
 
 # By the names of csrc/core/rules.h: "adamw_", "sgd_", ...

@@ -174,6 +174,9 @@ def test_a_file_of_pure_bfloat16_weights_makes_them_the_masters(
         (torch.optim.Adam, amp.optim.Adam, {"weight_decay": 0.1}),
         (torch.optim.Adagrad, amp.optim.Adagrad, {}),
         (torch.optim.Adamax, amp.optim.Adamax, {}),
+        (torch.optim.Adadelta, amp.optim.Adadelta, {"rho": 0.8}),
+        (torch.optim.NAdam, amp.optim.NAdam, {"momentum_decay": 0.1}),
+        (torch.optim.RAdam, amp.optim.RAdam, {"decoupled_weight_decay": True}),
         (torch.optim.RMSprop, amp.optim.RMSprop, {"centered": True, "momentum": 0.5}),
     ],
 )

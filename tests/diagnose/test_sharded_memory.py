@@ -30,8 +30,11 @@ def trained(recipe: Recipe, optimizer: str, **options: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {}), ("Lion", {}), ("Adagrad", {})],
-    ids=["AdamW", "momentum", "SGD", "Lion", "Adagrad"],
+    [
+        *(("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {}), ("Lion", {}), ("Adagrad", {})),
+        *(("Adadelta", {}), ("NAdam", {}), ("RAdam", {})),
+    ],
+    ids=["AdamW", "momentum", "SGD", "Lion", "Adagrad", "Adadelta", "NAdam", "RAdam"],
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_process_holds_its_share_of_what_an_optimizer_holds(

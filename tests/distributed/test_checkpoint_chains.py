@@ -235,10 +235,13 @@ def templates(path: str, layout: str) -> list[str]:
         for entry, value in state_template(contents, name, param).items():
             assert isinstance(value, Tensor)
             count = local(param).numel() // (32 if entry.endswith("_scale") else 1)
-            if entry not in ("step", "beta_powers", "layer") and local(value).numel() != count:
+            if (
+                entry not in ("step", "beta_powers", "layer", "mu_product")
+                and local(value).numel() != count
+            ):
                 found.append(f"{name} {entry}")
             assert is_dtensor(value) == (local(value).numel() == count and is_dtensor(param)) or (
-                entry in ("step", "beta_powers", "layer")
+                entry in ("step", "beta_powers", "layer", "mu_product")
             )
     return found
 

@@ -42,6 +42,7 @@ KINDS = {
     "SGD": lambda p, kind: kind.SGD(p, lr=0.125, momentum=0.5, weight_decay=0.25),
     "Adam": lambda p, kind: kind.Adam(p, lr=0.125, weight_decay=0.25, eps=2.0**-10),
     "AdamW": lambda p, kind: kind.AdamW(p, lr=0.125, weight_decay=0.25, eps=2.0**-10),
+    "NAdam": lambda p, kind: kind.NAdam(p, lr=0.125, weight_decay=0.25, eps=2.0**-10),
     "RMSprop": lambda p, kind: kind.RMSprop(p, lr=0.125, weight_decay=0.25, eps=2.0**-10),
     "Adagrad": lambda p, kind: kind.Adagrad(p, lr=0.125, weight_decay=0.25, eps=2.0**-10),
 }
@@ -70,5 +71,7 @@ def test_clipping_is_shifted_too_and_unknown_optimizers_are_refused(device: str)
     assert optimizer.max_grad_norm == 4.0
     with pytest.raises(ValueError, match="Adadelta make up for a loss scale; unscale"):
         shift_for_scale(torch.optim.Adadelta([weight]), 8.0)
+    with pytest.raises(ValueError, match="RAdam make up for a loss scale; unscale"):
+        shift_for_scale(amp.optim.RAdam([weight]), 8.0)
     with pytest.raises(ValueError, match="scale must be finite and above 0"):
         shift_for_scale(optimizer, 0.0)

@@ -35,6 +35,31 @@ TWINS: dict[str, tuple[type, type, dict[str, Any]]] = {
         torch.optim.Adagrad,
         {"initial_accumulator_value": 1.0, "weight_decay": 0.1, "maximize": True},
     ),
+    "adadelta": (amp.optim.Adadelta, torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "adadelta rho": (
+        amp.optim.Adadelta,
+        torch.optim.Adadelta,
+        {"lr": 0.1, "rho": 0.99, "eps": 1e-3, "maximize": True},
+    ),
+    "nadam": (amp.optim.NAdam, torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "nadam decoupled": (
+        amp.optim.NAdam,
+        torch.optim.NAdam,
+        {
+            "lr": 1e-2,
+            "betas": (0.8, 0.95),
+            "weight_decay": 0.1,
+            "momentum_decay": 0.1,
+            "decoupled_weight_decay": True,
+        },
+    ),
+    "radam": (amp.optim.RAdam, torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "radam decoupled": (
+        amp.optim.RAdam,
+        torch.optim.RAdam,
+        {"betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    "radam never rectifies": (amp.optim.RAdam, torch.optim.RAdam, {"betas": (0.9, 0.6)}),
     "adamax": (amp.optim.Adamax, torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1}),
     "rmsprop": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
     "rmsprop momentum": (
@@ -99,7 +124,10 @@ def test_hundred_steps_follow_torch(device: str, name: str) -> None:
 BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
-@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.Adam, amp.optim.SGD])
+OTHERS = [amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam]
+
+
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.Adam, amp.optim.SGD, *OTHERS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD)
 def test_one_bad_element_anywhere_leaves_every_byte(
@@ -109,7 +137,8 @@ def test_one_bad_element_anywhere_leaves_every_byte(
     sizes = [(1,), (7,), (65,), (4097,), (3, 5)]
     params = [nn.Parameter(torch.randn(s).to(device, DTYPES[dtype])) for s in sizes]
     arguments = {"momentum": 0.9} if kind is amp.optim.SGD else {}
-    optimizer = kind(params, lr=0.01, max_grad_norm=1.0, **arguments)
+    lr = 10.0 if kind is amp.optim.Adadelta else 0.01  # float16 weights are to move
+    optimizer = kind(params, lr=lr, max_grad_norm=1.0, **arguments)
     scaler = amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
 
     def step(where: tuple[int, int] | None) -> None:
@@ -157,7 +186,7 @@ def test_nothing_is_checked_unless_something_asks(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.SGD])
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.SGD, *OTHERS])
 def test_resuming_gives_the_same_bits(device: str, kind: type, dtype: str) -> None:
     arguments = {"momentum": 0.9} if kind is amp.optim.SGD else {}
 
@@ -188,7 +217,10 @@ def test_resuming_gives_the_same_bits(device: str, kind: type, dtype: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["adamw", "adam L2", "amsgrad", "amsgrad adamw", "centered momentum", "momentum", "nesterov"],
+    [
+        *("adamw", "adam L2", "amsgrad", "amsgrad adamw", "centered momentum", "momentum"),
+        *("nesterov", "nadam decoupled", "radam", "adadelta rho"),
+    ],
 )
 def test_continues_from_a_torch_checkpoint(device: str, name: str) -> None:
     ours, torchs, arguments = TWINS[name]

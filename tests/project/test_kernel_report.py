@@ -17,7 +17,8 @@ from kernel_code import Kernel, short_name
 from kernel_path import ARCH
 
 ROOT = Path(__file__).resolve().parents[2]
-HOT = ("apply_kernel", "average_kernel", "copy_kernel", "measure_kernel", "moments_kernel")
+FIRST_HALVES = ("moments_kernel", "directions_kernel")
+HOT = ("apply_kernel", "average_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
 STATES = {
     rule: int(states)
     for header in (ROOT / "csrc/core/rules").glob("*.h")
@@ -27,6 +28,7 @@ STATES = {
 }
 # 16-byte pieces of eight elements of an array that may be float32, and of a split master's rest.
 ARRAY, REST = 2, 1
+DIRECTION = 1  # always bfloat16
 PACK_FUSED = 8 * 6  # fused multiply-adds of a root and a quotient, for eight elements
 LAYOUT_LOOPS = 2  # for each layout, one of whole packs and one of any; without a layout one of any
 # For any one architecture. A wheel for several has as many times the machine code.
@@ -36,8 +38,8 @@ MOST_BYTES = 8e6
 def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
     """The 16-byte loads and stores that a kernel's arrays take, at the least.
 
-    `two_pass` are the rules whose states were advanced by moments_kernel: apply_kernel then needs
-    no gradient and stores no state.
+    `two_pass` are the rules whose states were advanced by another kernel: apply_kernel then needs
+    no gradient and stores no state. Muon's, with directions_kernel, reads the update alone.
     """
     kind, _, rule = name.removesuffix(">").partition("<")
     if kind == "measure_kernel":  # four rows in flight of float32, float16 and bfloat16
@@ -53,6 +55,10 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
     gradient, master, weight = ARRAY, ARRAY + REST, ARRAY
     if kind == "moments_kernel":
         return gradient + master + states, states
+    if kind == "directions_kernel":
+        return gradient + ARRAY, ARRAY + DIRECTION
+    if rule == "Muon":
+        return DIRECTION + master, master + weight
     if rule in two_pass:
         return master + states, master + weight
     return gradient + master + states, master + weight + states
@@ -120,7 +126,7 @@ def test_no_kernel_spills_or_is_narrow(
     assert len(layouts) == rules
     for hot in HOT:
         assert any(name.startswith(hot) for name in names), f"no {hot} among {names}"
-    two_pass = {n[len("moments_kernel<") : -1] for n in names if n.startswith("moments_kernel<")}
+    two_pass = {n.partition("<")[2][:-1] for n in names if n.startswith(FIRST_HALVES)}
     found = {k.name: faults(k, two_pass, fused_of(layouts, k.name)) for k in kernels}
     wrong = {name: lines for name, lines in found.items() if lines}
     assert not wrong, "\n".join(f"{name}: {', '.join(lines)}" for name, lines in wrong.items())

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 13200
+PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 15000
 SHARED = {
     "amp_mp.dtypes",
     "amp_mp._C",

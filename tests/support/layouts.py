@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 GROUP = 32  # elements of m8 that share a scale
-REPLICATED = ("step", "beta_powers", "layer")  # states that every rank holds whole
+REPLICATED = ("step", "beta_powers", "layer", "mu_product")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
 # themselves. docs/distributed.md derives it for normal gradients, which these tests have;
 # tests/optim/step/test_norm_error.py has the bound for all.

@@ -82,12 +82,13 @@ def averaged(average: Floats, x: Floats, decay: float) -> Floats:
 
 @dataclass
 class Clock:
-    """A parameter's applied steps, running products of its betas, and NovoGrad's moment."""
+    """A parameter's applied steps, running products, and NovoGrad's moment."""
 
     step: int = 0
     beta1_power: float = 1.0
     beta2_power: float = 1.0
     layer: float = 0.0
+    mu_product: float = 1.0  # NAdam's
 
     def tick(self, beta1: float, beta2: float) -> None:
         self.step += 1
@@ -124,6 +125,92 @@ def adam(
     update = step_size * (m / (np.sqrt(divisor) * inverse_root + F32(eps)))
     w = (F32(1 - lr * weight_decay) * w if decoupled else w) - update
     return (w, m, v) if largest is None else (w, m, v, divisor)
+
+
+def nadam(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    momentum_decay: float,
+    decoupled_weight_decay: bool,
+) -> tuple[Floats, Floats, Floats]:
+    """Dozat 2016 in torch's form. Returns w, m, v."""
+    decoupled = decoupled_weight_decay
+    mu, following = (
+        betas[0] * (1 - 0.5 * 0.96 ** (step * momentum_decay))
+        for step in (clock.step, clock.step + 1)
+    )
+    clock.mu_product *= mu
+    of_g = F32(lr * (1 - mu) / (1 - clock.mu_product))
+    of_m = F32(lr * following / (1 - clock.mu_product * following))
+    g = g + F32(0 if decoupled else weight_decay) * w
+    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
+    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
+    root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps)
+    return F32(1 - lr * weight_decay if decoupled else 1) * w - (of_g * g + of_m * m) / root, m, v
+
+
+def rectification(clock: Clock, beta2: float) -> float | None:
+    """r_t of Liu et al. 2020; None while their rho_t does not exceed torch's 5."""
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * clock.step * clock.beta2_power / (1 - clock.beta2_power)
+    if length <= 5:
+        return None
+    shares = (length - 4) * (length - 2) * longest, (longest - 4) * (longest - 2) * length
+    return math.sqrt(shares[0] / shares[1])
+
+
+def radam(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+) -> tuple[Floats, Floats, Floats]:
+    """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
+    decoupled = decoupled_weight_decay
+    g = g + F32(0 if decoupled else weight_decay) * w
+    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
+    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
+    w = F32(1 - lr * weight_decay if decoupled else 1) * w
+    rate, rectified = lr / (1 - clock.beta1_power), rectification(clock, betas[1])
+    if rectified is None:
+        return w - F32(rate) * m, m, v
+    rate *= rectified * math.sqrt(1 - clock.beta2_power)
+    return w - F32(rate) * (m / (np.sqrt(v) + F32(eps))), m, v
+
+
+def adadelta(
+    g: Floats,
+    w: Floats,
+    square_avg: Floats,
+    acc_delta: Floats,
+    clock: Clock,
+    *,
+    lr: float,
+    rho: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Floats, Floats, Floats]:
+    """Zeiler 2012 with torch's learning rate. Returns w and the averages of g^2 and delta^2."""
+    g = g + F32(weight_decay) * w
+    square_avg = F32(rho) * square_avg + F32(1 - rho) * (g * g)
+    delta = np.sqrt(acc_delta + F32(eps)) * g / np.sqrt(square_avg + F32(eps))
+    acc_delta = F32(rho) * acc_delta + F32(1 - rho) * (delta * delta)
+    return w - F32(lr) * delta, square_avg, acc_delta
 
 
 def sgd(

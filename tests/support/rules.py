@@ -20,6 +20,8 @@ RMSPROP = {"lr": 0.01, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.01, "moment
 CENTERED = {**RMSPROP, "eps": 0.1, "centered": True}  # near 0 the variance is rounding noise
 LARS = {**SGD, "trust_coefficient": 0.02, "clip": False, "eps": 1e-8}
 LAMB = {**ADAM, "always_adapt": True}
+RADAM = {**ADAM, "decoupled_weight_decay": False}
+NADAM = {**RADAM, "momentum_decay": 4e-3}
 NOVOGRAD = {**ADAM, "betas": (0.95, 0.98), "grad_averaging": False}
 RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "adamw": (amp.optim.AdamW, ADAM),
@@ -31,6 +33,11 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "plain sgd": (amp.optim.SGD, {**SGD, "momentum": 0.0, "dampening": 0.0}),
     "scaled": (amp.optim.SGD, {**SGD, "dampening": 0.0, "momentum_form": "scaled"}),
     "scaled nesterov": (amp.optim.SGD, {**NESTEROV, "momentum_form": "scaled"}),
+    "adadelta": (amp.optim.Adadelta, {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.01}),
+    "nadam": (amp.optim.NAdam, NADAM),
+    "nadam decoupled": (amp.optim.NAdam, {**NADAM, "decoupled_weight_decay": True}),
+    "radam": (amp.optim.RAdam, RADAM),
+    "radam decoupled": (amp.optim.RAdam, {**RADAM, "decoupled_weight_decay": True}),
     "adagrad": (
         amp.optim.Adagrad,
         {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
@@ -67,7 +74,7 @@ WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
 SUFFIXES = {"m8": "_m8v2", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
 # The arguments for each preset.
 STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
-SQUARES = ("exp_avg_sq", "square_avg", "sum")
+SQUARES = ("exp_avg_sq", "square_avg", "acc_delta", "sum")
 FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 
 
@@ -161,6 +168,9 @@ class Expected:
 
             return reference.lamb(g, w, *states, clock, stored=stored, **numbers)
         rules = {
+            amp.optim.Adadelta: reference.adadelta,
+            amp.optim.NAdam: reference.nadam,
+            amp.optim.RAdam: reference.radam,
             amp.optim.Adagrad: reference.adagrad,
             amp.optim.Adamax: reference.adamax,
             amp.optim.LARS: reference.lars,

@@ -93,7 +93,7 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   Stored copy(copies ? format_named(formats[2]) : Format::float32, skew);
   const Format moment = format_named(formats[3]), square = format_named(formats[4]);
   const auto state_format = [&](int k) {
-    return Rule::kSquares == k ? square : k == 0 ? moment : Format::float32;
+    return Rule::kSquares >> k & 1 ? square : k == 0 ? moment : Format::float32;
   };
   Stored first(state_format(0), skew), second(state_format(1), skew), third(state_format(2), skew);
   grad.fill(1, rare);

@@ -1,5 +1,6 @@
 #pragma once
-// Adam and AdamW, and their AMSGrad forms.
+// Adam and AdamW, their AMSGrad forms, NAdam and RAdam.
+#include "core/log2.h"
 #include "core/rules/base.h"
 
 namespace amp_mp {
@@ -26,7 +27,7 @@ struct AdamMoments {
 // Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1, with torch's L2
 // penalty. States: m = exp_avg, v = exp_avg_sq.
 struct Adam {
-  static constexpr int kStates = 2, kSquares = 1;
+  static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
   float weight_decay;
   float step_size;     // lr / (1 - beta1^t): the first moment's bias correction is in it
@@ -59,7 +60,7 @@ struct Adam {
 // Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; as in torch,
 // the decay is multiplied by lr. States: m = exp_avg, v = exp_avg_sq.
 struct AdamW {
-  static constexpr int kStates = 2, kSquares = 1;
+  static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
   float decay;         // 1 - lr * weight_decay
   float step_size;     // lr / (1 - beta1^t)
@@ -92,7 +93,7 @@ struct AdamW {
 // largest = max_exp_avg_sq.
 template <class Base>
 struct Amsgrad {
-  static constexpr int kStates = 3, kSquares = 1;
+  static constexpr int kStates = 3, kSquares = 0b10;
   Base base;
   RootDivisor divide;
 
@@ -118,5 +119,98 @@ struct Amsgrad {
 };
 using AmsgradAdam = Amsgrad<Adam>;
 using AmsgradAdamW = Amsgrad<AdamW>;
+
+// Dozat, "Incorporating Nesterov momentum into Adam" (2016), in torch's form: the momentum grows
+// with the steps. torch's momentum_decay is `momentum` here, the product of all mu so far is
+// Clock::own. States: m = exp_avg, v = exp_avg_sq.
+struct NAdam {
+  static constexpr int kStates = 2, kSquares = 0b10;
+  AdamMoments average;
+  float weight_decay;                // 0 if decoupled
+  float decay;                       // 1 - lr * weight_decay if decoupled, else 1
+  float gradient_part, moment_part;  // of the step: the rate and the bias corrections are in them
+  RootDivisor divide;                // its factor is 1 / sqrt(1 - beta2^t)
+
+  // beta1 (1 - 0.96^(step momentum_decay) / 2)
+  static AMP_MP_BOTH double mu(const Hyper& h, double step) {
+    constexpr double kLog2 = -0.058893689053568565;  // of 0.96
+    return h.beta1 * (1 - 0.5 * exp2_of(step * h.momentum * kLog2));
+  }
+
+  static AMP_MP_BOTH NAdam at(const Hyper& h, Clock& c) {
+    const double now = mu(h, c.step), next = mu(h, c.step + 1);
+    c.own *= now;
+    return {.average = AdamMoments::at(h),
+            .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
+            .decay = float(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
+            .gradient_part = float(h.lr * (1 - now) / (1 - c.own)),
+            .moment_part = float(h.lr * next / (1 - c.own * next)),
+            .divide = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)}};
+  }
+
+  AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
+    // add the gradient of the L2 penalty
+    g = g + weight_decay * w;
+    average.update(g, m, v);
+    // look ahead: this step's gradient, and the momentum of the next
+    return {gradient_part * g + moment_part * m, v};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float&, float&) const {
+    // decay the weight and take the step
+    w = decay * w - quotient;
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
+    take(divide(moments(g, w, m, v)), w, m, v);
+  }
+};
+
+// Liu et al., "On the variance of the adaptive learning rate and beyond" (2020), algorithm 2, in
+// torch's form: eps is added to the root before its bias is corrected. While rho_t, the length of
+// the average that v is, does not exceed 5, the step is that of the momentum alone. States:
+// m = exp_avg, v = exp_avg_sq.
+struct RAdam {
+  static constexpr int kStates = 2, kSquares = 0b10;
+  AdamMoments average;
+  float weight_decay;  // 0 if decoupled
+  float decay;         // 1 - lr * weight_decay if decoupled, else 1
+  float step_size;     // lr / (1 - beta1^t); if it rectifies, times that and v's bias correction
+  bool rectifies;
+  RootDivisor divide;
+
+  static AMP_MP_BOTH RAdam at(const Hyper& h, const Clock& c) {
+    const double bias2 = 1 - c.beta2_power, longest = 2 / (1 - h.beta2) - 1,
+                 length = longest - 2 * c.step * c.beta2_power / bias2;
+    const bool rectifies = length > 5;
+    double rate = h.lr / (1 - c.beta1_power);
+    if (rectifies)
+      rate *=
+          sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) *
+          sqrt(bias2);
+    return {.average = AdamMoments::at(h),
+            .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
+            .decay = float(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
+            .step_size = float(rate),
+            .rectifies = rectifies,
+            .divide = {1, float(h.eps)}};
+  }
+
+  AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
+    // add the gradient of the L2 penalty
+    g = g + weight_decay * w;
+    average.update(g, m, v);
+    return {m, v};
+  }
+
+  AMP_MP_BOTH void take(float quotient, float& w, float& m, float&) const {
+    // decay the weight and take the step
+    w = decay * w - step_size * select(rectifies, quotient, m);
+  }
+
+  AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
+    take(divide(moments(g, w, m, v)), w, m, v);
+  }
+};
 
 }  // namespace amp_mp

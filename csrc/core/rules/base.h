@@ -11,9 +11,9 @@ namespace amp_mp {
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, trust;
   uint64_t seed;  // of stochastic rounding
-  bool nesterov, maximize, clip, always_adapt;
+  bool nesterov, maximize, clip, always_adapt, decoupled = false;
   bool lr_is_double = false;
-  bool unused[3] = {};  // so that Hypers with the same numbers have the same bytes
+  bool unused[2] = {};  // so that Hypers with the same numbers have the same bytes
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
 };
@@ -31,7 +31,7 @@ AMP_MP_BOTH void read_rate(Hyper& h) {
 // on every device.
 struct Clock {
   double step, beta1_power, beta2_power;
-  double layer;  // NovoGrad's second moment, one number for the whole tensor
+  double own;  // one number of the rule's own: NovoGrad's second moment, NAdam's mu_product
 
   AMP_MP_BOTH void tick(const Hyper& h) {
     step += 1;
@@ -76,12 +76,20 @@ AMP_MP_BOTH float sign_of(float x) {
   return from_bits(magnitude - 1 < kInfinity ? one : u);
 }
 
+// Whether state number K of a rule is a mean or sum of squares.
+template <class Rule, int K>
+constexpr bool is_square = (Rule::kSquares >> K & 1) != 0;
+
 template <class Rule>
 constexpr bool divides_by_root = requires(Rule rule) { rule.divide; };
 template <class Rule>
 constexpr bool needs_norms = requires { Rule::kNorms; };
 template <class Rule>
 constexpr bool needs_update_norm = requires { Rule::kUpdateNorm; };
+// Whether the last of a rule's states is the direction of its update, which others turn into the
+// update between its two passes (Muon).
+template <class Rule>
+constexpr bool has_direction = requires { Rule::kDirection; };
 
 template <class Rule>
 AMP_MP_BOTH Rule make_rule(const Hyper& h, Clock& c, [[maybe_unused]] const Norms& n) {

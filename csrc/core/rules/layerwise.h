@@ -9,7 +9,7 @@ namespace amp_mp {
 // also measures the norm of `direction`; then the call operator, with that norm in step_size.
 // States: m = exp_avg, v = exp_avg_sq.
 struct LAMB {
-  static constexpr int kStates = 2, kSquares = 1;
+  static constexpr int kStates = 2, kSquares = 0b10;
   static constexpr bool kNorms = true, kUpdateNorm = true;
   AdamMoments average;
   float eps, weight_decay;
@@ -41,10 +41,10 @@ struct LAMB {
 
 // Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments" (2019), algorithm
 // 1. Its second moment is one number for each tensor, the average of the gradient's squared norm,
-// kept in Clock::layer. `dampening` = beta1 averages the gradient too, as NVIDIA's code does.
+// kept in Clock::own. `dampening` = beta1 averages the gradient too, as NVIDIA's code does.
 // State: m = exp_avg.
 struct NovoGrad {
-  static constexpr int kStates = 1, kSquares = -1;
+  static constexpr int kStates = 1, kSquares = 0;
   static constexpr bool kNorms = true;
   float lr, beta1;
   float gain;      // 1 - dampening
@@ -54,11 +54,11 @@ struct NovoGrad {
   static AMP_MP_BOTH NovoGrad at(const Hyper& h, Clock& c, const Norms& n) {
     // update the tensor's second moment; the first step starts it
     const double square = n.grad * n.grad;
-    c.layer = c.step == 1 ? square : h.beta2 * c.layer + (1 - h.beta2) * square;
+    c.own = c.step == 1 ? square : h.beta2 * c.own + (1 - h.beta2) * square;
     return {.lr = float(h.lr),
             .beta1 = float(h.beta1),
             .gain = float(1 - h.dampening),
-            .inv_root = float(1 / (sqrt(c.layer) + h.eps)),
+            .inv_root = float(1 / (sqrt(c.own) + h.eps)),
             .weight_decay = float(h.weight_decay)};
   }
 

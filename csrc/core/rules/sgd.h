@@ -8,7 +8,7 @@ namespace amp_mp {
 // buffer does not contain the learning rate. The first step fills it with the gradient, undamped.
 // State: buffer = momentum_buffer.
 struct SGD {
-  static constexpr int kStates = 1, kSquares = -1;
+  static constexpr int kStates = 1, kSquares = 0;
   float lr, weight_decay, momentum;
   float gain;  // 1 - dampening; 1 in the first step
   bool nesterov;
@@ -36,7 +36,7 @@ struct SGD {
 // which each gradient arrived. In low precision lr * g may underflow where g does not. State:
 // buffer = momentum_buffer.
 struct ScaledSGD {
-  static constexpr int kStates = 1, kSquares = -1;
+  static constexpr int kStates = 1, kSquares = 0;
   float lr, weight_decay, momentum;
   bool nesterov;
 
@@ -59,7 +59,7 @@ struct ScaledSGD {
 
 // SGD without momentum keeps no buffer.
 struct PlainSGD {
-  static constexpr int kStates = 0, kSquares = -1;
+  static constexpr int kStates = 0, kSquares = 0;
   float lr, weight_decay;
 
   static AMP_MP_BOTH PlainSGD at(const Hyper& h, const Clock&) {
@@ -80,7 +80,7 @@ struct PlainSGD {
 // norm is zero the gradient is used as it is, without decay, as in LARC. State:
 // buffer = momentum_buffer.
 struct LARS {
-  static constexpr int kStates = 1, kSquares = -1;
+  static constexpr int kStates = 1, kSquares = 0;
   static constexpr bool kNorms = true;
   float lr, weight_decay, ratio, momentum;
   float gain;  // 1 - dampening; 1 in the first step

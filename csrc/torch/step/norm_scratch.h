@@ -45,9 +45,11 @@ class NormScratch {
 
   // A skipped step on a CPU: other processes may be waiting for this one's rows.
   void skip() {
-    if (!inputs.gather) return;
-    updates_.zero_();
-    gather();
+    if constexpr (needs_update_norm<Rule>) {
+      if (!inputs.gather) return;
+      updates_.zero_();
+      gather();
+    }
   }
 
  private:

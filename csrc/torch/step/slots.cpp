@@ -94,6 +94,12 @@ std::vector<Reading> Slots::weights() {
   return readings;
 }
 
+std::vector<int64_t> Slots::offsets() const {
+  std::vector<int64_t> found = {0};
+  for (const at::Tensor& param : own_.params) found.push_back(found.back() + param.numel());
+  return found;
+}
+
 Tensors Slots::grads() const {
   shards_.check_found(own_.names);
   Tensors grads;
@@ -167,10 +173,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
       continue;
     }
     const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
-    if (is_subclass(*grad) || grad->layout() != at::kStrided) check_plain(*grad, label());
-    if (grad->device() != device_) check_device(*grad, device_, label());
-    if (grad->sizes() != param.sizes())
-      check_same_layout(*grad, param, label(), {"the weight", i, &own_.names[size_t(i)]});
+    check_gradient(i, *grad);
     if (readings) {  // in the gradient's own order, which is the order of sums
       const bool dense = grad->is_non_overlapping_and_dense();
       if (!dense) kept.push_back(grad->contiguous());

@@ -40,6 +40,8 @@ class Slots {
   at::Device device() const { return device_; }
   int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
   int states() const { return int(own_.states.size()); }
+  // Elements of all slots before each slot, and of all.
+  std::vector<int64_t> offsets() const;
 
   // Whether every parameter still has the dtype, shape, layout and device that it had when Slots
   // was made, and every DTensor the same shard. plan() relies on it. Needs the GIL.
@@ -50,6 +52,8 @@ class Slots {
   std::vector<int64_t> find_gradients() { return shards_.find_gradients(own_.names); }
   void set_gradient(int64_t i, const at::Tensor& shard) { shards_.set_gradient(i, shard); }
   void drop_gradients() { shards_.drop_gradients(); }
+  // What plan() checks of them, for a caller that steps several Slots or none.
+  void check_gradients() const;
 
   // The parameters' current gradients, undefined if a parameter has none.
   Tensors grads() const;
@@ -76,6 +80,7 @@ class Slots {
  private:
   void check_lengths() const;
   void check() const;
+  void check_gradient(int64_t i, const at::Tensor& grad) const;
   Array master_of(size_t i) const;
   // The one place that knows where gradients come from.
   const at::Tensor& gradient(size_t i) const {

@@ -36,6 +36,25 @@ void Slots::check_lengths() const {
     check_origin({own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]}, own_.names[i]);
 }
 
+void Slots::check_gradient(int64_t i, const at::Tensor& grad) const {
+  const std::string* name = &own_.names[size_t(i)];
+  const at::Tensor& param = own_.params[size_t(i)];
+  const auto label = [&] { return Label{"the gradient", i, name}; };
+  if (is_subclass(grad) || grad.layout() != at::kStrided) check_plain(grad, label());
+  if (grad.device() != device_) check_device(grad, device_, label());
+  if (grad.sizes() != param.sizes())
+    check_same_layout(grad, param, label(), {"the weight", i, name});
+}
+
+void Slots::check_gradients() const {
+  for (int64_t i = 0; i < size(); ++i) {
+    const at::Tensor& grad = gradient(size_t(i));
+    if (!grad.defined()) continue;
+    check_gradient(i, grad);
+    check_format(grad, {"the gradient", i, &own_.names[size_t(i)]});
+  }
+}
+
 void Slots::check() const {
   std::vector<std::pair<at::Tensor, Label>> written;
   for (int64_t i = 0; i < size(); ++i) {

@@ -3,6 +3,7 @@
 
 #include "cpu/passes.h"
 #include "torch/step/cuda_step.h"
+#include "torch/step/directions.h"
 #include "torch/step/norm_scratch.h"
 
 namespace amp_mp {
@@ -105,7 +106,8 @@ template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             Measurement* found, const DecideTensors* decide_tensors, bool measures,
             Measurement* weights, const GatherUpdates& gather_updates) {
-  TORCH_CHECK_VALUE(slots.states() == Rule::kStates, "amp_mp: this rule keeps ", Rule::kStates,
+  constexpr int kKept = Rule::kStates - has_direction<Rule>;
+  TORCH_CHECK_VALUE(slots.states() == kKept, "amp_mp: this rule keeps ", kKept,
                     " states a parameter, the slots have ", slots.states());
   TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
                     " groups, but ", hyper_tensors.size(), " sets of hyperparameters");
@@ -122,7 +124,9 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   Verdict* v = verdict_of(verdict, device);
   Tensors kept;
   std::vector<Reading> readings;
-  const std::vector<Slot>& plan = slots.plan(kept, measures ? &readings : nullptr);
+  const std::vector<Slot>& chosen = slots.plan(kept, measures ? &readings : nullptr);
+  Directions<Rule> directions(slots, chosen, gather_updates, device);
+  const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
   const DecideInputs inputs =
@@ -134,6 +138,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   const at::Tensor rules = scratch(slots.size() * int64_t(sizeof(SlotRule<Rule>)), device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
   NormScratch<Rule> norms(slots, plan, rows, weights, gather_updates, device);
+  directions.add_to(norms.inputs);
   bool written = true;
   on(
       device,

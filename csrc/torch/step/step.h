@@ -43,6 +43,10 @@ struct HyperTensors {
 
 // Takes the float64 [n, 3] statistics of the updates of n slots, zeros for a slot without a
 // gradient, and returns the same of whole tensors, of which slots may be shards.
+//
+// Of a rule with directions it takes these, bfloat16 [elements of all slots], slot after slot, each
+// in its weight's order in memory, zeros for a slot without a gradient. It returns the updates in
+// the same places; the tensor may be the one that it was given.
 using GatherUpdates = std::function<at::Tensor(const at::Tensor& rows)>;
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
@@ -53,8 +57,9 @@ using GatherUpdates = std::function<at::Tensor(const at::Tensor& rows)>;
 //
 // Rules that need the norms of masters measure these here, unless `weights` has their statistics. A
 // rule that needs its update's norm calls `gather_updates`, if there is one, once in every step,
-// also a skipped one, because other processes take part. An error in it leaves the moments advanced
-// and the weights as they were. Other rules look at neither.
+// also a skipped one, because other processes take part; a rule with directions calls it too, but
+// not in a step that is skipped on a CPU. An error in it leaves the moments advanced and the
+// weights as they were. Other rules look at neither.
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             Measurement* found, const DecideTensors* decide_tensors, bool measures,

@@ -37,7 +37,7 @@ class FusedMasters(Masters):
         """As Masters.refresh; makes the whole state of every trainable parameter."""
         super().refresh()
         optimizer = self._optimizer
-        init_states(optimizer.rule(), optimizer.param_groups, optimizer.state)
+        init_states(optimizer.group_rules(), optimizer.param_groups, optimizer.state)
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:

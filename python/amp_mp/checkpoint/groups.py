@@ -109,7 +109,7 @@ def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> No
                     f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
                     f"{kind} keeps: another optimizer saved it; nothing was loaded"
                 )
-        check_loadable(packed, params, optimizer.rules)
+        check_loadable(packed, params, optimizer.rules, optimizer.rules_of)
         return
     for number, state in packed["state"].items():
         codes = [n for n in state if n in MASTER_ENTRIES or n.endswith(tuple(CODES))]

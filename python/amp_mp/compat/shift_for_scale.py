@@ -9,8 +9,9 @@ from amp_mp.scaling.policies import check_scale
 # Optimizers whose step is linear in the gradient, and those that divide it by a root of squares.
 LINEAR = (torch.optim.SGD, optim.SGD)
 NORMALISED = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad),
-    *(optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad),
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
+    *(torch.optim.RMSprop, torch.optim.Adagrad),
+    *(optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad),
 )
 
 
@@ -18,8 +19,8 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
     """Changes every param_group so that gradients S = `scale` times too large make the same steps.
 
     SGD: d = g + weight_decay w and the step lr d are linear in g, so lr / S and weight_decay S.
-    Adam, RMSprop, Adagrad: the step is g over the root of g's squares, which divides S away; eps S,
-    and weight_decay S where it joins the gradient. AdamW's decay does not, and stays.
+    Adam, NAdam, RMSprop, Adagrad: the step is g over the root of g's squares, which divides S away;
+    eps S, and weight_decay S where it joins the gradient. AdamW's decay does not, and stays.
     Exact for powers of two, as long as nothing overflows. Undone by 1 / scale.
 
     Args:
@@ -27,8 +28,8 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
         scale: what the loss will be multiplied by.
 
     Returns the optimizer. ValueError: scale is no positive number; or a kind of optimizer for which
-    no such numbers exist (Adadelta's one eps serves gradients and updates) or are known: unscale
-    its gradients instead.
+    no such numbers exist (Adadelta's one eps serves gradients and updates, RAdam's first steps are
+    linear in the gradient and its later ones are not) or are known: unscale its gradients instead.
     """
     check_scale(scale, "scale")
     if not isinstance(optimizer, LINEAR + NORMALISED):

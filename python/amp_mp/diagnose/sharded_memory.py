@@ -163,7 +163,7 @@ def _master_and_states(
     recipe: Recipe, optimizer: str, options: Mapping[str, Any]
 ) -> tuple[float, float]:
     """Bytes an element of the master, and of all states, as the optimizer itself chooses them."""
-    param: Tensor = nn.Parameter(torch.zeros(1, dtype=recipe.weights))
+    param: Tensor = nn.Parameter(torch.zeros(1, 1, dtype=recipe.weights))
     made = getattr(optim, optimizer)([param], lr=1.0, memory=recipe.memory, **options)
     group, kinds = made.param_groups[0], kinds_of([made.rule()])
     formats = [NATIVE_FORMATS[native_name(group[name])] for name in kinds]

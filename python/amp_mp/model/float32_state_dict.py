@@ -54,11 +54,13 @@ def load_float32_state_dict(
             )
     result = model.load_state_dict(state_dict, strict=strict)
     groups = {p: g for g in optimizer.param_groups for p in g["params"]}
+    pairs = zip(optimizer.param_groups, optimizer.group_rules(), strict=True)
+    rules = {p: rule for group, rule in pairs for p in group["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.dtype not in LOW_PRECISION or param not in groups or name not in state_dict:
             continue
         state = optimizer.state[param]
-        init_state(optimizer.rule(), groups[param], param, state)
+        init_state(rules[param], groups[param], param, state)
         weight, loaded = local_of(param), local_part(state_dict[name], param)
         values = torch.empty_like(weight, dtype=torch.float32).copy_(loaded)
         if groups[param]["master"] != "none":

@@ -5,11 +5,13 @@ arguments that all share; the optimizers are in files named as in csrc/core/rule
 `step/`, what it keeps in `state/`, and work during the backward pass in `backward/`.
 """
 
-from amp_mp.optim.adam import Adam, AdamW
+from amp_mp.optim.adadelta import Adadelta
+from amp_mp.optim.adam import Adam, AdamW, NAdam, RAdam
 from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.larc import LARC
 from amp_mp.optim.layerwise import LAMB, NovoGrad
+from amp_mp.optim.muon.muon import Muon
 from amp_mp.optim.sgd import LARS, SGD
 from amp_mp.optim.state.memory_report import MemoryReport
 
@@ -18,6 +20,7 @@ __all__ = [
     "LARC",
     "LARS",
     "SGD",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -25,6 +28,9 @@ __all__ = [
     "FusedOptimizer",
     "Lion",
     "MemoryReport",
+    "Muon",
+    "NAdam",
     "NovoGrad",
+    "RAdam",
     "RMSprop",
 ]

@@ -1,4 +1,4 @@
-"""Adam and AdamW; their rules are csrc/core/rules/adam.h."""
+"""Adam, AdamW, NAdam and RAdam; their rules are csrc/core/rules/adam.h."""
 
 from typing import Any, Unpack
 
@@ -6,11 +6,17 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, State, numbers, same_in_all_groups
+from amp_mp.optim.rule import OwnNumber, Rule, State, numbers, same_in_all_groups
 
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
 AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact", late=True))
 NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
+RADAM_NUMBERS = numbers(*("lr", "betas", "eps", "weight_decay"), decoupled_weight_decay="decoupled")
+NADAM_NUMBERS = numbers(
+    *("lr", "betas", "eps", "weight_decay"),
+    decoupled_weight_decay="decoupled",
+    momentum_decay="momentum",
+)
 
 
 class AdamW(FusedOptimizer):
@@ -82,3 +88,84 @@ class Adam(AdamW):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class NAdam(FusedOptimizer):
+    """Dozat, "Incorporating Nesterov momentum into Adam" (2016), as torch.optim.NAdam.
+
+        g = g + weight_decay w, or with decoupled_weight_decay w = (1 - lr weight_decay) w
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        mu_t = beta1 (1 - 0.96^(t momentum_decay) / 2), p_t = mu_1 mu_2 ... mu_t
+        n = (1 - mu_t) / (1 - p_t) * g + mu_(t+1) / (1 - p_t mu_(t+1)) * m
+        w = w - lr n / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Args:
+        lr: learning rate. Default 2e-3.
+        betas: decay rates of m and v. Default (0.9, 0.999).
+        eps: added to the denominator. Default 1e-8.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        momentum_decay: how fast mu_t grows from beta1 / 2 to beta1. Default 4e-3.
+        decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
+
+    State: exp_avg (m), exp_avg_sq (v), mu_product (p_t, one number per tensor) and beta_powers.
+    """
+
+    rules = (Rule("nadam_", NADAM_NUMBERS, MOMENTS, own=OwnNumber("mu_product", 1.0)),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own = {"momentum_decay": momentum_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, {**defaults, **own}, options)
+
+
+class RAdam(FusedOptimizer):
+    """Liu et al., "On the variance of the adaptive learning rate" (2020), as torch.optim.RAdam.
+
+        g = g + weight_decay w, or with decoupled_weight_decay w = (1 - lr weight_decay) w
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2
+        rho = 2 / (1 - beta2) - 1, rho_t = rho - 2 t beta2^t / (1 - beta2^t)
+        r = sqrt((rho_t - 4) (rho_t - 2) rho / ((rho - 4) (rho - 2) rho_t))
+        w = w - lr m / (1 - beta1^t) * r sqrt(1 - beta2^t) / (sqrt(v) + eps)  where rho_t > 5
+        w = w - lr m / (1 - beta1^t)                                          where rho_t <= 5
+
+    rho_t depends on beta2 and the parameter's own steps alone. With beta2 = 0.999 the first five
+    steps are without v, with beta2 up to 2/3 all are. They are torch's up to beta2 = 0.99999;
+    beyond it the rounding of rho_t in double decides about the fifth step.
+
+    Args:
+        lr: learning rate. Default 1e-3.
+        betas: decay rates of m and v. Default (0.9, 0.999).
+        eps: added to the root of v. Default 1e-8.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+        decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
+
+    State: exp_avg (m), exp_avg_sq (v) and beta_powers.
+    """
+
+    rules = (Rule("radam_", RADAM_NUMBERS, MOMENTS),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own = {"decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, {**defaults, **own}, options)

@@ -17,7 +17,7 @@ from amp_mp.optim.backward.attachment import Attachment
 from amp_mp.optim.backward.release import Release
 from amp_mp.optim.new_group import check_last_group
 from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_options
-from amp_mp.optim.rule import Rule, kinds_of
+from amp_mp.optim.rule import Rule, Shape, kinds_of
 from amp_mp.optim.state.checkpoint import rename_states
 from amp_mp.optim.state.formats import resolve, resolve_group
 from amp_mp.optim.state.init import init_states
@@ -139,14 +139,14 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         """The verdicts of the steps."""
         return self._runner.log
 
-    def hyper(self, index: int) -> _C.Hyper:
-        """The numbers of one param_group, for the native step."""
-        return self._runner.hyper(self.rule(), self.param_groups, index)
+    def hyper(self, index: int, shape: Shape | None = None) -> _C.Hyper:
+        """The numbers of one param_group, and of matrices of a shape, for the native step."""
+        return self._runner.hyper(self.group_rules()[index], self.param_groups, index, shape)
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
         clips = self.max_grad_norm is not None
-        return clips or self.check_overflow or self.rule().needs_norms
+        return clips or self.check_overflow or any(r.needs_norms for r in self.group_rules())
 
     def measure(self) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
@@ -186,13 +186,13 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         """
         trained = [(p, info) for p, info in param_infos(self.param_groups) if p.requires_grad]
         refuse_new_state({local_of(param).device for param, _ in trained})
-        rule = self.rule()
+        rules = self.group_rules()
         self.refuse_replaced()
         for param, info in trained:
             refuse_param(param, info.label)
-            refuse_state(rule, param, self.state.get(param, {}), info.label)
+            refuse_state(rules[info.group], param, self.state.get(param, {}), info.label)
         with torch.no_grad():
-            init_states(rule, self.param_groups, self.state)
+            init_states(rules, self.param_groups, self.state)
 
     def attach(
         self,
@@ -240,8 +240,7 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
             self._runner = StepRunner()
             rename_states(self)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
-            for name in self._own_defaults:
-                group.setdefault(name, self.defaults[name])
+            self.complete(group)
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:

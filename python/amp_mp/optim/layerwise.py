@@ -6,10 +6,11 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, Rule, State, numbers
+from amp_mp.optim.rule import Group, OwnNumber, Rule, State, numbers
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
+LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
 
 
 class LAMB(FusedOptimizer):
@@ -73,7 +74,7 @@ class NovoGrad(FusedOptimizer):
     State: exp_avg (m) and layer (v, one number per tensor).
     """
 
-    rules = (Rule("novograd_", _novograd_numbers, MOMENTS[:1], needs_norms=True),)
+    rules = (Rule("novograd_", _novograd_numbers, MOMENTS[:1], needs_norms=True, own=LAYER),)
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from amp_mp.optim.muon.numbers import check_numbers
 from amp_mp.optim.state.formats import ROUNDINGS
 
 # What help() of every fused optimizer ends with.
@@ -75,15 +76,16 @@ class Options(TypedDict, total=False):
     exp_avg_sq: str | None
     momentum_buffer: str | None
     square_avg: str | None
+    acc_delta: str | None
     sum: str | None
 
 
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 NOT_NEGATIVE = (
-    *("lr", "eps", "weight_decay", "momentum", "lr_decay"),
+    *("lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
 )
-NUMBERS = (*NOT_NEGATIVE, "alpha", "dampening")
+NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
@@ -124,7 +126,11 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be in [0, 1), found {value!r}")
     if not 0 <= group.get("alpha", 0.0) < 1:
         raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+    if not 0 <= group.get("rho", 0.0) <= 1:
+        raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
+    check_numbers(group)
+    dampens = "dampening" in group  # Muon has none
+    if dampens and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"

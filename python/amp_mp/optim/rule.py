@@ -4,9 +4,11 @@ An optimizer class lists its rules; the step, the state, the checkpoints and gra
 the rule in force and never ask for the class.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from amp_mp.optim.state.entries import is_held
 
@@ -29,19 +31,49 @@ class State:
     late: bool = False
 
 
+# Makes a step's updates of its directions, both as csrc/torch/step/step.h lays them out.
+MakeUpdates = Callable[[Tensor], Tensor]
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Directions:
+    """How a rule whose update is a whole matrix turns directions into updates.
+
+    shape_of gives the shape of the matrices that a parameter of a group consists of; parameters
+    with equal ones lie side by side. numbers: what Hyper has for matrices of a shape. make returns
+    the function for these parameters, each with its group, in the order of the slots.
+    """
+
+    shape_of: Callable[[Group, Tensor], Shape]
+    numbers: Callable[[Group, Shape], dict[str, Any]]
+    make: Callable[[Sequence[tuple[Tensor, Group]]], MakeUpdates]
+
+
+@dataclass(frozen=True)
+class OwnNumber:
+    """One number that a rule keeps for every parameter, and what it is before the first step."""
+
+    name: str
+    start: float
+
+
 @dataclass(frozen=True)
 class Rule:
     """An update rule.
 
     operator is the native operator's name in csrc/core/rules.h, numbers turns a param_group into
     the keyword arguments of _C.Hyper, states are in the operator's order, and needs_norms says
-    whether the rule uses the gradients' norms.
+    whether the rule uses the gradients' norms. own is what it keeps in Clock::own, if anything.
+    directions is for rules that take two passes.
     """
 
     operator: str
     numbers: Callable[[Group], dict[str, Any]]
     states: tuple[State, ...] = ()
     needs_norms: bool = False
+    own: OwnNumber | None = None
+    directions: Directions | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,11 +82,14 @@ class Rule:
 
 
 def missing_states(rules: Iterable[Rule], state: Mapping[str, Any]) -> list[str]:
-    """The states that every parameter has after a step under any of the rules, and this one lacks.
+    """What every parameter keeps after a step under any of the rules, and this one lacks.
 
     state: a parameter's state. One that has taken no step lacks nothing: its states are made.
     """
-    named = [{each.name for each in rule.states if not each.late} for rule in rules]
+    named = []
+    for rule in rules:
+        kept = {each.name for each in rule.states if not each.late}
+        named.append(kept | ({rule.own.name} if rule.own is not None else set()))
     missing = sorted(name for name in set.intersection(*named) if not is_held(state, name))
     return missing if missing and float(state.get("step") or 0) > 0 else []
 

@@ -32,7 +32,8 @@ int main(int argc, char** argv) {
   tables_follow<LAMB>(700, 60);
   for (size_t r = 0; r < std::size(kRules); ++r) {
     const Rule& rule = kRules[r];
-    const bool shown = !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm;
+    const bool shown =
+        !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm || rule.squares & kHasDirection;
     step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
     step_both(rule, presets());
     if (!std::strcmp(rule.name, "AdamW")) {

@@ -73,6 +73,9 @@ struct Tensor {
   }
 };
 
+// Beside a rule's set of squares: its last state is a direction (Muon).
+constexpr int kHasDirection = 1 << kMaxStates;
+
 // Whether a state of tensor number t may be stored in groups.
 bool has_groups(size_t t) { return t % 5 == 0 || t % 6 == 4; }
 
@@ -86,11 +89,15 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
   const auto whole_groups = [&](Format f) {
     return is_grouped(f) && n % kGroup != 0 ? F::bfloat16_stochastic : f;
   };
-  const Format of_square = presets ? preset.square : kSquares[t % 6],
+  // Cycles of 10 and 6 tensors have half of their pairs; the shift makes the others, too.
+  const size_t shift = squares == 0b11 ? t / 30 : 0;
+  const Format of_square = presets ? preset.square : kSquares[(t + shift) % 6],
                of_first = presets ? preset.square : kFirstSquares[t % 10],
                of_moment = presets ? preset.moment : kMoments[t % 5];
-  const Format first = whole_groups(squares == 0 ? of_first : of_moment),
-               second = whole_groups(squares == 1 ? of_square : F::float32);
+  const Format first = whole_groups(squares & 0b1 ? of_first : of_moment),
+               second = whole_groups(squares & kHasDirection ? F::bfloat16
+                                     : squares & 0b10        ? of_square
+                                                             : F::float32);
   constexpr Format kGrads[] = {F::bfloat16, F::float32, F::float16};
   Tensor x;
   x.arrays[kGrad] = StoredArray(n, kGrads[(t + t / 13) % 3], skew(0), 0);
@@ -118,7 +125,7 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
   x.arrays[kCopy].fill(w, true);
   x.arrays[kMaster].fill(w, true);
   if (t % 3 == 1) x.arrays[kMaster].write_weights(!bad);
-  x.arrays[kState0].fill(numbers(n, 5 * t + 2, still ? 1e-20f : 1e-2f, squares == 0), true);
+  x.arrays[kState0].fill(numbers(n, 5 * t + 2, still ? 1e-20f : 1e-2f, squares & 0b1), true);
   x.arrays[kState1].fill(s1, true);
   x.arrays[kState2].fill(s2, true);
   // CenteredRMSprop makes NaN of its own, and a sum of two has the sign of either.
@@ -191,7 +198,7 @@ struct Model {
       list.push_back({1e-3 * double(g + 1), 0.9, 0.999, g % 7 == 3 ? 0 : 1e-8,
                       g % 3 == 2 ? 0 : 0.01, 0.9, 0.1, 0.01, 1e-3,
                       uint64_t(g + 1) * 0x123456789ABCDEFu, g % 3 == 1, g % 2 == 1, g % 4 < 2,
-                      g % 5 == 2});
+                      g % 5 == 2, g % 4 == 1});
     return list;
   }
 };

@@ -425,6 +425,9 @@ SQUARES = {
     "Adam": "exp_avg_sq",
     "AdamW": "exp_avg_sq",
     "LAMB": "exp_avg_sq",
+    "NAdam": "exp_avg_sq",
+    "RAdam": "exp_avg_sq",
+    "Adadelta": "square_avg",
     "Adagrad": "sum",
     "RMSprop": "square_avg",
 }
@@ -439,6 +442,6 @@ def test_every_optimizer_with_squares_stores_them_in_log8(device: str, kind: str
     optimizer.step()
     state = optimizer.state[param]
     values = amp.formats.decode((state[f"{name}_log8"], state[f"{name}_log8_scale"]), "log8")
-    new = {"Adagrad": 1, "RMSprop": 1 - 0.99}.get(kind, 1 - 0.999)
+    new = {"Adagrad": 1, "Adadelta": 1 - 0.9, "RMSprop": 1 - 0.99}.get(kind, 1 - 0.999)
     assert torch.allclose(values, torch.full_like(values, 0.25 * new), rtol=1 / 8)
     assert name not in state

@@ -37,7 +37,12 @@ class Training:
     """A few parameters, an optimizer and a scaler; gradients are written where they are."""
 
     def __init__(
-        self, loss_scale: Any = None, memory: str | None = None, lr: Any = 1e-2, **arguments: Any
+        self,
+        loss_scale: Any = None,
+        memory: str | None = None,
+        lr: Any = 1e-2,
+        kind: Any = amp.optim.AdamW,
+        **arguments: Any,
     ) -> None:
         source = torch.Generator().manual_seed(3)
         low = torch.bfloat16
@@ -46,9 +51,7 @@ class Training:
         ]
         for p in self.params:
             p.grad = torch.zeros_like(p)
-        self.optimizer = amp.optim.AdamW(
-            self.params, lr=lr, memory=memory, max_grad_norm=1.0, **arguments
-        )
+        self.optimizer = kind(self.params, lr=lr, memory=memory, max_grad_norm=1.0, **arguments)
         self.scaler = amp.GradScaler(
             DEVICE, init_scale=2.0**10, growth_interval=3, loss_scale=loss_scale
         )
@@ -195,6 +198,27 @@ def test_a_captured_step_replayed_is_the_eager_one(
         assert graphed.scaler.get_scale() == eager.scaler.get_scale()
         skipped += ours.skipped
     assert 30 < skipped < 80
+
+
+@pytest.mark.parametrize("memory", ["exact", "micro"])
+@pytest.mark.parametrize("kind", [amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam])
+def test_a_captured_step_counts_for_every_rule(kind: Any, memory: str) -> None:
+    """RAdam's rectification begins in a replay, and NAdam's mu_product goes on in them."""
+    graphed, eager = (Training(memory=memory, kind=kind, weight_decay=0.1) for _ in range(2))
+    for training in (graphed, eager):
+        training.fill(0, False)
+        training.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(1, 20):
+        for training in (graphed, eager):
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        assert graphed.state() == eager.state(), step
+    steps = eager.optimizer.state[eager.params[0]]["step"].item()
+    assert steps == 1 + sum(not overflows_at(step) for step in range(1, 20))
 
 
 def test_a_whole_iteration_captured_trains_as_eagerly() -> None:

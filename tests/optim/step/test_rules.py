@@ -16,6 +16,7 @@ from rules import RULES, STORAGES, Expected, found_master, found_state
 import amp_mp as amp
 
 STEPS = 3
+TO_RECTIFY = 7  # RAdam's first five steps are without its second moment
 LAYERWISE = [r for r in RULES if r.startswith(("lar", "lamb", "novograd"))]
 ELEMENTWISE = [r for r in RULES if r not in LAYERWISE]
 SHAPES = [*((n,) for n in RAGGED[:-1]), (5, 64), (33, 31), (3, 32)]
@@ -43,7 +44,8 @@ def check(
     optimizer = kind(params, **numbers, **storage)
     states = optimizer.rule().names
     expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
-    for step in range(STEPS):
+    steps = TO_RECTIFY if kind is amp.optim.RAdam else STEPS
+    for step in range(steps):
         for number, (param, want) in enumerate(zip(params, expected, strict=True)):
             values = random(param.numel(), 100 * step + number, spread[1], special)
             grad = on(device, values, DTYPES[grad_dtype], shift and 5 - shift).view(param.shape)
@@ -60,7 +62,9 @@ def check(
         for name, values in want.states.items():
             found = found_state(state, name, want.formats[name])
             assert_same(found, values, f"{what}: {name}")
-        assert state["step"].item() == STEPS
+        assert state["step"].item() == steps
+        if kind is amp.optim.NAdam:
+            assert state["mu_product"].item() == pytest.approx(want.clock.mu_product, rel=1e-14)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -223,6 +227,21 @@ STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
         "rmsprop momentum",
         {**WHOLE, "square_avg": "float16_root", "momentum_buffer": "float16"},
     ),
+    "half squares of steps": (
+        "adadelta",
+        {**WHOLE, "square_avg": "float16", "acc_delta": "float16"},
+    ),
+    "half roots of two squares": (
+        "adadelta",
+        {"master": "none", "square_avg": "float16_root", "acc_delta": "float16_root"},
+    ),
+    "one square of two": ("adadelta", {**WHOLE, "acc_delta": "ue8m8"}),
+    "two kinds of codes": (
+        "adadelta",
+        {**STOCHASTIC, "square_avg": "log8", "acc_delta": "bfloat16"},
+    ),
+    "half nesterov": ("nadam", {**WHOLE, "exp_avg": "float16", "exp_avg_sq": "float16_root"}),
+    "rectified half": ("radam", {"exp_avg": "float16", "exp_avg_sq": "bfloat16"}),
     "half average": ("lion", {**WHOLE, "exp_avg": "float16"}),
     "half root": ("adam", {"exp_avg": "float16", "exp_avg_sq": "float16_root"}),
     "everything": ("adamw", {"master": "none", "exp_avg": "float16", "exp_avg_sq": "float16_root"}),

@@ -18,8 +18,10 @@ def refuse_shards(optimizer: Steppable, scaler: Any, clip: str) -> None:
         wrong = "scaler= checks each gradient for overflow"
     elif getattr(optimizer, "check_overflow", False):
         wrong = "check_overflow=True checks each gradient"
-    elif optimizer.rule().needs_norms:
+    elif any(rule.needs_norms for rule in optimizer.group_rules()):
         wrong = f"{type(optimizer).__name__} needs the norms of whole tensors"
+    elif any(rule.directions is not None for rule in optimizer.group_rules()):
+        wrong = f"{type(optimizer).__name__} needs whole matrices"
     elif optimizer.max_grad_norm is not None and clip == "parameter":
         wrong = 'clip="parameter" clips by the norm of a whole tensor'
     if wrong:

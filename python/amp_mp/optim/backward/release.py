@@ -95,22 +95,22 @@ class Release(Attachment):
             refuse_shards(optimizer, self.scaler, self._clip)
             if self._postpones():
                 return
-        rule = optimizer.rule()
-        bucket = self._gather(param, info, rule)
+        rules = optimizer.group_rules()
+        bucket = self._gather(param, info, rules)
         bucket.find_gradients()
         slots = bucket.slots
         measured = slots.measure() if self._measures() else None
-        # The native step takes numbers for each group up to the parameter's and reads its own.
-        hypers = [optimizer.hyper(info.group)] * (info.group + 1)
+        hypers = [optimizer.hyper(*kind) for kind in bucket.kinds]
         max_norm = None if measured is None else optimizer.max_grad_norm
         scale = self._scale(device)
         inputs = decide_inputs(device, scale=scale, max_norm=max_norm)
-        operator = _C.operators[rule.operator]
+        operator = _C.operators[bucket.rule.operator]
         if measured is None or max_norm is None or not self._previous.is_there():
-            operator(slots, hypers, new_verdict(device), measured, inputs)
+            verdict, own = new_verdict(device), inputs
         else:
             total = self._previous.statistics(measured.rows[1], scale, is_shard)
-            operator(slots, hypers, decide(device, [total], inputs), measured)
+            verdict, own = decide(device, [total], inputs), None
+        operator(slots, hypers, verdict, measured, own, gather_updates=bucket.updates)
         if measured is not None:
             self._add(param, measured.rows[0])
         if self._ddp_hook is None:
@@ -134,13 +134,13 @@ class Release(Attachment):
 
     # Where things are.
 
-    def _gather(self, param: Tensor, info: ParamInfo, rule: Rule) -> Bucket:
+    def _gather(self, param: Tensor, info: ParamInfo, rules: list[Rule]) -> Bucket:
         """The bucket of one parameter, made anew only where one of its tensors was replaced."""
         optimizer, bucket = self._optimizer, self._buckets.get(param)
-        if bucket is None or not bucket.is_of(optimizer.state, rule):
+        if bucket is None or not bucket.is_of(optimizer.state, rules):
             groups, states = optimizer.param_groups, optimizer.state
             device = local_of(param).device
-            bucket = Bucket(device, [(param, info)], rule, groups, states)
+            bucket = Bucket(device, [(param, info)], rules[info.group], groups, states)
             self._buckets[param] = bucket
         return bucket
 

@@ -1,6 +1,6 @@
 """Whether a state dict can be loaded: every check is made before anything is changed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,12 +34,17 @@ from amp_mp.sharding.shards import is_dtensor, local_of, other_rank
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_loadable(state_dict: dict[str, Any], params: list[Tensor], rules: Iterable[Rule]) -> None:
+def check_loadable(
+    state_dict: dict[str, Any],
+    params: list[Tensor],
+    rules: Iterable[Rule],
+    rules_of: Callable[[Group], Iterable[Rule]],
+) -> None:
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 
-    rules: all of the optimizer's class. torch compares the numbers of groups and parameters itself.
+    rules: all of the optimizer's class. rules_of: those that a param_group may have. torch compares
+    the numbers of groups and parameters itself.
     """
-    rules = tuple(rules)
     kinds = kinds_of(rules)
     lacking = [name for name in ("state", "param_groups") if name not in state_dict]
     if lacking:
@@ -54,7 +59,8 @@ def check_loadable(state_dict: dict[str, Any], params: list[Tensor], rules: Iter
     for position, ((number, group), param) in enumerate(zip(saved, params, strict=False)):
         state = state_dict["state"].get(number, {})
         named = [
-            (name, "is missing, though it has taken steps") for name in missing_states(rules, state)
+            (name, "is missing, though it has taken steps")
+            for name in missing_states(rules_of(group), state)
         ]
         named += [(n, _wrong(n, value, state, group, param, kinds)) for n, value in state.items()]
         for name in kinds:

@@ -66,6 +66,7 @@ def rename_states(optimizer: Optimizer) -> None:
 def restore_state(
     optimizer: Optimizer,
     rules: Iterable[Rule],
+    rules_of: Callable[[Group], Iterable[Rule]],
     formats: tuple[str, ...],
     state_dict: dict[str, Any],
     load: Callable[[dict[str, Any]], None],
@@ -73,8 +74,8 @@ def restore_state(
     """Runs torch's `load`, with the saved states in their own precision where torch rounds them.
 
     The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
-    after everything: they see the final state. formats: the group's entries that say how something
-    is stored; they stay the optimizer's.
+    after everything: they see the final state. rules, rules_of: as check_loadable has them.
+    formats: the group's entries that say how something is stored; they stay the optimizer's.
     """
     rules = tuple(rules)
     names = tuple(kinds_of(rules))
@@ -84,7 +85,7 @@ def restore_state(
     own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
 
     def capture(_: Any, seen: dict[str, Any]) -> None:
-        check_loadable(seen, params, rules)
+        check_loadable(seen, params, rules, rules_of)
         final.update(seen)
 
     def restore(_: Any) -> None:
@@ -187,20 +188,25 @@ def _copied(value: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(local_of(param), dtype=value.dtype).copy_(value.detach())
 
 
-def torch_state_dict(optimizer: Optimizer, rule: Rule, own: set[str]) -> dict[str, Any]:
+def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
     """The state dict of the optimizer in torch.optim with the same name, for float32 weights.
 
-    own: entries of the groups that torch's optimizer does not have.
+    rules: of each param_group. own: entries of the groups that torch's optimizer does not have.
     """
     packed = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    pairs = zip(optimizer.param_groups, rules, strict=True)
+    params = [(p, rule) for group, rule in pairs for p in group["params"]]
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
-    for number, param in zip(ids, params, strict=True):
+    for number, (param, rule) in zip(ids, params, strict=True):
         saved = optimizer.state.get(param)
         if not saved:
             continue
-        row = state[number] = {"step": saved["step"].float().cpu()}
+        clock = {"step": saved["step"]}
+        if rule.own is not None:
+            clock[rule.own.name] = saved.get(rule.own.name, rule.own.start)
+        row = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
+        state[number] = row
         for name in rule.names:
             found = held_here(saved, name)
             if found is not None:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.checkpoint import restore_state, shown_state, torch_state_dict
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 
@@ -13,14 +13,29 @@ class SavesState(torch.optim.Optimizer):
     """The part of FusedOptimizer that saves, loads and counts the state.
 
     _chosen: how the master and each state are stored, by name, as the optimizer's arguments say.
+    _own_defaults: the names of what every param_group has.
     """
 
     rules: ClassVar[tuple[Rule, ...]]
     _chosen: dict[str, str | None]
+    _own_defaults: tuple[str, ...]
 
     def rule(self) -> Rule:
         """The rule for the param_groups as they are now."""
         return self.rules[0]
+
+    def group_rules(self) -> list[Rule]:
+        """The rule of each param_group."""
+        return [self.rule()] * len(self.param_groups)
+
+    def rules_of(self, group: Group) -> tuple[Rule, ...]:
+        """The rules that a param_group may have, which may be one of a file."""
+        return self.rules
+
+    def complete(self, group: Group) -> None:
+        """Gives a param_group the numbers and formats that it lacks."""
+        for name in self._own_defaults:
+            group.setdefault(name, self.defaults[name])
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state."""
@@ -47,7 +62,8 @@ class SavesState(torch.optim.Optimizer):
         will be, and their edits stay. Raises ValueError, before anything is changed, naming an
         entry that is missing, or of a shape, dtype or value that does not fit.
         """
-        restore_state(self, self.rules, tuple(self._chosen), state_dict, super().load_state_dict)
+        load, formats = super().load_state_dict, tuple(self._chosen)
+        restore_state(self, self.rules, self.rules_of, formats, state_dict, load)
         self.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -56,4 +72,4 @@ class SavesState(torch.optim.Optimizer):
         States are decoded to float32. The float32 weights themselves are the masters:
         amp_mp.float32_state_dict.
         """
-        return torch_state_dict(self, self.rule(), {*self._chosen, "rounding", "seed"})
+        return torch_state_dict(self, self.group_rules(), {*self._chosen, "rounding", "seed"})

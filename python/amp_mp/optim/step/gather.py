@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.rule import Group, MakeUpdates, Rule, Shape
 from amp_mp.optim.state.entries import entries_of, held_here, scales_of
 from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
@@ -52,8 +52,24 @@ def state_keys(rule: Rule, dicts: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(name for name in known if any(d.get(name) is not None for d in dicts))
 
 
+def _kinds(
+    rule: Rule, groups: list[Group], members: Members
+) -> tuple[list[int], list[tuple[int, Shape | None]]]:
+    """Where each member's numbers are in a list, and what the list has: hyper()'s arguments.
+
+    An entry for each group, and for each shape in a group where numbers depend on it.
+    """
+    found: list[tuple[int, Shape | None]] = [(info.group, None) for _, info in members]
+    if rule.directions is not None:
+        shape_of = rule.directions.shape_of
+        found = [(info.group, shape_of(groups[info.group], param)) for param, info in members]
+    kinds = sorted(set(found))  # a rule's kinds all have a shape, or none has
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    return [numbers[kind] for kind in found], kinds
+
+
 class Bucket:
-    """Parameters of one device that have state, and the slots that hold all their tensors.
+    """Parameters of one device and rule that have state, and the slots that hold all their tensors.
 
     Of a DTensor the slots hold this process's shard.
     """
@@ -70,7 +86,10 @@ class Bucket:
 
         The slots check every tensor.
         """
-        self.device = device
+        self.device, self.rule = device, rule
+        places, self.kinds = _kinds(rule, groups, members)
+        order = sorted(range(len(members)), key=places.__getitem__)
+        members, places = [members[i] for i in order], [places[i] for i in order]
         self.params = [param for param, _ in members]
         self.infos = infos = [info for _, info in members]
         for param, info in members:
@@ -79,8 +98,8 @@ class Bucket:
         for param, info in members:
             follow(rule, groups[info.group], param, states[param])
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
+        self._groups = {info.group for info in infos}
         self._dicts = dicts = [states[param] for param in self.params]
-        self._names = rule.names
         self._keys = state_keys(rule, dicts)
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
         names = rule.names
@@ -98,7 +117,7 @@ class Bucket:
             ],
             stochastic=[groups[i.group]["rounding"] == "stochastic" for i in infos],
             clocks=clocks,
-            groups=[i.group for i in infos],
+            groups=places,
             tensor_indices=[i.tensor_index for i in infos],
             firsts=[origin.first for origin in origins],
             row_lengths=[origin.row_length for origin in origins],
@@ -106,6 +125,10 @@ class Bucket:
             names=[i.label for i in infos],
             device=device,
         )
+        # What the native step calls between its passes, for rules with directions.
+        self.updates: MakeUpdates | None = None
+        if rule.directions is not None:
+            self.updates = rule.directions.make([(p, groups[i.group]) for p, i in members])
 
     def find_gradients(self) -> None:
         """Finds the shards of DTensors' gradients as they are now, for measuring and the step.
@@ -117,51 +140,60 @@ class Bucket:
             if local is not None:
                 self.slots.set_gradient(i, local)
 
-    def is_current(self, rule: Rule) -> bool:
-        """Whether the state holds the tensors that the slots were made of, and these fit still."""
+    def is_current(self, rules: list[Rule]) -> bool:
+        """Whether the state holds the tensors that the slots were made of, and these fit still.
+
+        rules: of each param_group.
+        """
         return (
-            self._names == rule.names
+            all(rules[group] is self.rule for group in self._groups)
             and _C.holds(self._dicts, self._keys, self._values)
             and self.slots.fit()
         )
 
-    def is_of(self, states: States, rule: Rule) -> bool:
+    def is_of(self, states: States, rules: list[Rule]) -> bool:
         """As is_current; False also where a parameter's state was deleted or replaced."""
         own = zip(self.params, self._dicts, strict=True)
-        return all(states.get(p) is held for p, held in own) and self.is_current(rule)
+        return all(states.get(p) is held for p, held in own) and self.is_current(rules)
 
 
 class Gathered:
-    """All of an optimizer's parameters: those with state in buckets, one for each device.
+    """All of an optimizer's parameters: those with state in buckets by device and rule.
 
     whole: what adds their statistics over processes; None where no other process has a part.
     """
 
     def __init__(
-        self, rule: Rule, groups: list[Group], states: States, process_groups: Sequence[Any]
+        self, rules: list[Rule], groups: list[Group], states: States, process_groups: Sequence[Any]
     ) -> None:
-        """Makes the missing state. RuntimeError during capture by a CUDA graph."""
+        """Makes the missing state. RuntimeError during capture by a CUDA graph.
+
+        rules: of each group.
+        """
         self._params = [p for group in groups for p in group["params"]]
         self._dormant: list[Tensor] = []  # no gradient so far, hence no state
-        members: dict[torch.device, Members] = {local_of(p).device: [] for p in self._params}
-        refuse_new_state(members)
+        members: dict[tuple[torch.device, Rule], Members] = {}
         for param, info in param_infos(groups):
+            own = members.setdefault((local_of(param).device, rules[info.group]), [])
             if param.grad is None and not states.get(param):
                 self._dormant.append(param)
             else:
-                members[local_of(param).device].append((param, info))
-        self.buckets = [Bucket(d, own, rule, groups, states) for d, own in members.items()]
+                own.append((param, info))
+        refuse_new_state(device for device, _ in members)
+        self.buckets = [
+            Bucket(device, own, rule, groups, states) for (device, rule), own in members.items()
+        ]
         self._states = list(states.values())  # a parameter's may be replaced or deleted
         held = [(b.device, [info.tensor_index for info in b.infos]) for b in self.buckets]
         whole = WholeStatistics(held, self._params, process_groups)
         self.whole = whole if whole.is_needed else None
 
-    def is_current(self, rule: Rule, groups: list[Group], states: States) -> bool:
+    def is_current(self, rules: list[Rule], groups: list[Group], states: States) -> bool:
         """Whether gathering again would find the same tensors in the same places."""
         return (
             _C.same_items([group["params"] for group in groups], self._params)
             and _C.same_values(states, self._states)
-            and all(bucket.is_current(rule) for bucket in self.buckets)
+            and all(bucket.is_current(rules) for bucket in self.buckets)
             and all(param.grad is None for param in self._dormant)
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.rule import Group, Rule, Shape
 from amp_mp.optim.step.decide import decide, decide_inputs
 from amp_mp.optim.step.gather import Bucket, Gathered
 from amp_mp.optim.step.handed import Handed, Measured
@@ -25,46 +25,57 @@ class StepRunner:
         self.log = StepLog()
         self._gathered: Gathered | None = None
         self.replaced = ReplacedCheck()
-        self._hypers: dict[int, tuple[dict[str, Any], _C.Hyper]] = {}  # by the group's index
+        # By the group's index, and the shape that the numbers are for.
+        self._hypers: dict[tuple[int, Shape | None], tuple[dict[str, Any], _C.Hyper]] = {}
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state, and the last step's report."""
         self._gathered = None
         self.log.forget()
 
-    def hyper(self, rule: Rule, groups: list[Group], index: int) -> _C.Hyper:
-        """A group's numbers, the same object until one changes: making it takes microseconds."""
+    def hyper(
+        self, rule: Rule, groups: list[Group], index: int, shape: Shape | None = None
+    ) -> _C.Hyper:
+        """A group's numbers, the same object until one changes: making it takes microseconds.
+
+        shape: of the matrices that they are for, where the rule looks at it.
+        """
         group = groups[index]
         numbers = {**rule.numbers(group), "seed": group["seed"], "maximize": group["maximize"]}
-        known = self._hypers.get(index)
+        if rule.directions is not None and shape is not None:
+            numbers |= rule.directions.numbers(group, shape)
+        known = self._hypers.get((index, shape))
         if known is None or not _same(known[0], numbers):
-            known = self._hypers[index] = numbers, _C.Hyper(**numbers)
+            known = self._hypers[index, shape] = numbers, _C.Hyper(**numbers)
         return known[1]
 
     def measure(self, optimizer: Steppable) -> Measured:
         """Reads the gradients once, for a step that is handed the result."""
-        rule = optimizer.rule()
-        gathered = self._gather(optimizer, rule)
-        found = _measured(optimizer, gathered, rule)
+        gathered = self._gather(optimizer)
+        found = _measured(optimizer, gathered)
         for bucket in gathered.buckets:
             bucket.slots.drop_gradients()  # there may be no step, and zero_grad should free them
         return found
 
     def run(self, optimizer: Steppable, handed: Handed) -> None:
-        """Measures, decides and applies: in one native call where there is one device."""
-        rule, groups = optimizer.rule(), optimizer.param_groups
-        gathered = self._gather(optimizer, rule)
+        """Measures, decides and applies: in one native call where there is one bucket."""
+        groups = optimizer.param_groups
+        gathered = self._gather(optimizer)
         buckets, whole = gathered.buckets, gathered.whole
         if handed.from_stock and whole is not None:
             whole.refuse_stock_scaler()
-        one_device = len(buckets) == 1
+        one_bucket = len(buckets) == 1
         device = buckets[0].device if buckets else torch.device("cpu")
+        one_device = all(bucket.device == device for bucket in buckets)
         measures = handed.measure or optimizer.measures()
         measured = handed.measured
-        stale = whole is not None and rule.needs_norms  # weights may have been written since
+        stale = whole is not None and _needs_norms(buckets)  # weights may have been written since
         if measured is None or measured.buckets is not buckets or stale:
-            alone = one_device and whole is None and optimizer.attachment is None
-            measured = None if alone or not measures else _measured(optimizer, gathered, rule)
+            alone = one_bucket and whole is None and optimizer.attachment is None
+            measured = None if alone or not measures else _measured(optimizer, gathered)
+        if not one_bucket:
+            for bucket in buckets:  # before the first of them is stepped
+                bucket.slots.check_gradients()
         found = [] if measured is None else measured.found
         weights = [] if measured is None else measured.weights or []
         same_device = isinstance(handed.scale, Tensor) and handed.scale.device == device
@@ -77,30 +88,33 @@ class StepRunner:
             scale_update=handed.scale_update if handed.scale_updated else None,
             reports=self.log.reports_on(device),
         )
-        hypers = [self.hyper(rule, groups, index) for index in range(len(groups))]
-        operator = _C.operators[rule.operator]
-        if one_device:
+        if one_bucket:
             verdict, own = self.log.verdict_on(device), inputs
         else:
             verdict, own = decide(device, [each.rows for each in found], inputs), None
         for number, (bucket, known, masters) in enumerate(zip_longest(buckets, found, weights)):
+            rule = bucket.rule
+            hypers = [self.hyper(rule, groups, *kind) for kind in bucket.kinds]
             local = verdict if one_device else verdict.to(bucket.device)
-            reads = one_device and measures and not found
-            norms = () if whole is None else (masters, partial(whole.updates, number))
-            operator(bucket.slots, hypers, local, known, own, reads, *norms)
-        seen = bool(found) or (measures and one_device)
+            reads = one_bucket and measures and not found
+            updates = bucket.updates
+            if whole is not None and updates is None:
+                updates = partial(whole.updates, number)
+            operator = _C.operators[rule.operator]
+            operator(bucket.slots, hypers, local, known, own, reads, masters, updates)
+        seen = bool(found) or (measures and one_bucket)
         self.log.add(verdict, seen)
         if seen or handed.found_inf is not None:
             name = type(optimizer).__name__
             self.log.warn_of_skips(name, lambda scale: describe_nonfinite([groups], scale))
 
-    def _gather(self, optimizer: Steppable, rule: Rule) -> Gathered:
+    def _gather(self, optimizer: Steppable) -> Gathered:
         """The tensors, gathered anew where one was replaced; Gathered has the errors."""
-        groups = optimizer.param_groups
+        rules, groups = optimizer.group_rules(), optimizer.param_groups
         known, states = self._gathered, optimizer.state
-        if known is None or self.replaced.is_due() or not known.is_current(rule, groups, states):
+        if known is None or self.replaced.is_due() or not known.is_current(rules, groups, states):
             self.replaced.check(groups)
-            known = self._gathered = Gathered(rule, groups, states, optimizer.process_groups)
+            known = self._gathered = Gathered(rules, groups, states, optimizer.process_groups)
         elif known.has_no_gradient():
             self.replaced.check(groups)
         known.check_capture()
@@ -109,13 +123,17 @@ class StepRunner:
         return known
 
 
-def _measured(optimizer: Steppable, gathered: Gathered, rule: Rule) -> Measured:
+def _needs_norms(buckets: list[Bucket]) -> bool:
+    return any(bucket.rule.needs_norms for bucket in buckets)
+
+
+def _measured(optimizer: Steppable, gathered: Gathered) -> Measured:
     """The statistics of the gradients, of all processes' together."""
     buckets, whole = gathered.buckets, gathered.whole
     found = [_read(optimizer, bucket) for bucket in buckets]
     if whole is None:
         return Measured(buckets, found)
-    if not rule.needs_norms:
+    if not _needs_norms(buckets):
         return Measured(buckets, whole.totals(found))
     weights = [bucket.slots.measure_weights() for bucket in buckets]
     return Measured(buckets, *whole.of_tensors(found, weights))

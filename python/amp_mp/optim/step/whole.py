@@ -70,8 +70,8 @@ class WholeStatistics:
         return (whole if place is None else whole[place]).to(rows.device)
 
     def _place(self, indices: list[int]) -> Tensor | None:
-        """A bucket's parameters among all; None where it has all of them."""
-        if len(indices) == self._count:
+        """A bucket's parameters among all; None where it has all of them in their order."""
+        if indices == list(range(self._count)):
             return None
         return torch.tensor(indices, dtype=torch.long, device=self._device)
 

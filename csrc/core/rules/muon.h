@@ -1,0 +1,42 @@
+#pragma once
+// Muon, whose update is a whole matrix: a momentum, made orthogonal by matrix products.
+#include "core/rules/base.h"
+
+namespace amp_mp {
+
+// The second half of Muon's step: w is decayed and moved along the orthogonal matrix `o`.
+struct MuonStep {
+  static constexpr int kStates = 0, kSquares = 0;
+  float keep;  // 1 - lr weight_decay
+  float rate;  // lr times the factor of the matrix' shape
+
+  AMP_MP_BOTH void operator()(float o, float& w) const { w = w * keep - rate * o; }
+};
+
+// Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), in torch's form.
+// It takes two passes: `advance` over all elements, which stores the direction; then, when others
+// have made each matrix of directions orthogonal, `step` with the result in the gradient's place.
+// States: m = momentum_buffer, and the direction, bfloat16, which lives for one step.
+struct Muon {
+  static constexpr int kStates = 2, kSquares = 0;
+  static constexpr bool kDirection = true;
+  float gain;  // 1 - momentum
+  bool nesterov;
+  MuonStep step;
+
+  static AMP_MP_BOTH Muon at(const Hyper& h, const Clock&) {
+    return {.gain = float(1 - h.momentum),
+            .nesterov = h.nesterov,
+            .step = {.keep = float(1 - h.lr * h.weight_decay), .rate = float(h.lr * h.trust)}};
+  }
+
+  // Returns the direction.
+  AMP_MP_BOTH float advance(float g, float& m) const {
+    // move the momentum towards the gradient
+    m = m + gain * (g - m);
+    // look ahead by as much again
+    return select(nesterov, m + gain * (g - m), m);
+  }
+};
+
+}  // namespace amp_mp

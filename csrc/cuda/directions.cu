@@ -1,0 +1,60 @@
+// The first pass of rules with directions (Muon): advances the momentum and stores each element's
+// direction. Thread blocks and threads have the elements that they have in apply.
+#include "cuda/passes.h"
+#include "cuda/slot_table.h"
+
+namespace amp_mp::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads)
+    directions_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
+                      const SlotRule<Rule>* __restrict__ slot_rules) {
+  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
+  const Chunk chunk = find_chunk(table);
+  if (found_inf != 0) return;
+
+  const SlotRule<Rule>& slot_rule = slot_rules[chunk.slot];
+  const View<Rule> slot(table.entries[chunk.slot], slot_rule);
+  const Rule rule = slot_rule.rule;
+  const float multiplier = slot_rule.multiplier;
+  const bool draws = slot.draws();
+  // Every thread runs the same number of iterations, because groups exchange numbers between
+  // threads.
+  for (int base = 0; base < chunk.size; base += kThreads * kPack) {
+    const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
+    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
+    const int64_t at = chunk.begin + i;
+    const bool whole = slot.wide && n == kPack;
+    Held<kGradFormats> grad;
+    Held<kFormatsOfState<Rule, 0>> momentum;
+    grad.read(slot.grad, at, n, whole);
+    momentum.read(slot.state[0], at, n, whole);
+    float g[kPack], m[kPack], direction[kPack];
+    grad.decode(slot.grad.format, g);
+    momentum.decode(slot.state[0].format, m);
+    for (int k = 0; k < kPack; ++k) direction[k] = rule.advance(g[k] * multiplier, m[k]);
+    const uint64_t random = draws ? slot.again().randomness().eight(false, at) : 0;
+    store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
+    store<kFormatsOfState<Rule, 1>>(slot.state[1], direction, at, n, whole);
+  }
+}
+
+}  // namespace
+
+template <class Rule>
+const char* directions(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
+                       const SlotRule<Rule>* slot_rules, void* stream) {
+  const int blocks = blocks_of(plan, table, false);
+  if (blocks == 0) return nullptr;
+  return message(launch(directions_kernel<Rule>, blocks, kThreads,
+                        static_cast<cudaStream_t>(stream), list_of(plan, table, false), verdict,
+                        slot_rules));
+}
+
+template const char* directions<Muon>(const StepPlan&, const StepTable&, const Verdict*,
+                                      const SlotRule<Muon>*, void*);
+
+}  // namespace amp_mp::cuda

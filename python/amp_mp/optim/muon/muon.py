@@ -1,0 +1,152 @@
+"""Muon, with AdamW for what is no matrix; the rules are csrc/core/rules/muon.h and adam.h."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from amp_mp.optim.adam import MOMENTS
+from amp_mp.optim.adam import NUMBERS as OF_ADAMW
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.muon.matrices import refuse_shape, shape_of
+from amp_mp.optim.muon.numbers import factor_of_rate
+from amp_mp.optim.muon.selection import muon_groups
+from amp_mp.optim.muon.sharded import make_updates
+from amp_mp.optim.options import Options, check_group
+from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
+from amp_mp.optim.step.gather import param_infos
+
+# The numbers of Muon's groups that AdamW's do not have.
+OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split", "flatten")
+OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+MUON = Rule(
+    "muon_",
+    numbers("lr", "weight_decay", "momentum", "nesterov"),
+    (State("momentum_buffer", "moment"),),
+    directions=Directions(
+        shape_of, lambda group, shape: {"trust": factor_of_rate(group, shape)}, make_updates
+    ),
+)
+ADAMW = Rule("adamw_", OF_ADAMW, MOMENTS)
+
+
+class Muon(FusedOptimizer):
+    """Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024).
+
+        m = momentum m + (1 - momentum) g
+        d = momentum m + (1 - momentum) g if nesterov else m
+        w = (1 - lr weight_decay) w - lr factor(shape) NewtonSchulz(d)
+
+    as torch.optim.Muon. NewtonSchulz makes the matrix d nearly orthogonal, by products in bfloat16.
+    It is for the matrices inside a model. Embeddings, output layers, norms and vectors take AdamW:
+    param_groups with use_muon=False. Given a model, Muon makes the groups itself: docs/muon.md.
+
+    Args:
+        lr: learning rate. Default 1e-3.
+        weight_decay: the weights shrink by lr times this at each step. Default 0.1.
+        momentum: decay rate of m. Default 0.95.
+        nesterov: Nesterov's momentum. Default True.
+        ns_coefficients: of the polynomial of an iteration. Default (3.4445, -4.775, 2.0315).
+        eps: the least norm that a matrix is divided by. Default 1e-7.
+        ns_steps: number of iterations. Default 5.
+        adjust_lr_fn: factor(shape) of a matrix of A rows and B columns: sqrt(max(1, A / B)) for
+            None and "original", 0.2 sqrt(max(A, B)) for "match_rms_adamw", with which rates and
+            decays of AdamW fit. Default None.
+        others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
+        matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
+            to update whatever their modules are. Default None.
+        split: {pattern: count}: the rows of a model's matrices that fall into equal blocks, each a
+            matrix of its own, as those of fused QKV weights. Default None.
+
+    A param_group may have use_muon, split (a count) and flatten (True makes one matrix of more
+    dimensions). params may be a torch.nn.Module.
+    State: momentum_buffer (m); with use_muon=False exp_avg, exp_avg_sq and beta_powers as AdamW's.
+    """
+
+    rules = (MUON, ADAMW)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        others: Mapping[str, Any] | None = None,
+        matrices: Iterable[str] | None = None,
+        not_matrices: Iterable[str] | None = None,
+        split: Mapping[str, int] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._others = {**OTHERS, **(others or {})}
+        if unknown := sorted(set(self._others) - set(OTHERS)):
+            raise TypeError(f"others has no number {unknown[0]!r}; it takes {', '.join(OTHERS)}")
+        try:
+            check_group(self._others)
+        except ValueError as error:
+            raise ValueError(f"others: {error}") from None
+        if isinstance(params, nn.Module):
+            params = muon_groups(params, matrices, not_matrices, split)
+        elif matrices is not None or not_matrices is not None or split is not None:
+            raise TypeError(
+                "matrices, not_matrices and split are patterns over a model's names; pass the "
+                "model in place of its parameters, or set use_muon and split in param_groups"
+            )
+        defaults = {
+            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
+            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
+            **{"adjust_lr_fn": adjust_lr_fn, "use_muon": True, "split": 1, "flatten": False},
+        }
+        super().__init__(params, defaults, options)
+
+    def group_rules(self) -> list[Rule]:
+        """Muon's rule, or AdamW's in groups with use_muon=False."""
+        return [self.rules_of(group)[0] for group in self.param_groups]
+
+    def rules_of(self, group: Group) -> tuple[Rule, ...]:
+        """As group_rules, of one that may be a file's."""
+        return (MUON if group.get("use_muon", True) else ADAMW,)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of every fused optimizer; ValueError, by name, for what is no matrix."""
+        if not param_group.get("use_muon", True):
+            param_group = {**self._others, **param_group}
+        super().add_param_group(param_group)
+        self.complete(self.param_groups[-1])
+        try:
+            self._refuse_shapes()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def complete(self, group: Group) -> None:
+        """See FusedOptimizer; AdamW's groups have AdamW's numbers alone."""
+        if not group.get("use_muon", True):
+            for name, value in self._others.items():
+                group.setdefault(name, value)
+        super().complete(group)
+        for name in () if group["use_muon"] else OWN:
+            group.pop(name, None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every fused optimizer; ValueError for a file that gives no matrix to Muon."""
+        groups = state_dict.get("param_groups", ())
+        for own, saved in zip(self.param_groups, groups, strict=False):
+            full = {"use_muon": True, "split": 1, "flatten": False, **saved}
+            for position, param in enumerate(own["params"] if full["use_muon"] else ()):
+                refuse_shape(full, param, f"state_dict: Muon's parameter {position}")
+        super().load_state_dict(state_dict)
+
+    def _refuse_shapes(self) -> None:
+        for param, info in param_infos(self.param_groups):
+            group = self.param_groups[info.group]
+            if group["use_muon"]:
+                refuse_shape(group, param, info.label)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_others": self._others}

@@ -1,0 +1,210 @@
+"""Matrices that are split over processes: each is made orthogonal whole, by one of them."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_mp.optim.muon.matrices import WholeMatrices, shape_of
+from amp_mp.optim.muon.newton_schulz import orthogonalise_
+from amp_mp.optim.rule import Group, MakeUpdates, Shape
+from amp_mp.optim.state.parts import part
+from amp_mp.sharding.shards import like, local_of, split_groups
+
+Members = Sequence[tuple[Tensor, Group]]
+
+
+def make_updates(members: Members) -> MakeUpdates:
+    """What turns the directions of these parameters into updates, on this and other processes.
+
+    Matrices in one piece are done where they are. One whose rows are split over one process group
+    goes to a process of the group and back. What is split otherwise, every process gathers.
+    """
+    exchanged: dict[str, list[int]] = {}
+    gathered: list[int] = []
+    groups: dict[str, Any] = {}
+    for index, (param, _) in enumerate(members):
+        if not split_groups(param):
+            continue
+        group = _group_of_rows(param)
+        if group is None:
+            gathered.append(index)
+        else:
+            groups[group.group_name] = group
+            exchanged.setdefault(group.group_name, []).append(index)
+    whole = WholeMatrices(members, {i for own in (gathered, *exchanged.values()) for i in own})
+    if not exchanged and not gathered:
+        return whole
+    steps: list[MakeUpdates] = [whole]
+    steps += [Exchange(members, own, groups[name]) for name, own in exchanged.items()]
+    steps += [Gathering(members, gathered)] if gathered else []
+
+    def all_of_them(directions: Tensor) -> Tensor:
+        for step in steps:
+            step(directions)
+        return directions
+
+    return all_of_them
+
+
+def _group_of_rows(param: Any) -> Any:
+    """The process group over which the first dimension alone is split; None for other splits."""
+    mesh, found = param.device_mesh, None
+    for dim, placement in enumerate(param.placements):
+        if mesh.size(dim) == 1 or placement.is_replicate():
+            continue
+        if found is not None or not placement.is_shard(0):
+            return None
+        found = mesh.get_group(dim)
+        if found.rank() != mesh.get_local_rank(dim):
+            return None
+    return found
+
+
+def _offsets(members: Members) -> list[int]:
+    found = [0]
+    for param, _ in members:
+        found.append(found[-1] + local_of(param).numel())
+    return found
+
+
+class Piece(NamedTuple):
+    """What one process has of one matrix: `size` elements; `at` is the first in its shard."""
+
+    member: int  # the parameter's number
+    rank: int
+    at: int
+    size: int
+
+
+def _pieces(param: Tensor, member: int, matrix: Shape, ranks: int) -> list[list[Piece]]:
+    """The pieces of each of a parameter's matrices, in the order of ranks and so of elements."""
+    size = prod(matrix)
+    rows, row = param.shape[0], prod(param.shape[1:])
+    chunk = -(-rows // ranks) * row  # as torch splits rows
+    total = rows * row
+    found = []
+    for number in range(total // size if size else 0):
+        begin, own = number * size, []
+        for rank in range(ranks):
+            first = min(rank * chunk, total)
+            low, high = max(begin, first), min(begin + size, min(first + chunk, total))
+            if low < high:
+                own.append(Piece(member, rank, low - first, high - low))
+        found.append(own)
+    return found
+
+
+class Exchange:
+    """Sends each matrix's pieces to the process that makes it orthogonal, and the result back.
+
+    All processes of the group make the same plan: a matrix that lies on one process stays there,
+    the others go to the process with the least work so far, the largest first.
+    """
+
+    def __init__(self, members: Members, indices: list[int], group: Any) -> None:
+        """indices: of the members that are split over the process group."""
+        self._group, ranks, self._rank = group, group.size(), group.rank()
+        offsets = _offsets(members)
+        shapes = {i: shape_of(members[i][1], members[i][0]) for i in indices}
+        matrices = [m for i in indices for m in _pieces(members[i][0], i, shapes[i], ranks)]
+        owners = self._owners(matrices, shapes)
+        # Kinds of matrices that one stack may have: a shape, and a group's numbers.
+        self._stacks: list[tuple[Shape, Group, list[list[Piece]]]] = []
+        for number, matrix in enumerate(matrices):
+            if owners[number] != self._rank:
+                continue
+            index = matrix[0].member
+            shape, numbers = shapes[index], members[index][1]
+            last = self._stacks[-1] if self._stacks else None
+            if last is None or last[0] != shape or last[1] is not numbers:
+                self._stacks.append((shape, numbers, []))
+            self._stacks[-1][2].append(matrix)
+        # What this process sends, in the order of owners, and gets, in the order of senders; each
+        # in the order of matrices.
+        sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m if p.rank == self._rank]
+        sent.sort(key=lambda each: each[0])
+        self._from = [(offsets[p.member] + p.at, p.size) for _, p in sent]
+        self._sent = [sum(p.size for o, p in sent if o == rank) for rank in range(ranks)]
+        own = [p for _, _, stack in self._stacks for matrix in stack for p in matrix]
+        self._order = sorted(range(len(own)), key=lambda i: own[i].rank)
+        self._received = [sum(p.size for p in own if p.rank == rank) for rank in range(ranks)]
+        self._own = own
+
+    def _owners(self, matrices: list[list[Piece]], shapes: dict[int, Shape]) -> list[int]:
+        """The process that makes each matrix orthogonal."""
+        work = [0] * self._group.size()
+        owners = [0] * len(matrices)
+
+        def cost(number: int) -> int:
+            rows, columns = sorted(shapes[matrices[number][0].member])
+            return rows * rows * (2 * columns + rows)
+
+        for number in sorted(range(len(matrices)), key=lambda n: (-cost(n), n)):
+            held = matrices[number]
+            owner = held[0].rank if len(held) == 1 else work.index(min(work))
+            owners[number] = owner
+            work[owner] += cost(number)
+        return owners
+
+    def __call__(self, directions: Tensor) -> Tensor:
+        """Puts the updates in place of the directions."""
+        mine = [directions[at : at + size] for at, size in self._from]
+        sent = torch.cat(mine) if mine else directions[:0]
+        received = sent.new_empty(sum(self._received))
+        self._send(received, sent, self._received, self._sent)
+        sizes = [self._own[i].size for i in self._order]
+        arrived = list(received.split_with_sizes(sizes)) if sizes else []
+        in_order = [received] * len(arrived)
+        for place, tensor in zip(self._order, arrived, strict=True):
+            in_order[place] = tensor
+        done = 0
+        for shape, group, matrices in self._stacks:
+            own = in_order[done : done + sum(len(matrix) for matrix in matrices)]
+            done += len(own)
+            stack = torch.cat(own).view(-1, *shape)
+            orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            torch._foreach_copy_(
+                own, list(stack.flatten().split_with_sizes([t.numel() for t in own]))
+            )
+        self._send(sent, received, self._sent, self._received)
+        if mine:
+            torch._foreach_copy_(
+                mine, list(sent.split_with_sizes([size for _, size in self._from]))
+            )
+        return directions
+
+    def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Exchanges elements, as many with each process as these say."""
+        import torch.distributed as dist
+
+        # As bytes, which every backend carries.
+        dist.all_to_all_single(
+            to.view(torch.uint8),
+            source.view(torch.uint8),
+            [2 * n for n in arriving],
+            [2 * n for n in leaving],
+            group=self._group,
+        )
+
+
+class Gathering:
+    """Every process gathers each matrix, makes it orthogonal and keeps its own part."""
+
+    def __init__(self, members: Members, indices: list[int]) -> None:
+        offsets = _offsets(members)
+        self._members = [(*members[i], offsets[i]) for i in indices]
+
+    def __call__(self, directions: Tensor) -> Tensor:
+        """Puts the updates in place of the directions."""
+        for param, group, at in self._members:
+            local = local_of(param)
+            own = directions[at : at + local.numel()].view(local.shape)
+            given: Any = like(own, param)
+            whole = given.full_tensor().contiguous()
+            stack = whole.view(-1, *shape_of(group, param))
+            orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            own.copy_(part(whole, param))
+        return directions

@@ -1,0 +1,183 @@
+"""Muon on matrices that are split over processes: each is orthogonalised whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import (
+    Bag,
+    Net,
+    differences,
+    digests,
+    disagreements,
+    local,
+    mesh_of,
+    set_grads,
+    shard,
+)
+from ranks import LARGE, on_ranks
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import amp_mp as amp
+from amp_mp.optim.muon import sharded
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+LOW = torch.bfloat16
+# Uneven rows, fewer rows than ranks, two of one shape, a stack of three experts and one that is
+# split between two, more columns than rows; the last one stays plain under tensor parallelism.
+SHAPES = [(96, 64), (33, 96), (1, 32), (3, 64), (3, 32, 64), (5, 32, 32), (96, 64), (64, 8, 2, 2)]
+SPLITS = [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("rows", 2), ("columns", 2), ("rows fsdp", 4)]
+if LARGE:
+    SPLITS += [("fsdp", 1), ("columns fsdp", 4)]
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() < 4 and p.shape[-2] != 96]},
+        {"params": [p for p in params if p.shape[-2] == 96], "split": 3},
+        {"params": [p for p in params if p.dim() == 4], "flatten": True, "lr": 0.01},
+    ]
+
+
+def compare(layout: str, memories: list[str]) -> list[str]:
+    found = []
+    for dtype in (LOW, torch.float32):
+        for memory in memories:
+            runs: list[Any] = []
+            for model in (shard(Bag(SHAPES, dtype), layout), Bag(SHAPES, dtype)):
+                optimizer = amp.optim.Muon(groups_of(model), lr=0.02, memory=memory, seed=3)
+                params = list(model.parameters())
+                for step in range(4):
+                    set_grads(params, 100 * step)
+                    optimizer.step()
+                runs += [params, optimizer]
+            found += [f"{memory}, {dtype}: {text}" for text in differences(*runs)]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS)
+def test_matrices_have_the_bits_of_one_process(layout: str, world: int) -> None:
+    memories = ["float32", "exact"] if layout != "fsdp" else ["exact", "lean"]
+    for rank in on_ranks(world, compare, layout, memories, limit_s=200):
+        assert rank == []
+
+
+def products(layout: str) -> list[list[int]]:
+    """The shapes of the stacks that this rank makes orthogonal in a step."""
+    seen: list[list[int]] = []
+    kept = sharded.orthogonalise_
+
+    def watched(stack: Tensor, *rest: Any) -> None:
+        seen.append(list(stack.shape))
+        kept(stack, *rest)
+
+    model = shard(Bag([(32, 64)] * 8 + [(4, 16, 16)], torch.float32), layout)
+    optimizer = amp.optim.Muon(model.parameters())
+    set_grads(list(model.parameters()), 1)
+    sharded.orthogonalise_ = watched
+    try:
+        optimizer.step()
+    finally:
+        sharded.orthogonalise_ = kept
+    return seen
+
+
+def test_each_matrix_is_one_process_s_and_experts_stay_where_they_are() -> None:
+    for seen in on_ranks(4, products, "fsdp"):
+        assert sorted(seen) == [[1, 16, 16], [2, 32, 64]]
+    # Columns cannot go to one process; all of them gather.
+    for seen in on_ranks(2, products, "rows"):
+        assert len(seen) == 8
+
+
+def clipped(layout: str) -> list[Any]:
+    """Norms, skips and digests of a model that Muon and AdamW share, with overflow on one rank."""
+    model = shard(Net(torch.bfloat16), layout)
+    params = list(model.parameters())
+    optimizer = amp.optim.Muon(model, lr=0.02, max_grad_norm=0.5, memory="lean")
+    found = []
+    for step in range(5):
+        set_grads(params, 100 * step)
+        bad = local(params[2].grad)
+        if step == 3 and dist.get_rank() == 1:
+            bad.view(-1)[:1] = math.inf
+        optimizer.step()
+        found.append((optimizer.step_was_skipped, optimizer.grad_norm))
+    return [found, digests(params, optimizer), [g["use_muon"] for g in optimizer.param_groups]]
+
+
+@pytest.mark.parametrize(("layout", "world"), [("fsdp", 2), ("tp fsdp", 4)])
+def test_all_processes_skip_and_clip_together(layout: str, world: int) -> None:
+    ranks = on_ranks(world, clipped, layout)
+    reports, _, flags = ranks[0]
+    assert [skipped for skipped, _ in reports] == [False, False, False, True, False]
+    assert flags == [True, False]
+    assert all(own[0][:3] == reports[:3] for own in ranks)
+    assert disagreements([held for _, held, _ in ranks]) == []
+
+
+class Mixed(Bag):
+    """The second and the fourth are not sharded, and the shapes are in no order."""
+
+    def __init__(self) -> None:
+        super().__init__([(64, 32), (16, 8), (8, 64), (32, 8)], torch.float32)
+
+
+def norms_of_mixed() -> tuple[float, float]:
+    """The norm where two gradients are whole on each of two ranks, and that of one process."""
+    model, whole = Mixed(), Mixed()
+    fully_shard(model, mesh=mesh_of("fsdp"), ignored_params={model.p1, model.p3})
+    found = []
+    for own in (model, whole):
+        optimizer = amp.optim.Muon(own.parameters(), max_grad_norm=0.5)
+        set_grads(list(own.parameters()), 3)
+        optimizer.step()
+        found.append(optimizer.grad_norm)
+    return found[0], found[1]
+
+
+def test_gradients_that_are_whole_count_once() -> None:
+    for found, wanted in on_ranks(2, norms_of_mixed):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def resumed(layout: str) -> list[str]:
+    """A sharded run whose state one process takes over."""
+    model, whole = shard(Bag(SHAPES[:3], LOW), layout), Bag(SHAPES[:3], LOW)
+    one, two = amp.optim.Muon(model.parameters()), amp.optim.Muon(whole.parameters())
+    for params, optimizer in ((model.parameters(), one), (whole.parameters(), two)):
+        set_grads(list(params), 5)
+        optimizer.step()
+    again = amp.optim.Muon(whole.parameters(), lr=0.5)
+    again.load_state_dict(one.state_dict())
+    for params, optimizer in ((model.parameters(), one), (whole.parameters(), again)):
+        set_grads(list(params), 6)
+        optimizer.step()
+    return differences(list(model.parameters()), one, list(whole.parameters()), again)
+
+
+def test_one_process_takes_over_a_sharded_run() -> None:
+    for rank in on_ranks(2, resumed, "fsdp"):
+        assert rank == []
+
+
+def released(layout: str) -> str:
+    model = shard(Bag(SHAPES[:2], torch.float32), layout)
+    optimizer = amp.optim.Muon(model.parameters())
+    try:
+        optimizer.attach(model, release=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_are_not_released() -> None:
+    for text in on_ranks(2, released, "fsdp"):
+        assert "whole matrices" in text

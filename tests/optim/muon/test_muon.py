@@ -1,0 +1,340 @@
+"""Muon's step: bit for bit the reference with torch's Newton-Schulz, and near torch.optim.Muon."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import rules
+import torch
+from helpers import DTYPES, array, assert_same, on, random, raw_bytes
+from rules import Expected, found_master, found_state
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+import amp_mp as amp
+
+SHAPES = [(64, 64), (64, 256), (256, 64), (33, 17), (8, 512), (1, 5), (64, 64), (5, 1)]
+NUMBERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
+COEFFICIENTS, EPS = (3.4445, -4.775, 2.0315), 1e-7
+STEPS = 3
+
+
+class ExpectedMuon(Expected):
+    """A matrix as NumPy and torch's own Newton-Schulz step it."""
+
+    def __init__(
+        self, weight: Tensor, number: int, numbers: dict[str, Any], **storage: Any
+    ) -> None:
+        super().__init__("muon", weight, number, ("momentum_buffer",), **storage)
+        self.shape, self.numbers = tuple(weight.shape), {**NUMBERS, **numbers}
+
+    def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
+        self.clock.tick(0, 0)
+        numbers, f = self.numbers, np.float32
+        gain = f(1 - numbers["momentum"])
+        g, m = grad.reshape(-1) * multiplier, self.states["momentum_buffer"]
+        m = m + gain * (g - m)
+        direction = m + gain * (g - m) if numbers["nesterov"] else m
+        self.states["momentum_buffer"] = self._kept("momentum_buffer", m)
+        update = self.orthogonal(torch.from_numpy(direction).view(self.shape))
+        rows, columns = self.shape[-2:]
+        factor = math.sqrt(max(1, rows / columns))
+        if numbers.get("adjust_lr_fn") == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        keep = f(1 - numbers["lr"] * numbers["weight_decay"])
+        self._store(self.master * keep - f(numbers["lr"] * factor) * update)
+
+    def orthogonal(self, direction: Tensor) -> np.ndarray:
+        steps = self.numbers.get("ns_steps", 5)
+        whole = _zeropower_via_newtonschulz(direction, COEFFICIENTS, steps, EPS)
+        return array(whole).reshape(-1)
+
+
+def check(
+    device: str,
+    weight: str = "float32",
+    grad: str = "float32",
+    shapes: list[tuple[int, ...]] = SHAPES,
+    numbers: dict[str, Any] | None = None,
+    **storage: Any,
+) -> None:
+    numbers = numbers or {}
+    values = [random(math.prod(s), n + 1, 0.1) for n, s in enumerate(shapes)]
+    params = [
+        nn.Parameter(on(device, v, DTYPES[weight]).view(s))
+        for v, s in zip(values, shapes, strict=True)
+    ]
+    optimizer = amp.optim.Muon(params, **{**NUMBERS, **numbers}, **storage)
+    # The order of random bits follows the parameters, not their shapes.
+    expected = [ExpectedMuon(p, n, numbers, **storage) for n, p in enumerate(params)]
+    for step in range(STEPS):
+        for number, (param, want) in enumerate(zip(params, expected, strict=True)):
+            g = random(param.numel(), 100 * step + number, 1e-2)
+            param.grad_dtype = DTYPES[grad]
+            param.grad = on(device, g, DTYPES[grad]).view(param.shape)
+            want.step(array(param.grad), np.float32(1))
+        optimizer.step()
+    for param, want in zip(params, expected, strict=True):
+        what = f"{weight} weight, {grad} gradient, {tuple(param.shape)}"
+        state = optimizer.state[param]
+        assert_same(array(param).reshape(-1), want.visible, f"{what}: weight")
+        assert_same(
+            found_master(state, param, want.formats["master"]), want.master, f"{what}: master"
+        )
+        found = found_state(state, "momentum_buffer", want.formats["momentum_buffer"])
+        assert_same(found, want.states["momentum_buffer"], f"{what}: momentum")
+        assert state["step"].item() == STEPS
+
+
+@pytest.mark.parametrize("weight", DTYPES)
+@pytest.mark.parametrize("grad", DTYPES)
+def test_muon_equals_the_reference_bit_for_bit(device: str, weight: str, grad: str) -> None:
+    check(device, weight, grad, master="float32")
+
+
+@pytest.mark.parametrize("memory", rules.STORAGES)
+@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+def test_every_preset_equals_the_reference(device: str, memory: str, weight: str) -> None:
+    check(device, weight, "bfloat16", memory=memory, seed=7)
+
+
+@pytest.mark.parametrize("storage", ["float16", "m8", "bfloat16"])
+def test_every_momentum_equals_the_reference(device: str, storage: str) -> None:
+    check(device, "float32", "float16", momentum_buffer=storage, seed=3)
+
+
+@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+def test_weights_alone_are_rounded_stochastically(device: str, weight: str) -> None:
+    check(device, weight, weight, master="none", rounding="stochastic", seed=11)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"adjust_lr_fn": "original", "ns_steps": 2},
+        {"momentum": 0.0, "ns_steps": 7},
+        {"ns_steps": 0},
+    ],
+)
+def test_all_numbers_count(device: str, numbers: dict[str, Any]) -> None:
+    check(device, numbers=numbers)
+    check(device, "bfloat16", "bfloat16", numbers=numbers, memory="lean")
+
+
+def pairs_of(shapes: list[tuple[int, ...]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    ours = [nn.Parameter(torch.randn(s) * 0.1) for s in shapes]
+    return ours, copy.deepcopy(ours)
+
+
+def new_gradients(*lists: list[nn.Parameter], spread: float = 1.0) -> None:
+    for params in zip(*lists, strict=True):
+        grad = torch.randn(params[0].shape) * spread
+        for param in params:
+            param.grad = grad.to(param.device, param.dtype, copy=True)
+
+
+# torch adds in one rounding what we add in two, so a few of the directions' bfloat16 numbers are
+# their neighbours. An element of an update is below 1.2 in size: it then differs by a few units of
+# 2^-8.
+UNIT = 2**-8
+
+
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torch_s_within_bfloat16(adjust: str | None, nesterov: bool) -> None:
+    ours, theirs = pairs_of(SHAPES[:5])
+    numbers = {"lr": 0.02, "adjust_lr_fn": adjust, "nesterov": nesterov}
+    own = amp.optim.Muon(ours, **numbers)
+    stock = torch.optim.Muon(theirs, **numbers)
+    for _ in range(5):
+        new_gradients(ours, theirs)
+        before = [p.detach().clone() for p in ours]
+        own.step()
+        stock.step()
+        for p, q, old in zip(ours, theirs, before, strict=True):
+            rows, columns = p.shape
+            factor = 0.2 * math.sqrt(max(p.shape)) if adjust == "match_rms_adamw" else 1.0
+            if adjust != "match_rms_adamw":
+                factor = math.sqrt(max(1, rows / columns))
+            assert (p - q).abs().max() <= 4 * UNIT * 0.02 * factor
+            assert (p - old).abs().max() > 20 * UNIT * 0.02 * factor / math.sqrt(max(p.shape))
+            with torch.no_grad():
+                q.copy_(p)
+            assert torch.allclose(
+                own.state[p]["momentum_buffer"], stock.state[q]["momentum_buffer"], atol=1e-6
+            )
+
+
+def test_clipping_is_of_the_norm_of_all(device: str) -> None:
+    ours, theirs = pairs_of([(8, 32), (32, 8)])
+    ours = [nn.Parameter(p.detach().to(device)) for p in ours]
+    own = amp.optim.Muon(ours, lr=0.02, max_grad_norm=0.5)
+    stock = torch.optim.Muon(theirs, lr=0.02)
+    for _ in range(3):
+        new_gradients(ours, theirs)
+        norm = nn.utils.clip_grad_norm_(theirs, 0.5)
+        own.step()
+        stock.step()
+        assert own.grad_norm == pytest.approx(float(norm), rel=1e-6)
+    for p, q in zip(ours, theirs, strict=True):
+        found, wanted = own.state[p]["momentum_buffer"], stock.state[q]["momentum_buffer"]
+        assert torch.allclose(found.cpu(), wanted, atol=1e-7)
+        assert (p.detach().cpu() - q).abs().max() <= 12 * UNIT * 0.02 * 2
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_skipped_step_changes_no_byte(device: str, bad: float) -> None:
+    params = [nn.Parameter(torch.randn(16, 32, device=device).bfloat16()) for _ in range(3)]
+    optimizer = amp.optim.Muon(params, memory="tiny", check_overflow=True)
+    new_gradients(params)
+    optimizer.step()
+    before = raw_bytes([[p.detach() for p in params], optimizer.state_dict()["state"]])
+    new_gradients(params)
+    assert params[1].grad is not None
+    params[1].grad[3, 4] = bad
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert raw_bytes([[p.detach() for p in params], optimizer.state_dict()["state"]]) == before
+    new_gradients(params)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert raw_bytes([p.detach() for p in params]) != before[0]
+
+
+def test_grad_scaler_unscales_and_skips(device: str) -> None:
+    ours, theirs = pairs_of([(16, 32), (32, 32)])
+    ours, theirs = ([nn.Parameter(p.detach().to(device)) for p in x] for x in (ours, theirs))
+    scaled, plain = amp.optim.Muon(ours, lr=0.02), amp.optim.Muon(theirs, lr=0.02)
+    scaler = amp.GradScaler(device, init_scale=2.0**10)
+    for step in range(4):
+        new_gradients(ours, theirs)
+        scaler.scale(torch.zeros((), device=device, requires_grad=True).sum())
+        for p in ours:
+            assert p.grad is not None
+            p.grad.mul_(scaler.get_scale())
+        if step == 2:
+            assert ours[0].grad is not None
+            ours[0].grad[0, 0] = math.inf
+        else:
+            plain.step()
+        scaler.step(scaled)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_dicts_go_to_torch_and_back() -> None:
+    ours, theirs = pairs_of([(8, 32), (16, 16)])
+    own, stock = amp.optim.Muon(ours, lr=0.02), torch.optim.Muon(theirs, lr=0.5)
+    new_gradients(ours, theirs)
+    own.step()
+    stock.load_state_dict(own.torch_state_dict())
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(own.state[p]["momentum_buffer"], stock.state[q]["momentum_buffer"])
+    assert stock.param_groups[0]["lr"] == 0.02
+    stock.param_groups[0]["lr"] = 0.03
+    new_gradients(theirs)
+    stock.step()
+    again = amp.optim.Muon(copy.deepcopy(theirs), momentum_buffer="float16")
+    again.load_state_dict(stock.state_dict())
+    assert again.param_groups[0]["lr"] == 0.03
+    for q, p in zip(theirs, again.param_groups[0]["params"], strict=True):
+        wanted = stock.state[q]["momentum_buffer"]
+        assert torch.equal(again.state[p]["momentum_buffer"], wanted.half())
+
+
+@pytest.mark.parametrize("memory", [None, "lean", "tiny"])
+def test_a_resumed_run_goes_on_bit_for_bit(device: str, memory: str | None) -> None:
+    params = [nn.Parameter(torch.randn(s, device=device).bfloat16()) for s in [(8, 32), (32, 8)]]
+    optimizer = amp.optim.Muon(params, memory=memory, seed=5)
+    new_gradients(params)
+    optimizer.step()
+    again = copy.deepcopy(params)
+    resumed = amp.optim.Muon(again, memory=memory, lr=0.5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        new_gradients(params, again)
+        optimizer.step()
+        resumed.step()
+    found, wanted = ([p.detach() for p in x] for x in (again, params))
+    assert raw_bytes(found) == raw_bytes(wanted)
+    assert raw_bytes(resumed.state_dict()["state"]) == raw_bytes(optimizer.state_dict()["state"])
+
+
+def test_what_is_written_outside_counts(device: str) -> None:
+    param = nn.Parameter(torch.randn(32, 32, device=device).bfloat16())
+    twin = nn.Parameter(param.detach().clone())
+    one, two = amp.optim.Muon([param]), amp.optim.Muon([twin])
+    new_gradients([param], [twin])
+    one.step()
+    two.step()
+    with torch.no_grad():
+        param.fill_(0.5)
+        twin.copy_(torch.full_like(twin, 0.5))
+    new_gradients([param], [twin])
+    one.step()
+    two.step()
+    assert torch.equal(param, twin)
+    assert (param.detach() - 0.5).abs().max() < 0.1
+
+
+def test_parameters_may_be_frozen_late_or_empty(device: str) -> None:
+    shapes = [(16, 16), (16, 16), (0, 16), (16, 16)]
+    params = [nn.Parameter(torch.randn(s, device=device)) for s in shapes]
+    params[1].requires_grad_(False)
+    optimizer = amp.optim.Muon(params)
+    for step in range(3):
+        new_gradients([params[0], params[2]])
+        params[3].grad = torch.randn_like(params[3]) if step == 1 else None
+        optimizer.step()
+    assert params[1] not in optimizer.state
+    assert optimizer.state[params[0]]["step"].item() == 3
+    assert optimizer.state[params[3]]["step"].item() == 1
+
+
+def test_a_matrix_without_gradient_leaves_the_others_as_they_are(device: str) -> None:
+    def run(with_second: bool) -> Tensor:
+        torch.manual_seed(3)
+        params = [nn.Parameter(torch.randn(16, 32, device=device)) for _ in range(3)]
+        optimizer = amp.optim.Muon(params if with_second else [params[0], params[2]])
+        for step in range(3):
+            torch.manual_seed(10 + step)
+            new_gradients([params[0], params[2]])
+            params[1].grad = torch.ones_like(params[1]) if step == 0 else None
+            optimizer.step()
+        return torch.cat([params[0], params[2]]).detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_a_column_major_weight_is_stepped_as_its_values(device: str) -> None:
+    values = torch.randn(24, 40, device=device)
+    param, twin = nn.Parameter(values.t().contiguous().t()), nn.Parameter(values.clone())
+    one, two = amp.optim.Muon([param], lr=0.02), amp.optim.Muon([twin], lr=0.02)
+    assert not param.is_contiguous()
+    for _ in range(3):
+        new_gradients([param], [twin])
+        one.step()
+        two.step()
+    assert torch.equal(param, twin)
+
+
+def test_lr_may_be_a_tensor_and_schedulers_move_it(device: str) -> None:
+    a, b = pairs_of([(16, 16)])
+    a, b = ([nn.Parameter(p.detach().to(device)) for p in x] for x in (a, b))
+    one, two = amp.optim.Muon(a, lr=torch.tensor(0.02, device=device)), amp.optim.Muon(b, lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(two, 1, 0.5)
+    for _ in range(3):
+        new_gradients(a, b)
+        one.step()
+        two.step()
+        scheduler.step()
+        one.param_groups[0]["lr"].mul_(0.5)
+    assert torch.equal(a[0], b[0])
