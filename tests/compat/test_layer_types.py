@@ -134,12 +134,35 @@ def test_2049_shows_which_way_is_narrow(device: str, words: tuple[str, ...]) -> 
         assert x.grad.item() == (2048 if "FLOAT16" in (words[1], words[3]) else 2049)
 
 
-def test_a_float16_gradient_does_not_saturate(device: str) -> None:
-    layer = typed(scalar_layer(device, 4.0), "FLOAT", "FLOAT16")
+class Scaled(nn.Module):
+    """weight x, as a layer of no kind that is known."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize("kind", ["linear", "other"])
+@pytest.mark.parametrize("maths", [(), ("FLOAT", "FLOAT"), ("FLOAT16", "FLOAT")])
+def test_a_float16_gradient_does_not_saturate(
+    device: str, kind: str, maths: tuple[str, ...]
+) -> None:
+    layer: Any = scalar_layer(device, 4.0) if kind == "linear" else Scaled(4.0).to(device)
+    typed(layer, "FLOAT", "FLOAT16", *maths)
     x = on(device, 1.0, grad=True)
     layer(x).backward(on(device, 60000.0))
     assert x.grad.item() == math.inf
-    assert layer.weight.grad.item() == 59968 + 32  # 60000 is a float16 number
+    assert layer.weight.grad.item() == 60000  # a float16 number
+
+
+def test_a_batch_norm_passes_gradients_below_float16_on(device: str) -> None:
+    norm = typed(nn.BatchNorm1d(1).to(device).eval(), "FLOAT16", "FLOAT", "FLOAT", "FLOAT")
+    x = on(device, 3.0, grad=True)
+    norm(x).backward(on(device, 2.0**-40))
+    assert x.grad.item() == pytest.approx(2.0**-40, rel=1e-4, abs=0)
 
 
 def test_an_activation_that_overflows_is_infinite_and_a_weight_saturates(device: str) -> None:
@@ -181,6 +204,13 @@ def test_any_layer_computes_in_its_math_types(
     y.sum().backward()
     assert x.grad.item() == 1 if backward_math != "FLOAT16" else x.grad.isnan().all() or x.grad == 0
     assert layer.runs == (1 if forward_math == backward_math else 2)
+
+
+@pytest.mark.parametrize("words", [["FLOAT16", "FLOAT16"], ["FLOAT", "FLOAT", "FLOAT16"]])
+def test_integers_for_a_linear_layer_are_torchs_error(device: str, words: list[str]) -> None:
+    layer = typed(nn.Linear(2, 2).to(device), *words)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(torch.ones(1, 2, dtype=torch.int64, device=device))
 
 
 def test_a_linear_layer_and_a_convolution_run_once_in_two_math_types(
@@ -277,12 +307,15 @@ def test_norms_losses_and_softmax_are_float_at_least(device: str) -> None:
 
 
 def test_a_norms_weights_are_not_rounded(device: str) -> None:
-    norm = nn.LayerNorm(2, elementwise_affine=True, device=device)
-    nn.init.constant_(norm.weight, 1 + 2.0**-12)
-    nn.init.constant_(norm.bias, 2.0**-30)
+    norm = nn.LayerNorm(64, device=device)
+    nn.init.uniform_(norm.weight, 1, 2)
+    nn.init.uniform_(norm.bias, 1, 2)
     typed(norm, "FLOAT16", "FLOAT16")
-    wanted = nn.functional.layer_norm(on(device, 1.0, 3.0), (2,), norm.weight, norm.bias)
-    assert torch.equal(norm(on(device, 1.0, 3.0)), wanted.half())
+    x = torch.randn(5, 64, device=device).half()
+    wanted = nn.functional.layer_norm(x.float(), (64,), norm.weight, norm.bias).half()
+    rounded = (p.detach().half().float() for p in norm.parameters())
+    assert torch.equal(norm(x), wanted)
+    assert not torch.equal(nn.functional.layer_norm(x.float(), (64,), *rounded).half(), wanted)
 
 
 def test_double_math_of_a_norm_updates_its_statistics(device: str) -> None:

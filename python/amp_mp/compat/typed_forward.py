@@ -60,6 +60,7 @@ class TypedForward:
         """What the layer returns for these arguments, in its types."""
         types, module = self.types, self.module
         plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+        plain = plain and args[0].is_floating_point()  # torch refuses others by name
         if self.kind == LOOKS_UP:
             return self._leave(self._run(args, kwargs, {}))
         if self.kind == SELECTS:  # in a dtype that its gradients can have

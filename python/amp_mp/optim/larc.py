@@ -153,29 +153,28 @@ class LARC(Optimizer):
         for group, decay in zip(self.param_groups, decays, strict=True):
             end = begin + len(group["params"])
             own = slice(begin, end)
-            ratios, adapts = self._ratios(norms[0][own], norms[1][own], decay, group["lr"])
-            for i, grad in enumerate(grads[own]):
+            factors = self._factors(norms[0][own], norms[1][own], decay, group["lr"])
+            for grad, weight, ratio, added in zip(grads[own], weights[own], *factors, strict=True):
                 if grad is None:
                     continue
                 scaled = grad.float()  # itself, if it is float32
                 if decay != 0:
-                    weight = weights[begin + i].float()
-                    scaled = scaled.addcmul_(weight, decay * adapts[i].to(grad.device))
-                scaled = scaled.mul_(ratios[i].to(grad.device))
+                    scaled = scaled.addcmul_(weight.float(), added.to(grad.device))
+                scaled = scaled.mul_(ratio.to(grad.device))
                 if scaled is not grad:
                     grad.copy_(scaled)
             begin = end
 
-    def _ratios(
+    def _factors(
         self, grad: Tensor, weight: Tensor, decay: float, lr: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Each tensor's factor, float32, and 1.0 where it adapts, 0.0 elsewhere."""
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Each tensor's ratio, and what its weight is multiplied by, in float32."""
         adapts = (grad > 0) & (weight > 0)
         ratio = self.trust_coefficient * weight / (grad + decay * weight + self.eps)
         if self.clip:
             rate = lr.to(ratio.device) if isinstance(lr, Tensor) else lr
             ratio = (ratio / rate).clamp(max=1)
-        return torch.where(adapts, ratio, 1.0).float(), adapts.float()
+        return torch.where(adapts, ratio, 1.0).float().unbind(), (decay * adapts.float()).unbind()
 
 
 def _refuse_too_late(optimizer: Optimizer) -> None:
