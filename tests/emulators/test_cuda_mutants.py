@@ -17,7 +17,7 @@ from cuda_on_cpu.mutate import Mutant, Original, build_mutant, build_original, w
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_mutants")]
 
-RULES = ("AdamW", "LAMB")  # those that compare.cpp runs every kind of list with
+RULES = ("AdamW", "LAMB", "Muon")  # those with kernels of their own, and every kind of list
 RACE = "ThreadSanitizer: data race"
 MISALIGNED = "misaligned address"
 TICKET = """, which the barrier has shown to this thread
@@ -181,6 +181,17 @@ MUTANTS = {
         "asan", NOWHERE),
     "a skipped step advances the moments": Mutant(
         "moments.cu", "found_inf != 0", "found_inf > 1", "moments.cu", "asan", NOWHERE),
+    "a skipped step stores directions": Mutant(
+        "directions.cu", "if (found_inf != 0) return;", "if (found_inf > 1) return;",
+        "directions.cu", "asan", NOWHERE),
+    "directions are of scaled gradients": Mutant(
+        "directions.cu", "g[k] * multiplier", "g[k]", "directions.cu", "plain", "FAILED apply"),
+    "directions draw no random bits": Mutant(
+        "directions.cu", "draws ? slot.again().randomness().eight(false, at) : 0", "0",
+        "directions.cu", "plain", "FAILED apply"),
+    "an update is multiplied as a gradient": Mutant(
+        "apply.cu", "has_direction<Rule> ? 1.0f : slot_rule.multiplier", "slot_rule.multiplier",
+        "apply.cu", "plain", "FAILED apply"),
     "a skipped copy writes": Mutant(
         "copy.cu", "found_inf != 0", "found_inf > 1", "copy.cu", "plain", "FAILED a skipped copy"),
     **MUTANTS_OF_TABLES,
