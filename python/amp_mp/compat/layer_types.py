@@ -85,9 +85,8 @@ def set_layer_types(
     type. Float16 weights saturate at +-65504; activations and gradients become inf.
 
     torch gives a tensor and its gradient one dtype. So a result has the wider dtype of its two
-    types: what the next layer keeps for its backward pass takes the forward type's memory, but
-    where the types differ, the narrower one saves none in the tensors that pass between two layers.
-    A weight's gradient is stored as torch does, in the weight's grad_dtype.
+    types: where they differ its numbers are rounded, but its memory is the wider type's. A weight's
+    gradient is stored in the weight's grad_dtype, as ever.
 
     Norms, losses and softmax layers compute in FLOAT at least, norms have unrounded weights, and
     losses have FLOAT gradients and results. Layers that amp.keep_fp32 or `prepare` keeps float32
@@ -118,23 +117,22 @@ def set_layer_types(
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"model must be a torch.nn.Module in Python, found {type(model).__name__}")
+    types = (default_forward_type, default_backward_type)
+    given = zip(FIELDS, (*types, default_forward_math, default_backward_math), strict=True)
     default = {
-        "forward_type": _dtype(default_forward_type, "default_forward_type"),
-        "backward_type": _dtype(default_backward_type, "default_backward_type"),
+        field: _dtype(word, f"default_{field}")
+        for field, word in given
+        if word is not None or field.endswith("type")
     }
-    if default_forward_math is not None:
-        default["forward_math"] = _dtype(default_forward_math, "default_forward_math")
-    if default_backward_math is not None:
-        default["backward_math"] = _dtype(default_backward_math, "default_backward_math")
     names, kinds = layers_of(model), kinds_of(model)
     chosen = _chosen(names, {} if layers is None else layers)
     made, rows = [], []
     for module, kind in kinds.items():
         label = ", ".join(names[module]) or "(the model)"
         _refuse(module, label, kind)
-        types = _types(default, chosen[module], kind, f"{label} ({type(module).__name__})")
-        made.append(TypedForward(module, kind, types))
-        words = (NAMES[dtype] for dtype in types)
+        own = _types(default, chosen[module], kind, f"{label} ({type(module).__name__})")
+        made.append(TypedForward(module, kind, own))
+        words = (NAMES[dtype] for dtype in own)
         rows.append(Row._make((label, type(module).__name__, *words, kind)))
     solver = SolverTypes(model, kinds, _dtype(solver_data_type, "solver_data_type"))
     for layer in made:
@@ -229,19 +227,18 @@ def _at_least_float(kind: str) -> tuple[str, ...]:
 
 def _refuse(module: nn.Module, label: str, kind: str) -> None:
     """Raises ValueError for a layer that cannot get types."""
-    problem = None
+    problem = ""
     if typed_forward(module) is not None:
-        problem = "has types already; call undo() of what set_layer_types returned, or "
-        problem += "amp.compat.undo_layer_types(model)"
+        problem = "has types already; call amp.compat.undo_layer_types(model) first"
     elif "forward" in module.__dict__:
-        problem = "has a forward method of its own (amp.attach_main_grads sets one); take it away, "
-        problem += "set the types, then set it again"
+        problem = (
+            "has a forward method of its own (as attach_main_grads sets); set types first"
+        )
     elif isinstance(module, torch.jit.ScriptModule):
         problem = "is a TorchScript module, whose arithmetic is fixed; use the Python module"
     elif any(map(is_lazy, [*module.parameters(), *module.buffers()])):
         problem = "is lazy; run the model once before set_layer_types"
     elif kind == NORM and any(buffer.dtype in LOW_PRECISION for buffer in module.buffers()):
-        problem = "has low-precision statistics, and a norm's are FLOAT at least; call its "
-        problem += ".float(), or amp.BN_convert_float(model), first"
-    if problem is not None:
+        problem = "has low-precision statistics; call amp.BN_convert_float(model) first"
+    if problem:
         raise ValueError(f"model: the layer {label} {problem}")

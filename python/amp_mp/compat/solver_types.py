@@ -12,7 +12,18 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.rule import kinds_of
 
-WORDS = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.float64: "DOUBLE"}
+# Each type's word, how a model gets it, and what it means.
+TYPES = {
+    torch.float32: (
+        *("FLOAT", "model.float()"),
+        'float32 weights, or masters of them: amp.optim with memory="exact"',
+    ),
+    torch.float16: (
+        *("FLOAT16", "amp.convert_network(model, torch.float16)"),
+        "float16 weights and history, no masters: amp.optim with types.solver.options()",
+    ),
+    torch.float64: ("DOUBLE", "model.double()", "float64 weights and history: torch.optim"),
+}
 # How a state is stored in float16, by its kind. A square's root does not underflow.
 FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
 
@@ -27,8 +38,10 @@ class SolverTypes:
     """
 
     def __init__(self, model: nn.Module, kinds: Mapping[nn.Module, str], dtype: torch.dtype):
-        if dtype not in WORDS:
-            raise ValueError(f"solver_data_type must be {', '.join(WORDS.values())}; found {dtype}")
+        if dtype not in TYPES:
+            words = ", ".join(word for word, *_ in TYPES.values())
+            raise ValueError(f"solver_data_type must be {words}; found {dtype}")
+        word, conversion, _ = TYPES[dtype]
         allowed = {dtype, *LOW_PRECISION} if dtype == torch.float32 else {dtype}
         wide = {p for m, kind in kinds.items() if kind in (KEPT, NORM) for p in m.parameters()}
         for name, param in model.named_parameters():
@@ -37,8 +50,8 @@ class SolverTypes:
             if dtype == torch.float16 and param.dtype == torch.float32 and param in wide:
                 continue
             raise ValueError(
-                f"solver_data_type={WORDS[dtype]}: model.{name} is {param.dtype}; call "
-                f"{_CONVERSION[dtype]} first, or choose the type that it has"
+                f"solver_data_type={word}: model.{name} is {param.dtype}; call {conversion} first, "
+                "or choose the type that it has"
             )
         self.dtype = dtype
         self._has_masters = any(p.dtype in LOW_PRECISION for p in model.parameters())
@@ -50,7 +63,7 @@ class SolverTypes:
         """
         if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer class, found {optimizer!r}")
-        name, word = optimizer.__name__, WORDS[self.dtype]
+        name, word = optimizer.__name__, TYPES[self.dtype][0]
         if issubclass(optimizer, FusedOptimizer):
             if self.dtype == torch.float64:
                 raise ValueError(f"{name} has no float64 parameters; use torch.optim for {word}")
@@ -66,16 +79,5 @@ class SolverTypes:
         return {}
 
     def __str__(self) -> str:
-        return f"solver_data_type {WORDS[self.dtype]}: {_MEANING[self.dtype]}"
-
-
-_CONVERSION = {
-    torch.float32: "model.float()",
-    torch.float16: "amp.convert_network(model, torch.float16)",
-    torch.float64: "model.double()",
-}
-_MEANING = {
-    torch.float32: 'float32 weights, or masters of them: amp.optim with memory="exact"',
-    torch.float16: "float16 weights and history, no masters: amp.optim with types.solver.options()",
-    torch.float64: "float64 weights and history: torch.optim",
-}
+        word, _, meaning = TYPES[self.dtype]
+        return f"solver_data_type {word}: {meaning}"

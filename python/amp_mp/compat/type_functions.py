@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from amp_mp.dtypes import rounded
 from amp_mp.nn.float32_layers import autocast_off
@@ -185,7 +186,7 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, compute: Compute, types: Types, inputs: int, random: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.compute, ctx.types, ctx.inputs = compute, types, inputs
-        ctx.random = _RandomState(tensors) if random else None
+        ctx.random = (torch.get_rng_state(), get_device_states(*tensors)) if random else None
         kept = [t.to(types.forward) for t in tensors[:inputs]]
         weights = [converted(t, types.forward, saturate=True) for t in tensors[inputs:]]
         math = types.forward_math
@@ -213,36 +214,25 @@ class _Recomputed(torch.autograd.Function):
         leaves = [t.to(math).detach() for t in (*saved[:n], *weights)]
         for leaf, needed in zip(leaves, ctx.needs_input_grad[4:], strict=True):
             leaf.requires_grad_(needed)
-        with torch.enable_grad(), ctx.random.again() if ctx.random else nullcontext():
+        with torch.enable_grad(), _random_state(*ctx.random) if ctx.random else nullcontext():
             outputs = ctx.compute(leaves, True)
-        given = [
-            (output, converted(grad, types.backward, math))
-            for output, grad in zip(outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        pairs = zip(outputs, grads, strict=True)
+        given = [(y, converted(g, types.backward, math)) for y, g in pairs if g is not None]
+        given = [(y, g) for y, g in given if y.requires_grad]
         found: Iterator[Tensor | None] = iter(())
         if given:
-            outputs, grads = zip(*given, strict=True)
-            found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-        computed = (next(found, None) if leaf.requires_grad else None for leaf in leaves)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            ys, gs = zip(*given, strict=True)
+            found = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
+        computed = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         rounded_grads = (None if grad is None else grad.to(types.backward) for grad in computed)
         return None, None, None, None, *rounded_grads
 
 
-class _RandomState:
-    """The random generators' states now, of the CPU and of these tensors' devices."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._devices = sorted({t.device.index for t in tensors if t.is_cuda})
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(index) for index in self._devices]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A block in which they are as they were; after it as before it."""
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._cpu)
-            for index, state in zip(self._devices, self._cuda, strict=True):
-                torch.cuda.set_rng_state(state, index)
-            yield
+@contextmanager
+def _random_state(cpu: Tensor, devices: Any) -> Iterator[None]:
+    """A block in which the random generators are in these states; after it as before it."""
+    with torch.random.fork_rng(devices[0]):
+        torch.set_rng_state(cpu)
+        set_device_states(*devices)
+        yield

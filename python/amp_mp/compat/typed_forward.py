@@ -96,7 +96,9 @@ class TypedForward:
         }
         if self.kind != NORM:
             return self._leave(self._run(args, kwargs, weights))
-        with other_buffers(module, _in_math(math), copy_back=module.training):
+        # Its statistics have its math type, too, for this time.
+        in_math = lambda b: b.to(math) if b.is_floating_point() else b  # noqa: E731
+        with other_buffers(module, in_math, copy_back=module.training):
             return self._leave(self._run(args, kwargs, weights))
 
     @_disable_dynamo
@@ -156,10 +158,6 @@ class TypedForward:
         no_casts = nullcontext() if given is None else autocast_off(given)
         with weights_in_place(module, weights), no_casts:
             return type(module).forward(module, *args, **kwargs)
-
-
-def _in_math(math: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda buffer: buffer.to(math) if buffer.is_floating_point() else buffer
 
 
 def _is_called(_: nn.Module, args: Any) -> None:
