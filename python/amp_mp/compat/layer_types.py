@@ -231,9 +231,7 @@ def _refuse(module: nn.Module, label: str, kind: str) -> None:
     if typed_forward(module) is not None:
         problem = "has types already; call amp.compat.undo_layer_types(model) first"
     elif "forward" in module.__dict__:
-        problem = (
-            "has a forward method of its own (as attach_main_grads sets); set types first"
-        )
+        problem = "has a forward method of its own (as attach_main_grads sets); set types first"
     elif isinstance(module, torch.jit.ScriptModule):
         problem = "is a TorchScript module, whose arithmetic is fixed; use the Python module"
     elif any(map(is_lazy, [*module.parameters(), *module.buffers()])):

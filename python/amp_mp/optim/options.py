@@ -135,9 +135,19 @@ def check_group(group: Mapping[str, Any]) -> None:
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
         )
+    check_rounding(group)
+    check_seed(group)
+
+
+def check_rounding(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a rounding of a param_group that is not known."""
     rounding = group.get("rounding", "nearest")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
+
+
+def check_seed(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a seed of a param_group that cannot be."""
     seed = group.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")

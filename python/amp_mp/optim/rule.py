@@ -41,10 +41,14 @@ class Directions:
     """How a rule whose update is a whole matrix turns directions into updates.
 
     shape_of gives the shape of the matrices that a parameter of a group consists of; parameters
-    with equal ones lie side by side. numbers: what Hyper has for matrices of a shape. make returns
-    the function for these parameters, each with its group, in the order of the slots.
+    with equal ones lie side by side; refuse raises ValueError, with a label, for a parameter that
+    consists of none. Both look at the group's entries `options`. numbers: what Hyper has for
+    matrices of a shape. make returns the function for these parameters, each with its group, in the
+    order of the slots.
     """
 
+    options: tuple[str, ...]
+    refuse: Callable[[Group, Tensor, str], None]
     shape_of: Callable[[Group, Tensor], Shape]
     numbers: Callable[[Group, Shape], dict[str, Any]]
     make: Callable[[Sequence[tuple[Tensor, Group]]], MakeUpdates]

@@ -15,6 +15,7 @@ from amp_mp.optim.backward.refuse_shards import refuse_shards, warn_of_nonfinite
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.step.decide import decide, decide_inputs, new_verdict
 from amp_mp.optim.step.gather import Bucket, ParamInfo, param_infos
+from amp_mp.optim.step.group_options import refuse_formats
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.protocols import Scaler, Steppable
 from amp_mp.sharding.gradients import GradientStatistics, local_gradient
@@ -137,10 +138,13 @@ class Release(Attachment):
     def _gather(self, param: Tensor, info: ParamInfo, rules: list[Rule]) -> Bucket:
         """The bucket of one parameter, made anew only where one of its tensors was replaced."""
         optimizer, bucket = self._optimizer, self._buckets.get(param)
-        if bucket is None or not bucket.is_of(optimizer.state, rules):
-            groups, states = optimizer.param_groups, optimizer.state
-            device = local_of(param).device
-            bucket = Bucket(device, [(param, info)], rules[info.group], groups, states)
+        groups, states = optimizer.param_groups, optimizer.state
+        if bucket is None or not bucket.is_of(states, rules, groups):
+            rule, group = rules[info.group], groups[info.group]
+            refuse_formats(rule, group, info.group)
+            if rule.directions is not None:
+                rule.directions.refuse(group, param, info.label)
+            bucket = Bucket(local_of(param).device, [(param, info)], rule, groups, states)
             self._buckets[param] = bucket
         return bucket
 

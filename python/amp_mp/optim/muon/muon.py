@@ -9,7 +9,7 @@ from amp_mp.optim.adam import MOMENTS
 from amp_mp.optim.adam import NUMBERS as OF_ADAMW
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.muon.matrices import refuse_shape, shape_of
-from amp_mp.optim.muon.numbers import factor_of_rate
+from amp_mp.optim.muon.numbers import check_numbers, factor_of_rate
 from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.muon.sharded import make_updates
 from amp_mp.optim.options import Options, check_group
@@ -19,12 +19,23 @@ from amp_mp.optim.step.gather import param_infos
 # The numbers of Muon's groups that AdamW's do not have.
 OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split", "flatten")
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    check_numbers(group)  # what a script wrote since the last step
+    return numbers("lr", "weight_decay", "momentum", "nesterov")(group)
+
+
 MUON = Rule(
     "muon_",
-    numbers("lr", "weight_decay", "momentum", "nesterov"),
+    _numbers,
     (State("momentum_buffer", "moment"),),
     directions=Directions(
-        shape_of, lambda group, shape: {"trust": factor_of_rate(group, shape)}, make_updates
+        ("split", "flatten"),
+        refuse_shape,
+        shape_of,
+        lambda group, shape: {"trust": factor_of_rate(group, shape)},
+        make_updates,
     ),
 )
 ADAMW = Rule("adamw_", OF_ADAMW, MOMENTS)

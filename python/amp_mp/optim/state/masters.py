@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.optim.state.formats import (
     MASTER_ENTRIES,
     REST_FORMATS,
@@ -25,17 +26,20 @@ def set_master(
 ) -> None:
     """Gives a low-precision parameter a master of the format, holding `values` if there are any.
 
-    Without values an existing master is kept, or converted if it has another format. The parameter
-    becomes the rounded values; a split rounds a value half way between two weights away from zero.
+    Without values an existing master is kept, or converted if it has another format; "none" drops
+    it. The parameter becomes the rounded values; a split rounds a value half way between two
+    weights away from zero.
     values: beside a DTensor a DTensor placed as it is, or the part on this process.
     """
     if values is None:
-        if format == "none" or state.get(_entry(format, param)) is not None:
+        if format == "none":
+            _drop_masters(state)
+            return
+        if state.get(_entry(format, param)) is not None:
             return
         present = master_of(param, state)
         values = take_original(param) if present is None else present
-    for name in MASTER_ENTRIES:
-        state.pop(name, None)
+    _drop_masters(state)
     if format == "float32":
         made = torch.empty_like(local_of(param), dtype=torch.float32)
         state["master"] = like(made, param)
@@ -57,6 +61,12 @@ def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     """
     arrays = _arrays(param, state)
     return None if arrays is None else like(get(*arrays), param)
+
+
+def _drop_masters(state: dict[str, Any]) -> None:
+    found = [t for name in MASTER_ENTRIES if (t := state.pop(name, None)) is not None]
+    # They may be of another stream, whose allocator would hand them out while this one reads them.
+    _C.used_on_current_stream([local_of(tensor) for tensor in found])
 
 
 def _entry(format: str, param: Tensor) -> str:

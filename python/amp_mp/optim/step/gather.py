@@ -13,6 +13,7 @@ from amp_mp.optim.state.follow import follow
 from amp_mp.optim.state.formats import MASTER_ENTRIES, beside, format_of, native_name
 from amp_mp.optim.state.init import States, init_state
 from amp_mp.optim.step.capture import is_capturing, refuse_new_state
+from amp_mp.optim.step.group_options import GroupOptions, refuse_formats
 from amp_mp.optim.step.refuse import refuse_param, refuse_state
 from amp_mp.optim.step.whole import WholeStatistics
 from amp_mp.sharding.gradients import local_gradient
@@ -98,7 +99,8 @@ class Bucket:
         for param, info in members:
             follow(rule, groups[info.group], param, states[param])
         clocks = [init_state(rule, groups[i.group], param, states[param]) for param, i in members]
-        self._groups = {info.group for info in infos}
+        self._groups = sorted({info.group for info in infos})
+        self._options = GroupOptions(rule, [groups[index] for index in self._groups])
         self._dicts = dicts = [states[param] for param in self.params]
         self._keys = state_keys(rule, dicts)
         self._values = [[d.get(key) for d in dicts] for key in self._keys]
@@ -140,21 +142,22 @@ class Bucket:
             if local is not None:
                 self.slots.set_gradient(i, local)
 
-    def is_current(self, rules: list[Rule]) -> bool:
+    def is_current(self, rules: list[Rule], groups: list[Group]) -> bool:
         """Whether the state holds the tensors that the slots were made of, and these fit still.
 
         rules: of each param_group.
         """
         return (
             all(rules[group] is self.rule for group in self._groups)
+            and self._options.are_those_of([groups[index] for index in self._groups])
             and _C.holds(self._dicts, self._keys, self._values)
             and self.slots.fit()
         )
 
-    def is_of(self, states: States, rules: list[Rule]) -> bool:
+    def is_of(self, states: States, rules: list[Rule], groups: list[Group]) -> bool:
         """As is_current; False also where a parameter's state was deleted or replaced."""
         own = zip(self.params, self._dicts, strict=True)
-        return all(states.get(p) is held for p, held in own) and self.is_current(rules)
+        return all(states.get(p) is held for p, held in own) and self.is_current(rules, groups)
 
 
 class Gathered:
@@ -168,13 +171,18 @@ class Gathered:
     ) -> None:
         """Makes the missing state. RuntimeError during capture by a CUDA graph.
 
-        rules: of each group.
+        rules: of each group. ValueError, before that, for an option that a group cannot have.
         """
+        for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+            refuse_formats(rule, group, index)
         self._params = [p for group in groups for p in group["params"]]
         self._dormant: list[Tensor] = []  # no gradient so far, hence no state
         members: dict[tuple[torch.device, Rule], Members] = {}
         for param, info in param_infos(groups):
-            own = members.setdefault((local_of(param).device, rules[info.group]), [])
+            rule = rules[info.group]
+            if rule.directions is not None:
+                rule.directions.refuse(groups[info.group], param, info.label)
+            own = members.setdefault((local_of(param).device, rule), [])
             if param.grad is None and not states.get(param):
                 self._dormant.append(param)
             else:
@@ -193,7 +201,7 @@ class Gathered:
         return (
             _C.same_items([group["params"] for group in groups], self._params)
             and _C.same_values(states, self._states)
-            and all(bucket.is_current(rules) for bucket in self.buckets)
+            and all(bucket.is_current(rules, groups) for bucket in self.buckets)
             and all(param.grad is None for param in self._dormant)
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.options import check_seed
 from amp_mp.optim.rule import Group, Rule, Shape
 from amp_mp.optim.step.decide import decide, decide_inputs
 from amp_mp.optim.step.gather import Bucket, Gathered
@@ -46,6 +47,7 @@ class StepRunner:
             numbers |= rule.directions.numbers(group, shape)
         known = self._hypers.get((index, shape))
         if known is None or not _same(known[0], numbers):
+            check_seed(group)
             known = self._hypers[index, shape] = numbers, _C.Hyper(**numbers)
         return known[1]
 
@@ -73,8 +75,10 @@ class StepRunner:
         if measured is None or measured.buckets is not buckets or stale:
             alone = one_bucket and whole is None and optimizer.attachment is None
             measured = None if alone or not measures else _measured(optimizer, gathered)
+        # What may raise comes before the first bucket is stepped.
+        all_hypers = [[self.hyper(b.rule, groups, *kind) for kind in b.kinds] for b in buckets]
         if not one_bucket:
-            for bucket in buckets:  # before the first of them is stepped
+            for bucket in buckets:
                 bucket.slots.check_gradients()
         found = [] if measured is None else measured.found
         weights = [] if measured is None else measured.weights or []
@@ -93,14 +97,13 @@ class StepRunner:
         else:
             verdict, own = decide(device, [each.rows for each in found], inputs), None
         for number, (bucket, known, masters) in enumerate(zip_longest(buckets, found, weights)):
-            rule = bucket.rule
-            hypers = [self.hyper(rule, groups, *kind) for kind in bucket.kinds]
+            hypers = all_hypers[number]
             local = verdict if one_device else verdict.to(bucket.device)
             reads = one_bucket and measures and not found
             updates = bucket.updates
             if whole is not None and updates is None:
                 updates = partial(whole.updates, number)
-            operator = _C.operators[rule.operator]
+            operator = _C.operators[bucket.rule.operator]
             operator(bucket.slots, hypers, local, known, own, reads, masters, updates)
         seen = bool(found) or (measures and one_bucket)
         self.log.add(verdict, seen)
