@@ -67,6 +67,9 @@ class Training:
 # products of stacks two copy what they add to; one matrix alone needs none. A GPU may cut a product
 # into two kernels.
 OF_TORCH = 3 * (3 + 1) + 5 * (2 * (3 + 2) + 3)
+# The directions' memory lives for one step. Where the allocator has it elsewhere than in the last
+# step, one launch uploads the new addresses.
+UPLOADS = (0, 1)
 
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "tiny"])
@@ -78,7 +81,8 @@ def test_a_step_is_four_launches_and_the_products(memory: str) -> None:
     training.fill(3, False)
     with watching() as seen:
         training.step()
-    assert (seen.kernels, seen.waits) == (4, 0)  # measure, decide, directions, apply
+    assert seen.waits == 0
+    assert seen.kernels - 4 in UPLOADS  # measure, decide, directions, apply
     assert seen.others == OF_TORCH or not PRETEND_GPU
 
 
@@ -92,7 +96,7 @@ def test_with_others_there_are_six_launches_more() -> None:
         training.step()
     assert seen.waits == 0
     # A measure and a sum for each list, the decision, then three passes and two.
-    assert seen.kernels == 2 * 2 + 1 + 3 + 2
+    assert seen.kernels - (2 * 2 + 1 + 3 + 2) in UPLOADS
     assert seen.others == OF_TORCH + 5 or not PRETEND_GPU  # two lists' totals become one
 
 
