@@ -37,7 +37,7 @@ def layers_of(model: nn.Module) -> dict[nn.Module, list[str]]:
         parts = name.startswith(inside) or "parametrizations" in name.split(".")
         if parts or type(module).forward is nn.Module.forward:  # a list of modules has no forward
             continue
-        children = module._modules.keys() - {"parametrizations"}
+        children = {name for name, _ in module.named_children()} - {"parametrizations"}
         if not children or isinstance(module, WHOLE):
             found.setdefault(module, []).append(name)
             inside += (f"{name}." if name else "",)
