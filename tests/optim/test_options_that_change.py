@@ -82,7 +82,7 @@ def test_a_master_may_change_while_gradients_are_released(device: str, release: 
         ({"rounding": "up"}, "rounding must be one of"),
         ({"master": "half"}, "master"),
         ({"exp_avg": "int3"}, "exp_avg"),
-        ({"memory": "tiny"}, "memory is for new optimizers and new groups"),
+        ({"memory": "tiny"}, "memory in a param_group is for new optimizers"),
         ({"seed": -1}, "seed must be"),
     ],
 )
@@ -128,3 +128,15 @@ def test_blocks_that_do_not_fit_change_nothing(device: str) -> None:
         train(param, optimizer, range(2, 3))
     assert raw_bytes(param.detach()) == before[0]
     assert raw_bytes(state_of(optimizer, param)) == before[1]
+
+
+def test_a_group_may_be_taken_away_between_steps(device: str) -> None:
+    params = [param_of(device) for _ in range(2)]
+    optimizer = amp.optim.AdamW([{"params": [p]} for p in params], lr=0.01)
+    for step in range(2):
+        for p in params:
+            fill(p, step)
+        optimizer.step()
+        before = params[1].detach().clone()
+        del optimizer.param_groups[1:]
+    assert torch.equal(params[1], before)

@@ -79,7 +79,7 @@ FILES = {
     "optim/state/test_state_taken_away": 12,
     "optim/state/test_swapped_parameters": 1,
     "optim/test_larc": 20,
-    "optim/test_options_that_change": 15,
+    "optim/test_options_that_change": 16,
     "optim/test_lost_updates": 14,
     "scaling/test_policies": 13,
 }

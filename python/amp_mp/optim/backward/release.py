@@ -140,6 +140,8 @@ class Release(Attachment):
         optimizer, bucket = self._optimizer, self._buckets.get(param)
         groups, states = optimizer.param_groups, optimizer.state
         if bucket is None or not bucket.is_of(states, rules, groups):
+            if bucket is not None:
+                bucket.refuse_new_memory(groups)
             rule, group = rules[info.group], groups[info.group]
             refuse_formats(rule, group, info.group)
             if rule.directions is not None:

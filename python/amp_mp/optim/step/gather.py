@@ -154,6 +154,11 @@ class Bucket:
             and self.slots.fit()
         )
 
+    def refuse_new_memory(self, groups: list[Group]) -> None:
+        """See GroupOptions."""
+        if all(index < len(groups) for index in self._groups):  # a script may remove a group
+            self._options.refuse_new_memory([groups[index] for index in self._groups])
+
     def is_of(self, states: States, rules: list[Rule], groups: list[Group]) -> bool:
         """As is_current; False also where a parameter's state was deleted or replaced."""
         own = zip(self.params, self._dicts, strict=True)

@@ -15,24 +15,30 @@ class GroupOptions:
     def __init__(self, rule: Rule, groups: list[Group]) -> None:
         own = () if rule.directions is None else rule.directions.options
         self._keys = ("memory", "master", "rounding", *rule.names, *own)
+        self._formats = ("master", *rule.names)
         self._values = [[group.get(key) for group in groups] for key in self._keys]
 
     def are_those_of(self, groups: list[Group]) -> bool:
         """Whether these groups have the same options still."""
         return _C.holds(groups, self._keys, self._values)
 
+    def refuse_new_memory(self, groups: list[Group]) -> None:
+        """Raises ValueError where `memory` was written into one of these groups since.
+
+        A group that has it from the start, as ZeroRedundancyOptimizer's have, is left alone.
+        """
+        if any(g.get("memory") != m for g, m in zip(groups, self._values[0], strict=True)):
+            raise ValueError(
+                "memory in a param_group is for new optimizers and new groups; delete it and write "
+                f"the formats that it stands for: {', '.join(self._formats)}"
+            )
+
 
 def refuse_formats(rule: Rule, group: Group, index: int) -> None:
     """Raises ValueError naming a param_group, by its index, and the format that it cannot have."""
     try:
-        kinds = {"master": "master", **kinds_of([rule])}
-        if "memory" in group:
-            raise ValueError(
-                "memory is for new optimizers and new groups; delete it and write the formats "
-                f"that it stands for: {', '.join(kinds)}"
-            )
         check_rounding(group)
-        for name, kind in kinds.items():
+        for name, kind in {"master": "master", **kinds_of([rule])}.items():
             if group[name] not in KINDS[kind]:
                 known = ", ".join(KINDS[kind])
                 raise ValueError(f"{name} must be one of {known}; found {group[name]!r}")

@@ -117,6 +117,8 @@ class StepRunner:
         known, states = self._gathered, optimizer.state
         if known is None or self.replaced.is_due() or not known.is_current(rules, groups, states):
             self.replaced.check(groups)
+            for bucket in () if known is None else known.buckets:
+                bucket.refuse_new_memory(groups)
             known = self._gathered = Gathered(rules, groups, states, optimizer.process_groups)
         elif known.has_no_gradient():
             self.replaced.check(groups)
