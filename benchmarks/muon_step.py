@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from timing import Candidate, medians
+from torch_pipeline import SCALE, pipeline
 
 import amp_mp as amp
 from amp_mp.optim.muon.newton_schulz import orthogonalise_
 
-SCALE = 2.0**10
 ITERATIONS, COEFFICIENTS, EPS = 5, (3.4445, -4.775, 2.0315), 1e-7
 MEMORIES = ("float32", "exact", "lean", "tiny")
 
@@ -51,20 +51,7 @@ def torch_pipeline(shapes: list[tuple[int, int]], device: str) -> Callable[[], N
     model = matrices(shapes, device)
     masters = [torch.nn.Parameter(p.detach().float()) for p in model]
     optimizer = torch.optim.Muon(masters, lr=1e-4)
-    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
-    scaler.scale(torch.ones((), device=device))
-
-    def step() -> None:
-        for master, param in zip(masters, model, strict=True):
-            master.grad = param.grad.float()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            torch._foreach_copy_(model, masters)
-
-    return step
+    return pipeline(model, masters, optimizer, device)
 
 
 def our_step(shapes: list[tuple[int, int]], device: str, memory: str) -> Callable[[], None]:

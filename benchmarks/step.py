@@ -21,6 +21,7 @@ from pathlib import Path
 import muon_step
 import torch
 from timing import Candidate, in_place, medians, show
+from torch_pipeline import SCALE, pipeline
 
 import amp_mp as amp
 
@@ -34,7 +35,6 @@ STEP_BYTES = {
     "tiny": 2 + 2 * (2 + 1 + 33 / 32 + 1 / 32 + 2),
     "micro": 2 + 2 * (2 + 1 + 33 / 32 + 1 / 32 + 1 + 1 / 32),
 }
-SCALE = 2.0**10
 
 
 def weights(
@@ -60,19 +60,7 @@ def torch_pipeline(sizes: list[int], device: str, dtype: torch.dtype = torch.bfl
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     optimizer.step = functools.partial(optimizer.step)  # keeps GradScaler from its fused protocol
     optimizer._step_supports_amp_scaling = False  # unscale_ was called: no second check is wanted
-    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
-    scaler.scale(torch.ones((), device=device))
-
-    def step() -> None:
-        for master, param in zip(masters, model, strict=True):
-            master.grad = param.grad.float()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        with torch.no_grad():
-            torch._foreach_copy_(model, masters)
-
+    step = pipeline(model, masters, optimizer, device)
     return Candidate("torch", step, TORCH_BYTES * sum(sizes))
 
 

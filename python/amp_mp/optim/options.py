@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from amp_mp.optim.choices import check_choice
 from amp_mp.optim.muon.numbers import check_numbers
 from amp_mp.optim.state.formats import ROUNDINGS
 
@@ -141,9 +142,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def check_rounding(group: Mapping[str, Any]) -> None:
     """Raises ValueError for a rounding of a param_group that is not known."""
-    rounding = group.get("rounding", "nearest")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; found {rounding!r}")
+    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
 
 
 def check_seed(group: Mapping[str, Any]) -> None:

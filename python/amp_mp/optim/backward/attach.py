@@ -9,6 +9,7 @@ from amp_mp.optim.backward.attachment import Attachment
 from amp_mp.optim.backward.measure import Measure
 from amp_mp.optim.backward.refuse_shards import refuse_shards
 from amp_mp.optim.backward.release import Release
+from amp_mp.optim.choices import check_choice
 from amp_mp.optim.step.protocols import Scaler, Steppable
 from amp_mp.sharding.shards import is_dtensor
 
@@ -28,8 +29,7 @@ def attach(
             "release and measure: exactly one of them has to be True, found "
             f"{release!r} and {measure!r}; release=True measures where anything needs it"
         )
-    if clip not in CLIPS:
-        raise ValueError(f"clip must be one of {', '.join(CLIPS)}; found {clip!r}")
+    check_choice("clip", clip, CLIPS)
     if scaler is not None and not isinstance(scaler, Scaler):
         raise TypeError(
             f"scaler must be an amp_mp.GradScaler, found {type(scaler)}: torch's own asserts that "

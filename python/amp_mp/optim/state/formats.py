@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.choices import check_choice
 from amp_mp.optim.state.old_codes import OLD_FORMATS, decode_old, stored_like
 from amp_mp.sharding.shards import local_of, shards_of
 
@@ -105,15 +106,14 @@ def resolve(
     memory: a preset or None. chosen: formats by "master" or a state's name, or None. kinds: of the
     states, by name. Raises ValueError naming the argument.
     """
-    if memory is not None and memory not in PRESETS:
-        raise ValueError(f"memory must be one of {', '.join(PRESETS)}; found {memory!r}")
+    if memory is not None:
+        check_choice("memory", memory, PRESETS)
     preset = DEFAULT if memory is None else PRESETS[memory]
     formats = {}
     for name, format in chosen.items():
         kind = kinds.get(name, "master")
         found = preset.get(kind, "float32") if format is None else format
-        if found not in KINDS[kind]:
-            raise ValueError(f"{name} must be one of {', '.join(KINDS[kind])}; found {found!r}")
+        check_choice(name, found, KINDS[kind])
         formats[name] = found
     return formats
 

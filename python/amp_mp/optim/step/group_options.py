@@ -4,6 +4,7 @@ A script may change them between two steps. The slots are then made anew, and st
 """
 
 from amp_mp import _C
+from amp_mp.optim.choices import check_choice
 from amp_mp.optim.options import check_rounding
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.formats import KINDS
@@ -39,8 +40,6 @@ def refuse_formats(rule: Rule, group: Group, index: int) -> None:
     try:
         check_rounding(group)
         for name, kind in {"master": "master", **kinds_of([rule])}.items():
-            if group[name] not in KINDS[kind]:
-                known = ", ".join(KINDS[kind])
-                raise ValueError(f"{name} must be one of {known}; found {group[name]!r}")
+            check_choice(name, group[name], KINDS[kind])
     except ValueError as error:
         raise ValueError(f"param_group {index}: {error}") from None
