@@ -8,26 +8,38 @@ VENV := .venv
 PY := $(VENV)/bin/python
 ZOO := .venv-zoo
 JOBS ?= 2
-NATIVE := $(shell find csrc -type f) build_tools/native.py setup.py pyproject.toml
+# Kernels are compiled for this machine's GPU, or else one that many have; pip compiles for all.
+ARCH = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
+TORCH_CUDA_ARCH_LIST ?= $(or $(ARCH),9.0)
+NATIVE := $(shell find csrc -type f) $(wildcard build_tools/*.py) setup.py pyproject.toml
 PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-fast test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
+.PHONY: demo test test-all test-rest test-fast test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
 
 demo: build
 	$(PY) examples/demo.py
 
-# Two workers; tests that share something built stay in one of them (marker xdist_group).
+# Two workers; tests that share processes stay in one of them (marker xdist_group).
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
+# What a change of Python or C++ can break here: a quarter of an hour on two cores.
 test: build lint
+	$(PYTEST) -m "not full"
+
+# Everything; test-rest is what `make test` leaves out: emulators under sanitizers, mutants of the
+# kernels, every file on the pretend GPU, scripts of `make gpu`, whole products of parameters.
+test-all: build lint
 	$(PYTEST)
+
+test-rest: build
+	$(PYTEST) -m full
 
 # What to run while writing: everything that takes less than a second and compiles nothing.
 test-fast: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not full"
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
@@ -81,7 +93,7 @@ clean:
 build: $(VENV)/built
 
 $(VENV)/built: $(VENV)/tools $(NATIVE)
-	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) \
+	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" \
 	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 

@@ -42,7 +42,7 @@ def compare(call: Callable[[], Any], calls: int, every_call: bool) -> dict[str, 
         for name in ("plain", "torch.autocast", '"torch" table', '"apex" table'):
             install(name.split('"')[1] if '"' in name else "stock", "cpu")
             if '"' not in name:
-                amp.uninstall()
+                amp.casting.uninstall()
 
             def region(name: str = name) -> AbstractContextManager[Any]:
                 return nullcontext() if name == "plain" else torch.autocast("cpu", LOW)

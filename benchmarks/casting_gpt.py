@@ -66,7 +66,7 @@ def enter(arm: str) -> None:
         install_step_hooks()
         install(table, "cpu")
     else:
-        amp.uninstall()
+        amp.casting.uninstall()
 
 
 def times(rounds: int) -> dict[str, float]:

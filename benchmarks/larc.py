@@ -52,7 +52,7 @@ def in_torch(params: list[nn.Parameter]) -> Callable[[], Any]:
 
 def around(kind: Any) -> Callable[[list[nn.Parameter]], Callable[[], Any]]:
     def made(params: list[nn.Parameter]) -> Callable[[], Any]:
-        return amp.optim.LARC(kind(params, **NUMBERS, weight_decay=DECAY), TRUST, eps=EPS).step
+        return amp.apex.LARC(kind(params, **NUMBERS, weight_decay=DECAY), TRUST, eps=EPS).step
 
     return made
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
+from build_tools.unity import torch_units
+
 try:
     import torch
     from torch.utils.cpp_extension import include_paths, library_paths
@@ -64,6 +66,8 @@ class Unit:
     @property
     def name(self) -> str:
         """The object's name: cpu_loops_avx2 for cpu/loops.cpp."""
+        if not self.source.is_relative_to(CSRC):
+            return self.source.stem
         parts = self.source.relative_to(CSRC).with_suffix("").parts
         return "_".join([*parts, self.variant] if self.variant else parts)
 
@@ -120,8 +124,8 @@ def architecture_flags() -> list[str]:
     return flags
 
 
-def units(cuda: Cuda | None) -> list[Unit]:
-    """Everything that is compiled."""
+def units(cuda: Cuda | None, folder: Path) -> list[Unit]:
+    """Everything that is compiled; `folder` is for generated sources."""
     base = [*compiler(), *CXX_FLAGS.split(), *WARNINGS.split(), f"-I{CSRC}"]
     listed = [Unit(CSRC / "cpu/passes.cpp", base)]
     listed += [Unit(CSRC / "cpu/select.cpp", [*base, *(["-DAMP_MP_X86"] if IS_X86 else [])])]
@@ -147,7 +151,9 @@ def units(cuda: Cuda | None) -> list[Unit]:
     ]
     for path in [*include_paths(), sysconfig.get_paths()["include"]]:
         for_torch += ["-isystem", path]
-    return listed + [Unit(s, for_torch) for s in sorted(CSRC.glob("torch/**/*.cpp"))]
+    found = [Unit(s, for_torch) for s in torch_units(CSRC, folder)] + listed
+    # The one that takes two minutes begins first, so that no core waits for it at the end.
+    return sorted(found, key=lambda unit: unit.source.name != "apply.cu")
 
 
 def compile_unit(unit: Unit, folder: Path) -> Path:
@@ -203,7 +209,7 @@ class BuildNative(build_ext):
         temp.mkdir(parents=True, exist_ok=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         with ThreadPoolExecutor(jobs) as pool:
-            objects = list(pool.map(lambda unit: compile_unit(unit, temp), units(cuda)))
+            objects = list(pool.map(lambda unit: compile_unit(unit, temp), units(cuda, temp)))
 
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)

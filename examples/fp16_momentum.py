@@ -57,7 +57,7 @@ class Arm:
     def __init__(self, start: torch.Tensor, case: Case, **storage: str) -> None:
         self.weight = torch.nn.Parameter(start)
         optimizer = amp.optim.SGD([self.weight], case.lr, case.momentum, **storage)
-        self.optimizer = amp.scaling.shift_for_scale(optimizer, SCALE)
+        self.optimizer = amp.compat.shift_for_scale(optimizer, SCALE)
 
     def step(self, grad: torch.Tensor) -> None:
         self.weight.grad_dtype = grad.dtype  # lets a float32 weight have a float16 gradient

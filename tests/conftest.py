@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRETEND_GPU, autocast_state
+from helpers import PRETEND_GPU
 
 if PRETEND_GPU:  # has to come before amp_mp
     from pretend_gpu.install import install
 
     install()
+
+from leftovers import global_state, restore  # imports amp_mp
+from pretend_gpu.suite import ON_A_GPU
 
 import amp_mp as amp
 from amp_mp.casting import op_table
@@ -27,23 +30,16 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]
 # Without a GPU, emulators/test_pretend_gpu.py runs these.
-ON_A_GPU = [
-    "casting/test_cuda_cast_streams.py",
-    "contract/test_cuda_scripts_on_any_streams.py",
-    "grad_scaler/test_cuda_stream_memory.py",
-    "grad_scaler/test_cuda_streams.py",
-    "optim/muon/test_cuda_muon.py",
-    "optim/step/test_cuda_dropped_memory.py",
-    "optim/step/test_cuda_step.py",
-    "optim/step/test_cuda_captured_tables.py",
-    "optim/step/test_cuda_sharded_step.py",
-    "optim/step/test_cuda_tables.py",
-]
-collect_ignore = [] if "cuda" in DEVICES else ON_A_GPU
+collect_ignore = [] if "cuda" in DEVICES else [f"{name}.py" for name in ON_A_GPU]
 # Every test on a CUDA stream that is not the default one, where there is a device.
 SIDE_STREAM = os.environ.get("AMP_MP_SIDE_STREAM") == "1" and "cuda" in DEVICES
 if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
     collect_ignore.append("zoo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that workers end together."""
+    items.sort(key=lambda item: item.path.parent.name not in ("distributed", "emulators"))
 
 
 @pytest.fixture(params=DEVICES)
@@ -53,12 +49,24 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def apex(device: str) -> Iterator[str]:
+def cast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has Apex's table cast matrix products on a CPU without bfloat16 instructions too.
+
+    The table leaves them to torch there. The others decide by size.
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        by_size = {"low_precision_if_large": "low_precision"}
+        rows = tuple((by_size.get(policy, policy), ops) for policy, ops in op_table.APEX)
+        monkeypatch.setattr(op_table, "APEX", rows)
+
+
+@pytest.fixture
+def apex(device: str, cast_products: None) -> Iterator[str]:
     """Casts on for the test, with bfloat16 and Apex's table; everything as before afterwards."""
     handle = amp.init(device_type=device, dtype=torch.bfloat16, loss_scale=1.0)
     yield device
     handle._deactivate()
-    amp.uninstall()
+    amp.casting.uninstall()
 
 
 @pytest.fixture
@@ -110,13 +118,11 @@ def _threads_are_left_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _autocast_is_left_as_it_was() -> Iterator[None]:
-    before, tables = autocast_state(), dict(op_table._active)
+    before = global_state()
     yield
-    after = autocast_state()
-    _restore(before)  # one test's fault is not the next one's
-    if op_table._active and not tables:  # a table that stays would be in force in the next test
-        amp.uninstall()
-    assert after == before
+    after = global_state()
+    restore(before)  # one test's fault is not the next one's
+    assert after.autocast == before.autocast
 
 
 @pytest.hookimpl(wrapper=True)
@@ -145,10 +151,3 @@ def _device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _restore(state: tuple[bool, dict[str, tuple[bool, torch.dtype]]]) -> None:
-    torch.set_autocast_cache_enabled(state[0])
-    for device, (enabled, dtype) in state[1].items():
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)

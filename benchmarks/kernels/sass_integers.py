@@ -115,9 +115,9 @@ def _lea(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
 def _shf(w: Warp, i: Instruction, operands: Sequence[Operand]) -> None:
     to, a, by, c = operands
     pair = w.u32(a).astype(np.uint64) | w.u32(c).astype(np.uint64) << np.uint64(32)
-    most = 63 if {"U64", "S64"} & i.modifiers else 32
+    most, last = (63, 63) if {"U64", "S64"} & i.modifiers else (32, 31)
     n = w.u32(by).astype(np.uint64)
-    n = n & np.uint64(most | 31) if "W" in i.modifiers else np.minimum(n, np.uint64(most))
+    n = n & np.uint64(last) if "W" in i.modifiers else np.minimum(n, np.uint64(most))
     if "L" in i.modifiers:
         pair = pair << n
     elif {"S32", "S64"} & i.modifiers:

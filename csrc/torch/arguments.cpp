@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "torch/step/state_layout.h"
+
 namespace amp_mp {
 
 Tensors unpack(const py::sequence& list, const char* argument) {
@@ -77,70 +79,17 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   return Slots(std::move(lists));
 }
 
-// By name, so that a rule's new number is a line in core/rules/base.h and one here.
 HyperTensors make_hyper(const py::kwargs& hyper) {
   HyperTensors result = {};
-  Hyper& h = result.hyper;
-  const std::pair<const char*, double*> doubles[] = {
-      {"lr", &h.lr},
-      {"beta1", &h.beta1},
-      {"beta2", &h.beta2},
-      {"eps", &h.eps},
-      {"weight_decay", &h.weight_decay},
-      {"momentum", &h.momentum},
-      {"dampening", &h.dampening},
-      {"lr_decay", &h.lr_decay},
-      {"trust", &h.trust},
-  };
-  const std::pair<const char*, bool*> flags[] = {{"nesterov", &h.nesterov},
-                                                 {"maximize", &h.maximize},
-                                                 {"clip", &h.clip},
-                                                 {"always_adapt", &h.always_adapt},
-                                                 {"decoupled", &h.decoupled}};
   for (const auto& [key, value] : hyper) {
     const auto name = py::cast<std::string>(key);
-    if (name == "lr" && THPVariable_Check(value.ptr())) {
-      result.lr = THPVariable_Unpack(value.ptr());
-      continue;
+    if (name == "seed") {
+      result.hyper.seed = py::cast<uint64_t>(value);
+    } else {
+      read_number(result, hyper_number(name), value.ptr(), key.ptr());
     }
-    bool known = name == "seed";
-    if (known) h.seed = py::cast<uint64_t>(value);
-    for (const auto& [own, number] : doubles)
-      if (name == own) {
-        *number = py::cast<double>(value);
-        known = true;
-      }
-    for (const auto& [own, flag] : flags)
-      if (name == own) {
-        *flag = py::cast<bool>(value);
-        known = true;
-      }
-    if (!known) throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
   }
   return result;
-}
-
-// Raw calls, since it runs at every step; and the dicts, which have left the cache since the last
-// one, are asked for ahead.
-bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values) {
-  const auto count = PyList_GET_SIZE(dicts.ptr());
-  for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(PyList_GET_ITEM(dicts.ptr(), i));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const char* keys = reinterpret_cast<char*>(
-        reinterpret_cast<PyDictObject*>(PyList_GET_ITEM(dicts.ptr(), i))->ma_keys);
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
-  }
-  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keys.ptr()); ++k) {
-    PyObject* key = PyTuple_GET_ITEM(keys.ptr(), k);
-    const py::list column = values[size_t(k)];
-    if (PyList_GET_SIZE(column.ptr()) != count) return false;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* found = PyDict_GetItemWithError(PyList_GET_ITEM(dicts.ptr(), i), key);
-      if (!found && PyErr_Occurred()) throw py::error_already_set();
-      if ((found ? found : Py_None) != PyList_GET_ITEM(column.ptr(), i)) return false;
-    }
-  }
-  return true;
 }
 
 bool same_items(const py::list& lists, const py::list& items) {
@@ -153,15 +102,6 @@ bool same_items(const py::list& lists, const py::list& items) {
       if (PyList_GET_ITEM(list.ptr(), i) != PyList_GET_ITEM(items.ptr(), at++)) return false;
   }
   return at == count;
-}
-
-bool same_values(const py::dict& dict, const py::list& items) {
-  const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
-  if (PyDict_GET_SIZE(dict.ptr()) != count) return false;
-  PyObject *key, *value;
-  for (Py_ssize_t position = 0, at = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++at)
-    if (value != PyList_GET_ITEM(items.ptr(), at)) return false;
-  return true;
 }
 
 }  // namespace amp_mp

@@ -33,14 +33,7 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
 // Hyper's numbers by name, lr maybe a tensor; TypeError for a name it does not have.
 HyperTensors make_hyper(const py::kwargs& hyper);
 
-// Whether dicts[i][keys[k]] is values[k][i] for all of them, None meaning absent: how an optimizer
-// notices that a tensor in its state was replaced.
-bool holds(const py::list& dicts, const py::tuple& keys, const py::list& values);
-
 // Whether the lists, one after the other, hold exactly these objects.
 bool same_items(const py::list& lists, const py::list& items);
-
-// Whether the dict's values, in its order, are exactly these objects.
-bool same_values(const py::dict& dict, const py::list& items);
 
 }  // namespace amp_mp

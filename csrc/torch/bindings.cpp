@@ -10,7 +10,7 @@
 #include "torch/casting/trace.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
-#include "torch/step/step.h"
+#include "torch/step/stepper.h"
 #include "torch/tables.h"
 
 namespace amp_mp {
@@ -39,78 +39,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", build_info);
   bind_tables(m);
   m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
-  m.def("holds", &holds, py::arg("dicts"), py::arg("keys"), py::arg("values"));
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
-  m.def("same_values", &same_values, py::arg("dict"), py::arg("items"));
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
-  py::class_<HyperTensors>(m, "Hyper").def(py::init(&make_hyper));
-  using Maybe = std::optional<at::Tensor>;
-  py::class_<ScaleUpdateTensors, std::shared_ptr<ScaleUpdateTensors>>(m, "ScaleUpdate")
-      .def(py::init([](Maybe policy, Maybe policy_out, Maybe scale, Maybe scale_out, Maybe tracker,
-                       Maybe tracker_out, double growth_factor, double backoff_factor,
-                       int64_t growth_interval) {
-             return std::make_shared<ScaleUpdateTensors>(policy, policy_out, scale, scale_out,
-                                                         tracker, tracker_out, growth_factor,
-                                                         backoff_factor, growth_interval);
-           }),
-           py::kw_only(), py::arg("policy") = py::none(), py::arg("policy_out") = py::none(),
-           py::arg("scale") = py::none(), py::arg("scale_out") = py::none(),
-           py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
-           py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
-           py::arg("growth_interval") = 2000);
-  py::class_<DecideTensors>(m, "DecideInputs")
-      .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
-                       std::shared_ptr<ScaleUpdateTensors> scale_update,
-                       std::shared_ptr<StepReports> reports) {
-             return DecideTensors{std::move(scale), std::move(found_inf), max_norm,
-                                  std::move(scale_update), std::move(reports)};
-           }),
-           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
-           py::arg("max_norm") = 0.0, py::arg("scale_update") = py::none(),
-           py::arg("reports") = py::none());
-  py::class_<Measurement>(m, "Measurement")
-      .def(py::init<at::Tensor>(), py::arg("rows"))
-      .def_property_readonly("rows", &Measurement::rows);
-  py::class_<StepReports, std::shared_ptr<StepReports>>(m, "StepReports")
-      .def(py::init([](const at::Device& device) { return std::make_shared<StepReports>(device); }),
-           py::arg("device"))
-      .def_property_readonly("device", &StepReports::device)
-      .def(
-          "newest",
-          [](const StepReports& reports, bool wait) -> py::object {
-            std::optional<StepReport> found;
-            {
-              const py::gil_scoped_release release;
-              found = reports.newest(wait);
-            }
-            if (!found) return py::none();
-            const Verdict& v = found->verdict;
-            return py::make_tuple(found->seal, v.found_inf, v.multiplier, v.norm, v.max_abs,
-                                  v.scale, found->next_scale, found->skipped_in_a_row);
-          },
-          py::arg("wait"));
-
-  py::class_<Slots>(m, "Slots")
-      .def(py::init(&make_slots), py::kw_only(), py::arg("params"), py::arg("masters"),
-           py::arg("states"), py::arg("scales"), py::arg("formats"), py::arg("stochastic"),
-           py::arg("clocks"), py::arg("groups"), py::arg("tensor_indices"), py::arg("firsts"),
-           py::arg("names"), py::arg("dtensors") = py::none(), py::arg("row_lengths") = py::none(),
-           py::arg("row_strides") = py::none(), py::arg("device") = py::none())
-      .def("__len__", &Slots::size)
-      .def("fit", &Slots::fit)
-      .def("find_gradients", &Slots::find_gradients)
-      .def("set_gradient", &Slots::set_gradient, py::arg("i"), py::arg("local"))
-      .def("drop_gradients", &Slots::drop_gradients)
-      .def("check_gradients", &Slots::check_gradients)
-      .def(
-          "measure_weights",
-          [](Slots& slots) { return Measurement(slots.weights(), slots.device()); },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "measure", [](const Slots& slots) { return measure(slots); },
-          py::call_guard<py::gil_scoped_release>());
-
+  bind_step(m);
+  bind_stepper(m);
   m.def(
       "measure",
       [](const py::sequence& tensors) {
@@ -206,14 +139,4 @@ PYBIND11_MODULE(_C, m) {
       rows.append(py::make_tuple(x.op, x.argument, x.from, x.to, x.cached));
     return rows;
   });
-
-  py::dict operators;
-#define AMP_MP_BIND(Rule, op)                                                                \
-  operators[#op] = py::cpp_function(                                                         \
-      &apply_<Rule>, py::name(#op), py::arg("slots"), py::arg("hypers"), py::arg("verdict"), \
-      py::arg("measured") = py::none(), py::arg("inputs") = py::none(),                      \
-      py::arg("measure") = false, py::arg("weights") = py::none(),                           \
-      py::arg("gather_updates") = py::none(), py::call_guard<py::gil_scoped_release>());
-  AMP_MP_FOR_EACH_RULE(AMP_MP_BIND)
-  m.attr("operators") = operators;
 }

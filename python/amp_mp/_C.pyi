@@ -1,6 +1,6 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -180,6 +180,19 @@ class DecideInputs:
 def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
 
+def has_form(
+    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], param: Tensor
+) -> bool:
+    """Whether a saved state is as `form` says: csrc/torch/step/load.h."""
+
+def copy_of_form(
+    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], step: str
+) -> dict[str, Tensor]:
+    """A copy of a saved state that has the form, as the step keeps it."""
+
+def tensors_measured() -> int:
+    """How many tensors passes of this process have measured so far."""
+
 def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keeps memory of other streams, once it is freed, until the current stream has come so far.
 
@@ -222,14 +235,8 @@ def update_scale_(
 ) -> None:
     """Moves a loss scale after a step; found_inf and max_abs float64 [1]."""
 
-def holds(dicts: Sequence[dict[str, Any]], keys: Sequence[str], values: Sequence[Tensors]) -> bool:
-    """Whether dicts[i][keys[k]] is values[k][i] for all i and k; None means absent."""
-
 def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bool:
     """Whether the lists, one after the other, hold exactly these objects."""
-
-def same_values(dict: MutableMapping[Any, Any], items: Sequence[Any]) -> bool:
-    """Whether the dict's values, in its order, are exactly these objects."""
 
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
@@ -285,20 +292,164 @@ class Operator(Protocol):
         inputs: DecideInputs | None = None,
         measure: bool = False,
         weights: Measurement | None = None,
-        gather_updates: Callable[[Tensor], Tensor] | None = None,
+        sum_updates: Callable[[Tensor], Tensor] | None = None,
+        make_updates: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """With inputs the verdict is decided here, else it is given.
 
         measured or measure=True: where the decision or the rule needs the gradients' statistics.
         weights: the masters' statistics, for rules that need norms, where the slots are shards.
-        gather_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
-        statistics, float64 [n, 3], and returns those of the whole tensors. For Muon: called with
-        the directions, bfloat16, of all slots one behind the other, and returns the updates in
-        their places. Other rules use neither.
+        sum_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
+        statistics, float64 [n, 3], and returns those of the whole tensors.
+        make_updates: for Muon. Called with the directions, bfloat16, of all slots one behind the
+        other, and returns the updates in their places.
         """
 
 # By the names of csrc/core/rules.h: "adamw_", "sgd_", ...
 operators: dict[str, Operator]
+
+class RuleLayout:
+    """A rule as the native step needs it: csrc/torch/step/state_layout.h."""
+
+    def __init__(
+        self,
+        *,
+        op: str,
+        states: list[tuple[str, str | None, bool, str, list[Any]]],
+        masters: list[Any],
+        clock: tuple[str, str, str],
+        own_start: float,
+        own_is_kept: bool,
+        numbers: Sequence[tuple[str, str, int | None, str | None]],
+        options: list[str],
+        directions: object,
+        needs_norms: bool,
+    ) -> None: ...
+
+class Masters:
+    """Float32 masters of low-precision parameters; entries: RuleLayout's `masters`."""
+
+    def __init__(self, entries: list[Any]) -> None: ...
+    def set(
+        self, format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
+    ) -> None: ...
+    def of(self, param: Tensor, state: dict[str, Any]) -> Tensor | None: ...
+
+Groups = list[dict[str, Any]]
+States = MutableMapping[Tensor, dict[str, Any]]
+
+class Bucket:
+    """One parameter with its slots, for a step of its own; a step's buckets have several."""
+
+    def __init__(
+        self,
+        rules: list[Any],
+        groups: Groups,
+        states: States,
+        param: Tensor,
+        group: int,
+        tensor_index: int,
+        label: str,
+    ) -> None:
+        """Makes the missing state; TypeError, ValueError as a step. group: the param_group's index.
+
+        tensor_index: the parameter's among all. label: for messages.
+        """
+
+    @property
+    def params(self) -> list[Tensor]: ...
+    def is_of(self, rules: list[Any], groups: Groups, states: States) -> bool:
+        """Whether state and groups hold what the bucket was made of."""
+
+    def find_gradients(self) -> None:
+        """Before measuring and a step: DTensors' gradients as they are now."""
+
+    def measure(self) -> Measurement: ...
+    def step(
+        self,
+        groups: Groups,
+        measured: Measurement | None,
+        scale: Tensor | float | None,
+        max_norm: float | None,
+        total: Tensor | None = None,
+    ) -> None:
+        """One step; decides from `total`, float64 [3], where it is given, else from `measured`."""
+
+class Measured:
+    """The gradients' statistics, read before the step that uses them."""
+
+    def totals(self) -> dict[torch.device, Tensor]:
+        """float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN."""
+
+class Stepper:
+    """The door of an optimizer's step: csrc/torch/step/stepper.h."""
+
+    def __init__(self, hooks: object) -> None: ...
+    @property
+    def count(self) -> int:
+        """Steps so far."""
+    @property
+    def verdict(self) -> Tensor | None:
+        """The last step's, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
+    @property
+    def reports(self) -> StepReports | None: ...
+    def forget(self) -> None: ...
+    def step(
+        self,
+        rules: list[Any],
+        groups: Groups,
+        states: States,
+        *,
+        scale: Tensor | float | None = None,
+        found_inf: Tensor | float | None = None,
+        measure: bool = False,
+        max_norm: float | None = None,
+        scale_update: ScaleUpdate | None = None,
+        measured: Measured | None = None,
+        from_stock: bool = False,
+        read: Callable[[Bucket], Measurement] | None = None,
+    ) -> tuple[bool, tuple[int, int, float] | None]:
+        """One step. Returns whether scale_update was applied, and what `skipped` does."""
+
+    def measure(
+        self,
+        rules: list[Any],
+        groups: Groups,
+        states: States,
+        read: Callable[[Bucket], Measurement] | None = None,
+    ) -> Measured: ...
+    def decide(
+        self, device: torch.device, totals: list[Tensor], scale: Tensor | float | None
+    ) -> Tensor:
+        """A verdict from float64 [3] of each device, which becomes the last step's."""
+
+    def forget_report(self) -> None: ...
+    def report(self, wait: bool) -> tuple[Any, ...] | None:
+        """number, skipped, norm, max_abs, scale of the last step that the host knows."""
+
+    def skipped(self) -> tuple[int, int, float] | None:
+        """The last step, how many in a row were skipped, their scale; None after an applied one."""
+
+def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
+    """A parameter's place in its optimizer's param_groups, and its name if the group has names."""
+
+def init_states(rules: list[Any], groups: Groups, states: States) -> None:
+    """Makes the state of every trainable parameter; raises before anything is made."""
+
+def init_state(rule: Any, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+    """Makes what is missing of one parameter's state."""
+
+def scalar_on(device: torch.device, number: Tensor | float | None) -> Tensor | None:
+    """A number as a float32 tensor of one element on the device."""
+
+def decide(
+    device: torch.device,
+    totals: list[Tensor],
+    *,
+    scale: Tensor | float | None = None,
+    max_norm: float | None = None,
+) -> Tensor:
+    """A verdict, float64 [5]. totals: results of `measure`, one per device, or none."""
 
 class casting:  # noqa: N801 (a submodule)
     """The op-policy table: the headers of csrc/torch/casting."""

@@ -1,7 +1,7 @@
 """amp_mp: mixed-precision training for PyTorch.
 
-Train in float16 or bfloat16 and get float32's result: float32 masters, loss scaling, and optimizers
-that unscale, clip, update and cast in one native pass, on CPU and CUDA.
+Float32 masters, loss scaling, and optimizers that unscale, clip, update and cast in one native
+pass, on CPU and CUDA, so that float16 and bfloat16 get float32's result.
 
     import amp_mp as amp
 
@@ -10,6 +10,9 @@ that unscale, clip, update and cast in one native pass, on CPU and CUDA.
 """
 
 # ruff: noqa: E402 (the library is loaded after the check of torch's version)
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,56 +39,55 @@ def _check_torch() -> None:
 
 _check_torch()
 
-from amp_mp import checkpoint, compat, diagnose, formats, nn, optim, scaling
+from amp_mp import apex, casting, checkpoint, formats, nn, optim, scaling
 from amp_mp._C import build_info
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.fp16_utils import (
-    BN_convert_float,
-    master_params,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    network_to_half,
-    prep_param_lists,
-    tofp16,
-)
 from amp_mp.apex.handle import init
-from amp_mp.casting.autocast import autocast, backward, clear_cache, disable_casts
+from amp_mp.casting.autocast import autocast
 from amp_mp.casting.explain import explain
-from amp_mp.casting.functions import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from amp_mp.casting.op_table import policies, set_policy, uninstall
-from amp_mp.compat.openseq2seq import MixedPrecisionOptimizerWrapper, mixed_precision
-from amp_mp.compat.regularizers import l1, l2_half, l2_sum, mp_regularizer_wrapper
-from amp_mp.compat.shift_for_scale import shift_for_scale
-from amp_mp.compat.typed_tensor import TypedTensor
+from amp_mp.casting.op_table import policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
 from amp_mp.model.averaged_model import AveragedModel
-from amp_mp.model.convert import convert_network, prepare
+from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
 
-# Two names that `scaling` had before they moved to packages that it must not import.
-scaling.GradScaler = GradScaler  # type: ignore[attr-defined]
-scaling.shift_for_scale = shift_for_scale  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from amp_mp import compat, diagnose
 
 # fmt: off
 __all__ = [
-    "AveragedModel", "BN_convert_float", "FP16_Optimizer", "GradScaler",
-    "MixedPrecisionOptimizerWrapper",
-    "TypedTensor", "__version__", "attach_main_grads", "autocast", "backward", "build_info",
-    "checkpoint", "clear_cache", "compat", "convert_network", "diagnose", "disable_casts",
-    "explain",
-    "float32_state_dict", "float_function", "formats", "half_function", "init", "keep_fp32", "l1",
-    "l2_half", "l2_sum", "load_float32_state_dict", "master_params",
-    "master_params_to_model_params", "mixed_precision", "model_grads_to_master_grads",
-    "mp_regularizer_wrapper", "network_to_half", "nn", "optim", "policies", "prep_param_lists",
-    "prepare", "promote_function", "register_float_function", "register_half_function",
-    "register_promote_function", "scaling", "set_policy", "tofp16", "uninstall",
+    "AveragedModel", "FP16_Optimizer", "GradScaler", "__version__", "apex", "attach_main_grads",
+    "autocast", "build_info", "casting", "checkpoint", "compat", "diagnose", "explain",
+    "float32_state_dict", "formats", "init", "keep_fp32", "load_float32_state_dict", "nn", "optim",
+    "policies", "prepare", "scaling", "set_policy",
 ]
+# fmt: on
+
+_COMPAT = (
+    "MixedPrecisionOptimizerWrapper TypedTensor l1 l2_half l2_sum mixed_precision "
+    "mp_regularizer_wrapper set_layer_types shift_for_scale"
+)
+_HANDLE = "the method of the handle that amp_mp.init returns"
+# Where the names are that one may look for at the top: this package's others, and Apex's.
+_ELSEWHERE = {
+    "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low-precision weights",
+    "scale_loss": _HANDLE,
+    "wrap_optimizer": _HANDLE,
+    **{name: f"amp_mp.compat.{name}" for name in _COMPAT.split()},
+}
+for _package in (apex, casting, nn, optim, scaling):
+    _ELSEWHERE |= {name: f"{_package.__name__}.{name}" for name in _package.__all__}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports compat and diagnose when they are used; says where another name is."""
+    if name in ("compat", "diagnose"):
+        return importlib.import_module(f"amp_mp.{name}")
+    hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise AttributeError(f"module 'amp_mp' has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,23 +21,10 @@ import torch
 from torch import Tensor
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.state.formats import (
-    GROUP,
-    MOMENTS,
-    REST_FORMATS,
-    SQUARES,
-    get,
-    is_grouped,
-    native_name,
-    new_rest,
-    new_state,
-    put,
-    split_name,
-)
-from amp_mp.optim.state.old_codes import OLD_FORMATS
+from amp_mp.optim.state import formats as stored
 
 SPLITS = ("split32", "split24")
-NAMES = (*SPLITS, *dict.fromkeys((*MOMENTS, *SQUARES)))
+NAMES = (*SPLITS, *dict.fromkeys((*stored.MOMENTS, *stored.SQUARES)))
 
 
 def encode(
@@ -69,49 +56,48 @@ def encode(
     """
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
-    _check(format, NAMES)
+    _check(format)
     if format in SPLITS:
         if weight_dtype not in LOW_PRECISION:
             raise ValueError(
                 f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
             )
         weight = torch.empty_like(x, dtype=weight_dtype)
-        rest = new_rest(format, weight)
-        put(x, weight, rest, split_name(format, weight_dtype))
+        rest = stored.new_rest(format, weight)
+        stored.put(x, weight, rest, stored.split_name(format, weight_dtype))
         return weight, rest
-    if is_grouped(format) and x.numel() % GROUP:
-        raise ValueError(
-            f"{format} stores groups of {GROUP}; x has {x.numel()} elements, shape {tuple(x.shape)}"
-        )
-    data, scales = new_state(format, x)
-    put(x, data, scales, native_name(format), seed=seed, step=step, tensor_index=number)
+    if format in stored.GROUPED and x.numel() % stored.GROUP:
+        groups = f"{format} stores groups of {stored.GROUP}"
+        raise ValueError(f"{groups}; x has {x.numel()} elements, shape {tuple(x.shape)}")
+    data, scales = stored.new_state(format, x)
+    native = stored.native_name(format)
+    stored.put(x, data, scales, native, seed=seed, step=step, tensor_index=number)
     return (data,) if scales is None else (data, scales)
 
 
 def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     """The float32 numbers that the arrays of `encode` hold, in the shape of the first.
 
-    format: one of the module's, or "m8_cubed": what "m8" was before its codes got another meaning.
-    Raises ValueError for another format, or arrays that are not of it.
+    format: one of the module's. Raises ValueError for another format, or arrays that are not of it.
     """
-    _check(format, (*NAMES, *OLD_FORMATS))
-    count = 2 if format in SPLITS or is_grouped(format) else 1
+    _check(format)
+    count = 2 if format in SPLITS or format in stored.GROUPED else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
     data, rest = parts[0], parts[1] if count == 2 else None
     if format not in SPLITS or rest is None:
-        return get(data, rest, native_name(format))
-    if REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
+        return stored.get(data, rest, stored.native_name(format))
+    if stored.REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
             f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
             f"and {rest.dtype}"
         )
-    return get(data, rest, split_name(format, data.dtype))
+    return stored.get(data, rest, stored.split_name(format, data.dtype))
 
 
-def _check(format: str, known: tuple[str, ...]) -> None:
-    if format not in known:
-        raise ValueError(f"format must be one of {', '.join(known)}; found {format!r}")
+def _check(format: str) -> None:
+    if format not in NAMES:
+        raise ValueError(f"format must be one of {', '.join(NAMES)}; found {format!r}")
 
 
 __all__ = ["NAMES", "decode", "encode"]

@@ -1,4 +1,4 @@
-"""How tables are written as text: their columns, and the shares, scales and dtypes in them."""
+"""How tables are written as text, and the shares, scales, dtypes and parameters in them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,7 @@ import torch
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """The header and a line for each row, in columns as wide as their widest cell.
-
-    A cell is written as str writes it; None is an empty cell.
-    """
+    """The header and a line for each row, in aligned columns; None is an empty cell."""
     lines = [header, *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

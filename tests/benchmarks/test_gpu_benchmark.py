@@ -35,6 +35,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("gpu_benchmark")
 def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str]) -> None:
@@ -57,6 +58,7 @@ def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str])
     assert content["targets"] == gpu_report.as_dicts(gpu_report.targets(content["lists"]))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("gpu_benchmark")
 def test_quick_mode_draws_and_ends_with_the_targets(quick: tuple[Path, str]) -> None:
@@ -221,6 +223,7 @@ def test_one_wait_or_a_fourth_launch_is_too_much(name: str) -> None:
     assert gpu_syncs.too_much({**counts, name: counts[name] + 1})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_check_for_waits_runs(tmp_path: Path) -> None:
     path = tmp_path / "waits.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gpu_machine import ROOT, Machine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 SANITIZER = """#!/bin/bash
 [ "$2" = memcheck ] && { echo "========= Error: Device not supported."; exit 1; }

@@ -9,7 +9,7 @@ import pytest
 from gpu_lists import shape_lists
 from gpu_machine import Machine
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu_benchmark")]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("gpu_benchmark")]
 
 
 def test_make_gpu_and_its_parts_work_in_a_bare_copy_and_share_one_build(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_errors_of_first_moments_are_those_of_one_store() -> None:
 # ---- the program ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_quick_run_prints_every_format_and_writes_figures_and_picture(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"

@@ -19,14 +19,15 @@ from amp_mp.casting.op_table import install
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision
+pytestmark = pytest.mark.usefixtures("cast_products")
 
 
 @pytest.fixture(params=["torch", "apex"])
 def cached(device: str, request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     """Puts a table in force when called: before that it is torch alone."""
     yield lambda: install(request.param, device)
-    amp.uninstall()
-    amp.clear_cache()
+    amp.casting.uninstall()
+    amp.casting.clear_cache()
 
 
 class WeightCasts(TorchDispatchMode):
@@ -186,7 +187,7 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
         torch.ones(SIZE * SIZE, device=m.weight.device), m.parameters()
     ),
-    "data written, then clear_cache": lambda m: (m.weight.data.fill_(1), amp.clear_cache()),
+    "data written, then clear_cache": lambda m: (m.weight.data.fill_(1), amp.casting.clear_cache()),
 }
 
 
@@ -195,7 +196,7 @@ def casting(device: str, keep_casts: bool) -> Iterator[str]:
     handle = amp.init(device_type=device, dtype=LOW, loss_scale=1.0, keep_casts=keep_casts)
     yield device
     handle._deactivate()
-    amp.uninstall()
+    amp.casting.uninstall()
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_no_stale_weight_in_a_training_loop_through_data(apex: str) -> None:
     for _ in range(3):
         out = linear(x)
         assert torch.equal(out, uncached(linear, x))
-        amp.backward(out.float().square().mean())
+        amp.casting.backward(out.float().square().mean())
         linear.weight.data -= linear.weight.grad
         linear.zero_grad()
 
@@ -305,8 +306,8 @@ def test_a_training_step_runs_no_weight_cast(device: str, kind: str, scaled: boo
             casts = [e for e in events if e.name == "aten::_to_copy" and e.input_shapes]
             counts.append(sum(list(e.input_shapes[0]) in shapes for e in casts))
     finally:
-        amp.uninstall()
-        amp.clear_cache()
+        amp.casting.uninstall()
+        amp.casting.clear_cache()
     assert counts == [4, 0, 0]
 
 
@@ -322,7 +323,7 @@ def test_accumulation_and_timesteps_cast_a_weight_once(apex: str, kept: bool) ->
                 hidden = torch.zeros(ROWS, SIZE, device=apex)
                 for _ in range(5):
                     hidden = cell(rows_on(apex), hidden)
-                amp.backward(hidden.float().mean())
+                amp.casting.backward(hidden.float().mean())
             assert casts.count == 2 * step * (1 if kept else 4)
             optimizer.step()
             optimizer.zero_grad()
@@ -360,11 +361,11 @@ def test_kept_casts_are_for_regions_that_keep_them(device: str) -> None:
                     assert torch.equal(linear(x), uncached(linear, x))
             with amp.autocast(device, LOW, keep_casts=True), torch.autocast(device, LOW):
                 assert torch.equal(linear(x), before), "what the user promised not to do"
-                amp.clear_cache()
+                amp.casting.clear_cache()
                 assert torch.equal(linear(x), uncached(linear, x))
     finally:
-        amp.uninstall()
-        amp.clear_cache()
+        amp.casting.uninstall()
+        amp.casting.clear_cache()
 
 
 def test_a_region_that_keeps_casts_compiles(device: str) -> None:
@@ -382,8 +383,8 @@ def test_a_region_that_keeps_casts_compiles(device: str) -> None:
             assert torch.equal(compiled(x), wanted)
     finally:
         torch._dynamo.reset()
-        amp.uninstall()
-        amp.clear_cache()
+        amp.casting.uninstall()
+        amp.casting.clear_cache()
 
 
 def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
@@ -408,7 +409,7 @@ def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
         assert set_inside()
         assert not _C.casting.set_keeps_casts(False)
     finally:
-        amp.uninstall()
+        amp.casting.uninstall()
 
 
 @pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
@@ -425,18 +426,18 @@ def test_the_optimizer_writes_what_a_cast_would(device: str, dtype: torch.dtype)
         assert torch.equal(copy, linear.weight.detach().to(dtype))
     finally:
         handle._deactivate()
-        amp.uninstall()
+        amp.casting.uninstall()
 
 
 def test_a_graph_that_has_yet_to_go_backward_keeps_its_weights(either: str) -> None:
     first, second, x = linear_on(either), linear_on(either), rows_on(either)
     optimizer = amp.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0)
     loss = second(first(x)).float().square().mean()
-    amp.backward(loss, retain_graph=True)
+    amp.casting.backward(loss, retain_graph=True)
     wanted = first.weight.grad.clone()
     optimizer.step()
     optimizer.zero_grad()
-    amp.backward(loss)  # through the weights that it was computed with
+    amp.casting.backward(loss)  # through the weights that it was computed with
     assert torch.equal(first.weight.grad, wanted)
     assert torch.equal(first(x), uncached(first, x))
 
@@ -469,6 +470,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="Linux tells memory in /proc")
 def test_memory_is_flat_over_10_000_steps_with_models_made_and_dropped(either: str) -> None:

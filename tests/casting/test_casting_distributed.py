@@ -10,17 +10,16 @@ from pathlib import Path
 import distributed
 import pytest
 import torch
+from ranks import on_ranks
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
+def ranks() -> list[dict[str, list[Tensor]]]:
     """What distributed.run finds in each of two processes."""
-    path = str(tmp_path_factory.mktemp("ranks") / "rank")
-    torch.multiprocessing.spawn(distributed.run, (2, path), nprocs=2)
-    return [torch.load(f"{path}.{rank}") for rank in range(2)]
+    return on_ranks(2, distributed.run)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
@@ -54,6 +53,7 @@ print(gelu(torch.ones(64, dtype=torch.bfloat16)).dtype)
 """
 
 
+@pytest.mark.full
 def test_processes_with_different_tables_share_no_compiled_graph(tmp_path: Path) -> None:
     """The cache on disk is torch's: without a tag it hands out the other process's graph."""
     environment = {

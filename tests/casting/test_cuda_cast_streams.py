@@ -84,4 +84,4 @@ def test_a_copy_that_the_step_wrote_serves_every_stream() -> None:
             assert torch.equal(found, x @ weight.detach().bfloat16().float())
         torch.cuda.synchronize()
     finally:
-        amp.clear_cache()
+        amp.casting.clear_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, nn
 from weight_writes import ON_A_CPU, WRITES
 
@@ -151,11 +153,11 @@ def check(found: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]]) -> No
 
 
 @pytest.fixture
-def uninstalled(_threads_are_left_as_they_were: None) -> Iterator[None]:
+def uninstalled(_threads_are_left_as_they_were: None, cast_products: None) -> Iterator[None]:
     """No table stays in force. One thread of torch's: the products are small."""
     torch.set_num_threads(1)
     yield
-    amp.uninstall()
+    amp.casting.uninstall()
 
 
 @pytest.mark.parametrize("scenario", WITH_REGIONS, ids=lambda scenario: scenario.__name__)
@@ -193,9 +195,13 @@ def training(backward: Callable[[Tensor], None]) -> Callable[..., list[Tensor]]:
     return scenario
 
 
-@pytest.mark.parametrize("table", ["apex", "torch", "stock"])
+TABLES = ["apex", "torch", "stock"]
+WAYS = ["evaluation", "plain backward", "amp.casting.backward", "scale_loss", "a step"]
+
+
 @pytest.mark.parametrize(
-    "how", ["evaluation", "plain backward", "amp.backward", "scale_loss", "a step"]
+    ("how", "table"),
+    tiered(itertools.product(WAYS, TABLES), list(zip(WAYS, itertools.cycle(TABLES)))),
 )
 def test_amp_init_sees_every_write(device: str, uninstalled: None, how: str, table: str) -> None:
     other = [torch.zeros(1, device=device, requires_grad=True)]
@@ -212,7 +218,7 @@ def test_amp_init_sees_every_write(device: str, uninstalled: None, how: str, tab
     backward = {
         "evaluation": None,
         "plain backward": lambda loss: loss.backward(),
-        "amp.backward": amp.backward,
+        "amp.casting.backward": amp.casting.backward,
         "scale_loss": with_handle,
         "a step": with_step,
     }[how]
@@ -251,7 +257,7 @@ def test_nothing_refers_to_a_weight_afterwards(
             with torch.set_grad_enabled("training" in how):
                 out = linear(x)
             if out.requires_grad:
-                amp.backward(out.float().mean())
+                amp.casting.backward(out.float().mean())
                 linear.zero_grad()
         finally:
             torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))

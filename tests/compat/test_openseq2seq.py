@@ -14,6 +14,7 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
+from amp_mp import compat
 from amp_mp.scaling import Backoff, LogMax
 
 LOW = [torch.float16, torch.bfloat16]
@@ -30,8 +31,8 @@ def weight_of(values: Any, dtype: torch.dtype, device: str) -> nn.Parameter:
 def test_one_step_in_its_order(device: str, dtype: torch.dtype) -> None:
     """Gradient to float32, regularization, 1/S, clip, step, rounded weight: by hand."""
     weight = weight_of([1.0, -2.0, 3.0], dtype, device)
-    amp.mp_regularizer_wrapper(amp.l2_half(2.0**-4))(weight)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=0.5), 8.0)
+    compat.mp_regularizer_wrapper(compat.l2_half(2.0**-4))(weight)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=0.5), 8.0)
     wrapper.backward((weight * torch.tensor([1.0, 2.0, 4.0], device=device).to(dtype)).sum())
     (master,) = wrapper.fp32_from_fp16_groups[0]
     true = torch.tensor([1.0, 2.0, 4.0]) + torch.tensor([1.0, -2.0, 3.0]) / 16
@@ -48,13 +49,13 @@ def test_one_step_in_its_order(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan, True, "Best"])
 def test_a_scale_that_is_none_is_refused(scale: Any) -> None:
     with pytest.raises(ValueError, match="loss_scale"):
-        amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))]), scale)
+        compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))]), scale)
 
 
 def test_a_whole_number_is_a_scale_and_none_is_one(device: str) -> None:
     for given, scale in ((None, 1.0), (10, 10.0), (10.5, 10.5)):
         weight = weight_of([1.0], torch.float16, device)
-        wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight]), given)
+        wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight]), given)
         assert wrapper.loss_scale == scale
         assert not wrapper.dynamic_loss_scale
 
@@ -63,7 +64,7 @@ def test_a_whole_number_is_a_scale_and_none_is_one(device: str) -> None:
 def test_a_skipped_step_moves_the_scale_and_nothing_else(device: str, scale: Any) -> None:
     weight = weight_of([1.0, 2.0], torch.float16, device)
     inner = torch.optim.Adam([weight], lr=0.1)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(inner, scale)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(inner, scale)
     for factor in (2.0**-9, 2.0**-10):  # below Backoff's start of 2^24 over float16's largest
         wrapper.zero_grad()
         wrapper.backward((weight.float() * factor).sum())
@@ -84,7 +85,7 @@ def test_sparse_gradients_are_unscaled_and_update_their_rows(
 ) -> None:
     table = nn.Embedding(6, 4, sparse=True, device=device, dtype=dtype)
     start = table.weight.detach().float().clone()
-    wrapper = amp.MixedPrecisionOptimizerWrapper(
+    wrapper = compat.MixedPrecisionOptimizerWrapper(
         torch.optim.SGD(table.parameters(), lr=0.25), scale
     )
     rows = torch.tensor([1, 3, 3], device=device)
@@ -101,7 +102,7 @@ def test_sparse_gradients_are_unscaled_and_update_their_rows(
 
 def test_an_overflow_among_sparse_values_skips(device: str) -> None:
     table = nn.Embedding(6, 4, sparse=True, device=device, dtype=torch.float16)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD(table.parameters()), "Backoff")
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD(table.parameters()), "Backoff")
     before = raw_bytes(table.weight)
     wrapper.backward(table(torch.tensor([2], device=device)).float().sum() * 1e6)
     assert wrapper.overflow
@@ -113,7 +114,7 @@ def test_iter_size_adds_in_float32_and_steps_once(device: str) -> None:
     """1 + 3 x 2^-11 in float16 would stay 1 three times over."""
     weight = weight_of([0.0], torch.float16, device)
     inner = torch.optim.SGD([weight], lr=1.0)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(inner, 4.0, iter_size=4)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(inner, 4.0, iter_size=4)
     for factor in (4.0, 2.0**-9, 2.0**-9, 2.0**-9):
         with pytest.raises(RuntimeError, match="of iter_size=4 calls") if factor != 4.0 else _ok():
             wrapper.step() if factor != 4.0 else None
@@ -134,8 +135,8 @@ class _ok:  # noqa: N801
 
 def test_a_regularizer_counts_once_a_step_whatever_iter_size(device: str) -> None:
     weight = weight_of([2.0], torch.float16, device)
-    amp.mp_regularizer_wrapper(amp.l2_half(0.25))(weight)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=1.0), iter_size=2)
+    compat.mp_regularizer_wrapper(compat.l2_half(0.25))(weight)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=1.0), iter_size=2)
     for after in (0.5, -0.625):  # w - (1 + 0.25 w), from 2 on
         for _ in range(2):
             wrapper.backward(weight.sum())
@@ -149,7 +150,7 @@ def test_a_regularizer_counts_once_a_step_whatever_iter_size(device: str) -> Non
 
 def test_one_overflow_skips_the_whole_group_of_iterations(device: str) -> None:
     weight = weight_of([1.0], torch.float16, device)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(
+    wrapper = compat.MixedPrecisionOptimizerWrapper(
         torch.optim.SGD([weight], lr=1.0), Backoff(init_scale=2.0), iter_size=2
     )
     wrapper.backward((weight * math.inf).sum())
@@ -158,6 +159,7 @@ def test_one_overflow_skips_the_whole_group_of_iterations(device: str) -> None:
     assert (weight.item(), wrapper.loss_scale) == (1.0, 1.0)
 
 
+@pytest.mark.full
 def test_least_squares_reaches_the_exact_solution(device: str) -> None:
     """The source's own test: 10 x 10, Adam with lr .05, 6000 steps, within 0.01."""
     generator = np.random.default_rng(0)
@@ -167,7 +169,7 @@ def test_least_squares_reaches_the_exact_solution(device: str) -> None:
     y = torch.tensor(matrix @ wanted, dtype=torch.float16, device=device)
     solution = np.linalg.solve(x.double().cpu().numpy(), y.double().cpu().numpy())
     weight = weight_of(np.zeros(10), torch.float16, device)
-    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.Adam([weight], lr=0.05), 16.0)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.Adam([weight], lr=0.05), 16.0)
     for _ in range(6000):
         wrapper.zero_grad()
         wrapper.backward(((x.float() @ weight.float()) - y.float()).square().mean())
@@ -203,7 +205,7 @@ def test_a_parameter_unfrozen_or_added_later_gets_a_master(device: str) -> None:
 def test_a_low_precision_weight_is_recorded_and_others_are_computed(
     device: str, dtype: torch.dtype
 ) -> None:
-    regularizer = amp.mp_regularizer_wrapper(amp.l2_sum(0.5))
+    regularizer = compat.mp_regularizer_wrapper(compat.l2_sum(0.5))
     assert regularizer(weight_of([1.0, 2.0], dtype, device)) is None
     assert regularizer(weight_of([1.0, 2.0], torch.float32, device)).item() == 2.5
 
@@ -211,10 +213,10 @@ def test_a_low_precision_weight_is_recorded_and_others_are_computed(
 def added(regularizer: Callable[[Tensor], Any], values: Any, scale: float, device: str) -> Tensor:
     """What the wrapper adds to a gradient of zero."""
     weight = weight_of(values, torch.float16, device)
-    wrapped = amp.mp_regularizer_wrapper(regularizer)
+    wrapped = compat.mp_regularizer_wrapper(regularizer)
     wrapped(weight)
     wrapped(weight)  # as a training loop would: still one term
-    wrapper = amp.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight]), scale)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight]), scale)
     wrapper.backward((weight * 0).sum())
     (master,) = wrapper.fp32_from_fp16_groups[0]
     assert master.grad is not None
@@ -222,9 +224,9 @@ def added(regularizer: Callable[[Tensor], Any], values: Any, scale: float, devic
 
 
 CASES: dict[str, tuple[Callable[[Tensor], Any], list[float]]] = {
-    "l2_sum": (amp.l2_sum(0.25), [1.0, -0.5, 0.0]),
-    "l2_half": (amp.l2_half(0.25), [0.5, -0.25, 0.0]),
-    "l1": (amp.l1(0.25), [0.25, -0.25, 0.0]),
+    "l2_sum": (compat.l2_sum(0.25), [1.0, -0.5, 0.0]),
+    "l2_half": (compat.l2_half(0.25), [0.5, -0.25, 0.0]),
+    "l1": (compat.l1(0.25), [0.25, -0.25, 0.0]),
     "any function": (lambda w: (w**3).sum(), [12.0, 3.0, 0.0]),
 }
 
@@ -242,7 +244,7 @@ def test_in_float16_nine_terms_in_ten_vanish_and_none_in_the_wrapper(device: str
     half = torch.tensor(coefficient, dtype=torch.float16, device=device) * weight.detach()
     lost = ((half == 0) & (weight != 0)).float().mean().item()
     assert 0.85 < lost < 0.999
-    found = [added(amp.l2_half(coefficient), values, scale, device) for scale in (1.0, 2.0**15)]
+    found = [added(compat.l2_half(coefficient), values, scale, device) for scale in (1.0, 2.0**15)]
     assert not bool((found[0] == 0)[weight != 0].any())
     wanted = np.float32(coefficient) * weight.detach().float().cpu().numpy()
     assert np.array_equal(found[0].cpu().numpy(), wanted)
@@ -253,7 +255,7 @@ def test_the_sources_own_numbers(device: str) -> None:
     """w = 1e-4, lambda = 1e-4: 0 in float16, 1e-8 on the master."""
     half = torch.tensor(1e-4, dtype=torch.float16)
     assert (half * half).item() == 0
-    found = added(amp.l2_half(1e-4), [1e-4], 1.0, device).item()
+    found = added(compat.l2_half(1e-4), [1e-4], 1.0, device).item()
     assert found == pytest.approx(1e-8, abs=1e-11)
 
 
@@ -286,10 +288,10 @@ def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_mixed_converts_the_model_and_wraps_the_optimizer(
     config: dict[str, Any], scale: float
 ) -> None:
-    net, optimizer = amp.mixed_precision(*net_and_optimizer(), config)
+    net, optimizer = compat.mixed_precision(*net_and_optimizer(), config)
     assert net[0].weight.dtype == torch.bfloat16
     assert net[1].weight.dtype == torch.float32
-    assert isinstance(optimizer, amp.MixedPrecisionOptimizerWrapper)
+    assert isinstance(optimizer, compat.MixedPrecisionOptimizerWrapper)
     assert optimizer.loss_scale == scale
     optimizer.backward(net(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean())
     optimizer.step()
@@ -299,7 +301,7 @@ def test_mixed_converts_the_model_and_wraps_the_optimizer(
 def test_other_dtypes_are_without_a_wrapper(dtype: Any) -> None:
     net, optimizer = net_and_optimizer()
     config = {} if dtype is None else {"dtype": dtype}
-    converted, same = amp.mixed_precision(net, optimizer, config)
+    converted, same = compat.mixed_precision(net, optimizer, config)
     assert same is optimizer
     wanted = {None: torch.float32}.get(dtype) or getattr(torch, str(dtype).split(".")[-1])
     assert converted[0].weight.dtype == wanted
@@ -329,7 +331,7 @@ def test_a_wrong_configuration_is_refused_and_the_model_left_alone(
 ) -> None:
     net, optimizer = net_and_optimizer()
     with pytest.raises(ValueError, match=message):
-        amp.mixed_precision(net, optimizer, config)
+        compat.mixed_precision(net, optimizer, config)
     assert net[0].weight.dtype == torch.float32
 
 
@@ -370,7 +372,7 @@ def test_a_nan_that_no_scale_cures_is_told_once_with_its_parameter(
     finally:
         if through == "scale_loss":
             handle._deactivate()
-            amp.uninstall()
+            amp.casting.uninstall()
     messages = [str(w.message) for w in told if "no scale can cure" in str(w.message)]
     assert len(messages) == 1
     assert "since step 2" in messages[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import array, assert_same, on, random
+from helpers import array, assert_same, on, random, state_names
 from rules import (
     ADAM,
     RULES,
@@ -75,7 +75,7 @@ def test_training_goes_on_in_another_dtype(
     param = model.weight
     kind, numbers = RULES[rule]
     optimizer = kind(model.parameters(), **numbers, **STORAGES[storage])
-    want = Expected(rule, param.flatten(1), 0, optimizer.rule().names, **STORAGES[storage])
+    want = Expected(rule, param.flatten(1), 0, state_names(optimizer), **STORAGES[storage])
     for step in range(4):
         if step == 2:
             act(model)

@@ -172,7 +172,7 @@ def resumed(kind: Any, dtype: torch.dtype) -> tuple[bool, str, bool]:
     new.load_state_dict(own["optimizer"])
     same = held(again, new) == before
     with_fp16_optimizer(again, kind, 2, 2, new)  # and goes on
-    masters = [type(p).__name__ for p in amp.master_params(new)]
+    masters = [type(p).__name__ for p in amp.apex.master_params(new)]
     return same, refused, set(masters) == {"DTensor"}
 
 
@@ -220,7 +220,7 @@ def scale_loss_of_the_handle(make: Any) -> float:
             optimizer.zero_grad()
     finally:
         handle._deactivate()
-        amp.uninstall()
+        amp.casting.uninstall()
     plain = net()
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
     return apart(whole(model), whole(plain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from layouts import (
     shard,
 )
 from ranks import LARGE, on_ranks
+from tiers import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -118,14 +120,19 @@ KINDS = [(preset, LOW) for preset in PRESETS] + [("exact", FLOAT), ("micro", FLO
 KINDS += [(preset, HALF) for preset in PRESETS if LARGE or preset == "lean"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4] if LARGE else [2])
+ALL, SOME = range(len(KINDS)), (0, 1, 3)  # how far a kind is behind another one in KINDS
+
+
+@pytest.mark.parametrize(
+    ("world", "ahead"), [(1, ALL), (2, ALL), (4, ALL)] if LARGE else [(2, SOME), full((2, ALL))]
+)
 def test_any_format_is_read_into_any_other_with_the_same_bits_on_all_ranks(
-    world: int, tmp_path: Path
+    world: int, ahead: Sequence[int], tmp_path: Path
 ) -> None:
     for number, saved in enumerate(KINDS):
         path = str(tmp_path / str(number))
         on_ranks(2, save_kind, path, *saved)
-        for kind in KINDS:
+        for kind in (KINDS[(number + n) % len(KINDS)] for n in ahead):
             ranks = on_ranks(world, convert, path, *kind, *saved)
             assert [found for found, _ in ranks] == [[]] * world
             assert disagreements([digest for _, digest in ranks]) == []

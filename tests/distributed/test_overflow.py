@@ -140,7 +140,7 @@ def started(kind: type[Loop]) -> Iterator[None]:
         yield
     finally:
         Handle.handle._deactivate()
-        amp.uninstall()
+        amp.casting.uninstall()
 
 
 def loss_of(params: list[Any], grads: list[Tensor]) -> Tensor:

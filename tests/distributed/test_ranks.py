@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
+
+import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -61,3 +65,41 @@ def test_a_rank_that_waits_for_ever_is_an_error_that_shows_where() -> None:
         on_ranks(2, waits_for_rank_0, limit_s=1.0)
     assert "waits_for_rank_0" in str(caught.value).split("rank 1:")[1]
     assert len(on_ranks(2, gathered, torch.ones(2))) == 2
+
+
+def leaves_all_behind(folder: Path) -> None:
+    nn.modules.module.register_module_forward_hook(lambda *_: None)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    amp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0)
+    os.environ["AMP_MP_LEFT"] = "1"
+    os.chdir(folder)
+
+
+def what_is_left() -> dict[str, Any]:
+    return {
+        "dtype of a product": (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+        "hooks": len(nn.modules.module._global_forward_hooks),
+        "gradients": torch.is_grad_enabled(),
+        "casts": torch.is_autocast_enabled("cpu"),
+        "variable": "AMP_MP_LEFT" in os.environ,
+        "folder": os.getcwd(),
+    }
+
+
+def test_a_call_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    before = on_ranks(4, what_is_left)
+    on_ranks(4, leaves_all_behind, tmp_path)
+    assert on_ranks(4, what_is_left) == before
+
+
+def has_a_group_of_its_own(world: int) -> tuple[int, float]:
+    group = dist.new_group(range(world))
+    total = torch.ones(())
+    dist.all_reduce(total, group=group)
+    return dist.get_world_size(), float(total)
+
+
+def test_calls_on_any_numbers_of_ranks_may_alternate() -> None:
+    for world in (2, 4, 1, 2, 2, 4, 1, 4):
+        assert on_ranks(world, has_a_group_of_its_own, world) == [(world, world)] * world

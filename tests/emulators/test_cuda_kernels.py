@@ -5,14 +5,14 @@ They run on the emulator in cuda_on_cpu, so this needs no GPU and no nvcc.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cuda_on_cpu.build import build, run, why_unavailable
+from made import KEPT
+from tiers import full
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_kernels")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("cuda_kernels")]
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,20 +27,12 @@ SOURCES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The comparing program in a variant and for a limit of kernel arguments, built once."""
-    folder = tmp_path_factory.mktemp("cuda_kernels")
-
-    @functools.cache
-    def built(variant: str, limit: int = 32764) -> Path:
-        reason = why_unavailable(variant)
-        if reason:
-            pytest.skip(f"no {variant} build of the CUDA kernels: {reason}")
-        defines = ["AMP_MP_ISA=baseline", f"CUDA_ON_CPU_ARGUMENTS={limit}"]
-        return build(SOURCES, folder / str(limit), variant, [CSRC], defines)
-
-    return built
+def program(variant: str, *defines: str) -> Path:
+    """The comparing program in a variant."""
+    if reason := why_unavailable(variant):
+        pytest.skip(f"no {variant} build of the CUDA kernels: {reason}")
+    out = KEPT / "-".join(["cuda_kernels", *defines])
+    return build(SOURCES, out, variant, [CSRC], defines)
 
 
 # Every pair of formats under every rule once; the orders in which blocks and threads run, and the
@@ -49,20 +41,19 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("variant", "order", "size"),
     [
         ("plain", "forward", "full"),
-        ("plain", "reverse", "quick"),
-        ("plain", "7", "quick"),
-        ("asan", "forward", "lists"),
-        ("tsan", "forward", "lists"),  # finds the data races
+        full(("plain", "reverse", "quick")),
+        full(("plain", "7", "quick")),
+        full(("asan", "forward", "lists")),
+        full(("tsan", "forward", "lists")),  # finds the data races
     ],
 )
-def test_cuda_kernels_equal_the_cpu_loops(
-    program: Callable[..., Path], variant: str, order: str, size: str
-) -> None:
+def test_cuda_kernels_equal_the_cpu_loops(variant: str, order: str, size: str) -> None:
     expect_equal(program(variant), variant, size, order)
 
 
-def test_they_do_with_the_arguments_of_older_cuda(program: Callable[..., Path]) -> None:
-    expect_equal(program("plain", 4096), "plain", "quick", "forward")
+@pytest.mark.full
+def test_they_do_with_the_arguments_of_older_cuda() -> None:
+    expect_equal(program("plain", "CUDA_ON_CPU_ARGUMENTS=4096"), "plain", "quick", "forward")
 
 
 def expect_equal(built: Path, variant: str, size: str, order: str) -> None:

@@ -1,12 +1,13 @@
 """The CUDA-on-CPU shim itself: correct kernels pass, and each fault is noticed where it can be."""
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
 
 import pytest
 from cuda_on_cpu import build as cuda_on_cpu
+from made import KEPT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cuda_on_cpu")]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("cuda_on_cpu")]
 
 # What a variant says about a fault; None where it cannot notice. Plain and ASan builds see wrong
 # values and what the shim itself checks, ASan also sees overflows, TSan races whatever the values.
@@ -27,33 +28,19 @@ NOTICED = {
 }
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for every build of this file, so that the shim itself is compiled once."""
-    return tmp_path_factory.mktemp("cuda_on_cpu")
-
-
-@pytest.fixture(scope="module")
-def program(out: Path) -> Callable[[str], Path]:
-    """Build the self-test in a variant, once; skip where g++ cannot."""
+@functools.cache
+def program(variant: str) -> Path:
+    """The self-test in a variant; skips where g++ cannot build it."""
+    if reason := cuda_on_cpu.why_unavailable(variant):
+        pytest.skip(reason)
     parts = ("selftest", "selftest_faults", "selftest_capture")
     sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in parts]
-    built: dict[str, Path] = {}
-
-    def get(variant: str) -> Path:
-        reason = cuda_on_cpu.why_unavailable(variant)
-        if reason:
-            pytest.skip(reason)
-        if variant not in built:
-            built[variant] = cuda_on_cpu.build(sources, out, variant, include=[])
-        return built[variant]
-
-    return get
+    return cuda_on_cpu.build(sources, KEPT / "selftest", variant, include=[])
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "17"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_correct_kernels_pass(program: Callable[[str], Path], variant: str, order: str) -> None:
+def test_correct_kernels_pass(variant: str, order: str) -> None:
     result = cuda_on_cpu.run(program(variant), variant, order=order)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -61,9 +48,7 @@ def test_correct_kernels_pass(program: Callable[[str], Path], variant: str, orde
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fault", NOTICED)
-def test_fault_is_noticed(
-    program: Callable[[str], Path], fault: str, variant: str, order: str
-) -> None:
+def test_fault_is_noticed(fault: str, variant: str, order: str) -> None:
     message = NOTICED[fault][VARIANTS.index(variant)]
     result = cuda_on_cpu.run(program(variant), variant, fault, order=order)
     output = result.stdout + result.stderr
@@ -78,30 +63,30 @@ def test_every_fault_is_noticed_by_some_variant() -> None:
     assert all(any(messages) for messages in NOTICED.values())
 
 
-def test_unknown_order_is_refused(program: Callable[[str], Path]) -> None:
+def test_unknown_order_is_refused() -> None:
     result = cuda_on_cpu.run(program("plain"), "plain", order="backward")
     assert result.returncode != 0
     assert "not backward" in result.stderr
 
 
-def test_compiler_errors_are_raised(out: Path) -> None:
+def test_compiler_errors_are_raised(tmp_path: Path) -> None:
     if reason := cuda_on_cpu.why_unavailable("plain"):
         pytest.skip(reason)
-    source = out / "broken.cu"
+    source = tmp_path / "broken.cu"
     source.write_text("int main() { return undeclared; }\n")
     with pytest.raises(RuntimeError, match="undeclared"):
-        cuda_on_cpu.build([source], out, "plain", include=[])
+        cuda_on_cpu.build([source], tmp_path, "plain", include=[])
 
 
-def test_shared_memory_without_red_zones_is_refused(out: Path) -> None:
+def test_shared_memory_without_red_zones_is_refused(tmp_path: Path) -> None:
     """ASan leaves out statics of inline functions: the build says so instead of passing."""
     if reason := cuda_on_cpu.why_unavailable("asan"):
         pytest.skip(reason)
-    source = out / "shared.cu"
+    source = tmp_path / "shared.cu"
     source.write_text(
         '#include "cuda_on_cpu.h"\n'
         "inline int* scratch() { __shared__ int unguarded[4]; return unguarded; }\n"
         "int main() { return scratch()[0]; }\n"
     )
     with pytest.raises(RuntimeError, match=r"unguarded.*anonymous namespace"):
-        cuda_on_cpu.build([source], out, "asan", include=[])
+        cuda_on_cpu.build([source], tmp_path, "asan", include=[])

@@ -1,6 +1,7 @@
 """The library's whole CUDA path, from Python to the kernels, on a pretend GPU in host memory.
 
-Every test that takes a `device` runs as it is, with device="cuda": see pretend_gpu. By hand:
+Every test that takes a `device` runs as it is, with device="cuda": see pretend_gpu. `make test`
+runs the files that need a GPU, and what delayed streams may change. By hand:
 
     AMP_MP_PRETEND_GPU=1 python -m pytest tests/optim/test_optim.py
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import pytest
 from pretend_gpu.build import build, why_unavailable
-from pretend_gpu.suite import DELAYED, FILES, pass_in_numbers, passed
+from pretend_gpu.suite import CHOSEN, DELAYED, FILES, ON_A_GPU, pass_in_numbers, passed
+from tiers import full
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pretend_gpu")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first one builds the library
+PARTS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +31,27 @@ def test_the_pretend_gpu_itself() -> None:
     assert found["of_streams"] > 12
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_the_suite_passes_on_it(part: int) -> None:
-    pass_in_numbers([name for number, name in enumerate(FILES) if number % 3 == part])
+def test_what_needs_a_gpu_passes_on_it() -> None:
+    pass_in_numbers(ON_A_GPU, "not full")
 
 
-@pytest.mark.parametrize("side", ["0", "1"])
+@pytest.mark.full
+def test_the_rest_of_it_does() -> None:
+    paths = [f"tests/{name}.py" for name in ON_A_GPU]
+    assert passed(*paths, "-k", CHOSEN, "-m", "full").total() > 200
+
+
+@pytest.mark.parametrize("side", ["0", full("1")])
 def test_what_reports_or_is_captured_passes_with_delayed_streams(side: str) -> None:
     """The host waits where it has to, whatever order the streams permit.
 
     Once on the default stream and once on another. `make test-streams` runs everything so.
     """
-    pass_in_numbers(DELAYED, AMP_MP_DELAYED_STREAMS="17", AMP_MP_SIDE_STREAM=side)
+    pass_in_numbers(DELAYED, "not full", AMP_MP_DELAYED_STREAMS="17", AMP_MP_SIDE_STREAM=side)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_suite_passes_on_it(part: int) -> None:
+    files = [name for name in FILES if name not in ON_A_GPU]
+    pass_in_numbers(files[part::PARTS])

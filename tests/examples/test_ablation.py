@@ -28,6 +28,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("ablation")
 def test_mixed_precision_follows_float32(runs: dict[str, Run]) -> None:
@@ -41,6 +42,7 @@ def test_mixed_precision_follows_float32(runs: dict[str, Run]) -> None:
     assert found.validation_loss == pytest.approx(wanted.validation_loss, abs=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("ablation")
 def test_without_a_part_of_it_training_falls_behind(runs: dict[str, Run]) -> None:
@@ -49,6 +51,7 @@ def test_without_a_part_of_it_training_falls_behind(runs: dict[str, Run]) -> Non
         assert runs[name].validation_loss > runs["float32"].validation_loss + 0.3, name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("ablation")
 def test_each_arm_fails_by_its_own_cause(runs: dict[str, Run]) -> None:
@@ -58,6 +61,7 @@ def test_each_arm_fails_by_its_own_cause(runs: dict[str, Run]) -> None:
         assert (mean(run.unmoved_weights) > 0.5) == (name == "no masters"), name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("ablation")
 def test_all_arms_start_from_the_same_weights_and_batches(runs: dict[str, Run]) -> None:
@@ -90,6 +94,7 @@ def test_it_prints_a_table_and_saves_a_picture(
     assert all(arm.name in printed for arm in ablation.ARMS)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_least_squares_reach_the_exact_solution_through_float16(device: str) -> None:
     """Ten unknowns, ten equations, 6,000 steps of Adam: the weights are the solution's to 0.01.

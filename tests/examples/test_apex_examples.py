@@ -175,6 +175,7 @@ def plain_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return ranks("float32/distributed", "float32", tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("apex_ranks")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -196,6 +197,7 @@ def test_two_processes_agree_bit_for_bit_and_follow_float32(
 # Larger networks.
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOW)
 def test_imagenet_reaches_the_accuracy_of_float32(run: Runner, dtype: str) -> None:

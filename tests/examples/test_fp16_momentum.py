@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amp_mp as amp
-from amp_mp.scaling import shift_for_scale
+from amp_mp.compat import shift_for_scale
 
 # Case, step: shares of the starting loss left, in the order of the example's arms. The starting
 # points of the published runs are not known, hence tolerances.

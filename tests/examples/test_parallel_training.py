@@ -96,6 +96,7 @@ def held(**settings: Any) -> int:
     return trainer.training_bytes()
 
 
+@pytest.mark.full
 def test_torchrun_starts_it_and_one_process_prints() -> None:
     """Two processes of a command line, with a process group of their own."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import PRETEND_GPU
 from streams import hold_up, late
+from tiers import tiered
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -27,7 +28,7 @@ on_every_stream = pytest.mark.parametrize("side", [False, True], ids=["default",
 for_every_scale = pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax"])
 
 
-@pytest.fixture(params=[f"cuda-order{order}" for order in ORDERS])
+@pytest.fixture(params=tiered([f"cuda-order{order}" for order in ORDERS], ["cuda-order0"]))
 def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     """Delays on a device that has none of its own."""
     with late(int(request.param[-1])):

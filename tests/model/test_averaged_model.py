@@ -1,16 +1,15 @@
-"""AveragedModel: averages of masters, in any precision; and the model with them for a while."""
+"""AveragedModel: averages of masters, in any precision and at any pace."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from averages import LOW, STORAGES, Model, make, rounded_weights, train
 from helpers import array, raw_bytes
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -18,71 +17,12 @@ from torch.optim import swa_utils
 
 import amp_mp as amp
 
-LOW = [torch.bfloat16, torch.float16]
-STORAGES: dict[str, dict[str, Any]] = {
-    "float32": {"master": "float32"},
-    "exact": {"memory": "exact"},
-    "lean": {"memory": "lean"},
-    "tiny": {"memory": "tiny"},
-    "micro": {"memory": "micro"},
-    "none": {"master": "none", "rounding": "stochastic"},
-}
-
-
-class Model(nn.Module):
-    """A tied weight, a norm that stays float32, statistics, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.inner = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.rand(32))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.embed(tokens)) + self.table
-        return self.head(torch.tanh(self.inner(hidden)))
-
-
-def make(device: str, dtype: torch.dtype = torch.bfloat16, **storage: Any) -> tuple[Model, Any]:
-    model = Model().to(device)
-    if dtype != torch.float32:
-        amp.prepare(model, dtype)
-    return model, amp.optim.AdamW(model.parameters(), lr=3e-3, **storage)
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 1, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    for _ in range(steps):
-        tokens = torch.randint(11, (16,), generator=generator).to(device)
-        loss = nn.functional.cross_entropy(model(tokens).float(), (tokens + 1) % 11)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
 
 def masters(model: nn.Module, optimizer: Any) -> dict[str, NDArray[np.float64]]:
     """The parameters' float32 values after a step, by name, in float64."""
     names = [name for name, _ in model.named_parameters()]
     values = amp.float32_state_dict(model, optimizer)
     return {name: array(values[name]).astype(np.float64) for name in names}
-
-
-def rounded_weights(model: nn.Module) -> nn.Module:
-    """The model without the float32 values that prepare keeps until the first step."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(param.clone())
-    return model
-
-
-def bytes_of(model: nn.Module, optimizer: Any) -> Any:
-    names = [name for name, _ in model.named_parameters()]
-    states = [optimizer.state.get(p, {}) for p in model.parameters()]
-    return raw_bytes([dict(model.state_dict()), dict(zip(names, states, strict=True))])
 
 
 def way(found: Tensor, start: Tensor, end: Tensor) -> float:
@@ -292,229 +232,6 @@ def test_update_bn_measures_the_averages_statistics(device: str) -> None:
     torch.testing.assert_close(
         averaged.module.norm.running_mean, hidden.mean(0), rtol=1e-2, atol=1e-2
     )
-
-
-# The averages in the model for a while.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-@pytest.mark.parametrize("storage", STORAGES)
-def test_training_goes_on_bit_for_bit_after_a_swap(
-    device: str, storage: str, dtype: torch.dtype
-) -> None:
-    """Also before the first step, where the masters are still to be made of prepare's originals."""
-    options = STORAGES[storage] if dtype != torch.float32 else {}
-    results = []
-    for swaps in (False, True):
-        torch.manual_seed(1)
-        model, optimizer = make(device, dtype, **options)
-        averaged = amp.AveragedModel(model, optimizer, decay=0.7)
-        for seed in range(4):
-            averaged.update()
-            before = bytes_of(model, optimizer)
-            if swaps:
-                with averaged.swap() as inside, torch.no_grad():
-                    assert inside is model
-                    inside(torch.arange(11, device=device))  # moves the norm's statistics
-                assert bytes_of(model, optimizer) == before
-            train(model, optimizer, seed=seed)
-        averaged.update()
-        results.append([bytes_of(model, optimizer), raw_bytes(averaged.state_dict())])
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_the_model_is_the_average_inside(device: str, use_buffers: bool) -> None:
-    model, optimizer = make(device, memory="tiny")
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5, use_buffers=use_buffers)
-    for seed in range(3):
-        train(model, optimizer, seed=seed)
-        averaged.update()
-    train(model, optimizer)
-    tokens = torch.arange(11, device=device)
-    model.eval()
-    averaged.eval()
-    weights = [p.data_ptr() for p in model.parameters()]
-    with torch.inference_mode():
-        outside, wanted = model(tokens).clone(), averaged(tokens).clone()
-        with averaged.swap():
-            assert torch.equal(model(tokens), wanted)
-            assert raw_bytes(model.state_dict()) == raw_bytes(averaged.module.state_dict())
-        assert torch.equal(model(tokens), outside)
-    assert not torch.equal(outside, wanted)
-    assert [p.data_ptr() for p in model.parameters()] == weights
-
-
-def test_casts_see_the_average_inside(apex: str) -> None:
-    model = nn.Linear(32, 32, bias=False).to(apex)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.5)
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5)
-    averaged.update()
-    x = torch.randn(64, 32, device=apex)
-    before = model(x).detach().clone()
-    model(x).float().square().sum().backward()
-    optimizer.step()
-    after = model(x).detach().clone()
-    with averaged.swap():
-        assert torch.equal(model(x), before)
-    assert torch.equal(model(x), after)
-    assert not torch.equal(before, after)
-
-
-def test_what_raises_inside_leaves_the_weights_as_they_were(device: str) -> None:
-    model, optimizer = make(device)
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5)
-    train(model, optimizer, 2)
-    before = bytes_of(model, optimizer)
-    with pytest.raises(KeyError, match="mine"), averaged.swap():
-        raise KeyError("mine")
-    assert bytes_of(model, optimizer) == before
-    averaged.update()
-    with averaged.swap():
-        pass
-    train(model, optimizer)
-
-
-INSIDE = [
-    pytest.param(
-        lambda model, optimizer, averaged: optimizer.step(), "optimizer's step inside", id="step"
-    ),
-    pytest.param(
-        lambda model, optimizer, averaged: torch.optim.SGD(model.parameters(), lr=1.0).step(),
-        "optimizer's step inside",
-        id="another's step",
-    ),
-    pytest.param(
-        lambda model, optimizer, averaged: averaged.update(), "an update inside", id="update"
-    ),
-    pytest.param(
-        lambda model, optimizer, averaged: averaged.swap().__enter__(), "swap.. inside", id="swap"
-    ),
-    pytest.param(
-        lambda model, optimizer, averaged: amp.AveragedModel(model).update(),
-        "an update inside",
-        id="another average",
-    ),
-]
-
-
-@pytest.mark.parametrize(("action", "message"), INSIDE)
-def test_what_must_not_happen_inside_is_refused(
-    device: str, action: Callable[..., Any], message: str
-) -> None:
-    model, optimizer = make(device, memory="exact")
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5)
-    train(model, optimizer, 2)
-    before = [bytes_of(model, optimizer), raw_bytes(averaged.state_dict())]
-    with averaged.swap():
-        with pytest.raises(RuntimeError, match=message):
-            action(model, optimizer, averaged)
-        assert raw_bytes(model.inner.weight) == raw_bytes(averaged.module.inner.weight)
-    assert [bytes_of(model, optimizer), raw_bytes(averaged.state_dict())] == before
-    train(model, optimizer)
-    averaged.update()
-
-
-def test_a_weight_that_is_written_inside_is_restored_and_reported(device: str) -> None:
-    model, optimizer = make(device)
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5)
-    train(model, optimizer, 2)
-    before = bytes_of(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"inner\.weight was written inside"), averaged.swap():
-        nn.init.zeros_(model.inner.weight)
-    assert bytes_of(model, optimizer) == before
-
-
-# Saving, copying, moving.
-
-
-def test_a_state_dict_continues_bit_for_bit(device: str) -> None:
-    model, optimizer = make(device, memory="lean")
-    averaged = amp.AveragedModel(model, optimizer, decay=0.9, use_buffers=True)
-    train(model, optimizer, 3)
-    averaged.update()
-    averaged.update()
-    file = io.BytesIO()
-    torch.save(averaged.state_dict(), file)
-    file.seek(0)
-    again = amp.AveragedModel(model, optimizer, decay=0.9, use_buffers=True)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    train(model, optimizer, 3)
-    averaged.update()
-    again.update()
-    assert raw_bytes(again.state_dict()) == raw_bytes(averaged.state_dict())
-    assert again.n_averaged == 3
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_has_the_averages_and_follows_when_it_is_told_to(device: str, how: str) -> None:
-    model, optimizer = make(device)
-    averaged = amp.AveragedModel(model, optimizer, decay=0.9)
-    train(model, optimizer, 2)
-    averaged.update()
-    if how == "deepcopy":
-        again = copy.deepcopy(averaged)
-    else:
-        data = pickle.dumps(averaged)
-        assert len(data) < 40_000  # neither the model nor the optimizer is in it
-        again = pickle.loads(data)
-    assert raw_bytes(again.state_dict()) == raw_bytes(averaged.state_dict())
-    for call in (again.update, lambda: again.update_parameters(model), again.swap().__enter__):
-        with pytest.raises(RuntimeError, match=r"has no model and optimizer; call its follow"):
-            call()
-    again.follow(model, optimizer)
-    train(model, optimizer)
-    averaged.update()
-    again.update()
-    assert raw_bytes(again.state_dict()) == raw_bytes(averaged.state_dict())
-    averaged.update()  # the original lives on its own
-    assert again.n_averaged == 2
-
-
-def test_a_cast_is_refused_and_names_the_way(device: str) -> None:
-    model, optimizer = make(device)
-    averaged = amp.AveragedModel(model, optimizer)
-    before = raw_bytes(averaged.state_dict())
-    for cast in (averaged.float, averaged.half, lambda: averaged.to(torch.float64)):
-        with pytest.raises(TypeError, match=r"embed.weight cannot be cast from torch.bfloat16 to"):
-            cast()
-    assert raw_bytes(averaged.state_dict()) == before
-    assert averaged.to(device).bfloat16 is not None
-
-
-def test_averages_may_be_on_another_device(device: str) -> None:
-    model, optimizer = make(device, memory="exact")
-    here = amp.AveragedModel(model, optimizer, decay=0.5)
-    there = amp.AveragedModel(model, optimizer, decay=0.5, device="cpu")
-    for seed in range(3):
-        train(model, optimizer, seed=seed)
-        here.update()
-        there.update()
-    assert raw_bytes(there.state_dict()) == raw_bytes(here.state_dict())
-    assert {t.device.type for t in there.state_dict().values()} == {"cpu"}
-    moved = copy.deepcopy(here).cpu()
-    assert raw_bytes(moved.state_dict()) == raw_bytes(here.state_dict())
-    assert here.n_averaged.device.type == "cpu"
-    with there.swap():
-        assert raw_bytes(model.inner.weight) == raw_bytes(there.module.inner.weight)
-
-
-def test_a_model_may_lie_on_several_devices(device: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    rounded_weights(amp.prepare(model, torch.bfloat16))
-    model[1].to(device)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.1)
-    averaged = amp.AveragedModel(model, optimizer, decay=0.5)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    averaged.update()
-    first = amp.float32_state_dict(model, optimizer)
-    optimizer.step()
-    averaged.update()
-    second = amp.float32_state_dict(model, optimizer)
-    for name, value in averaged.float32_state_dict().items():
-        assert value.device == second[name].device
-        torch.testing.assert_close(value, (first[name] + second[name]) / 2)
 
 
 def test_a_layout_that_changes_is_followed(device: str) -> None:

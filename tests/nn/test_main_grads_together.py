@@ -118,7 +118,7 @@ def test_casting_runs_as_it_does_without(
             handle = amp.attach_main_grads(layer) if attach else None
             with torch.autocast(device, BFLOAT16):
                 out = layer(x)
-                amp.backward(out.float().sin().sum())
+                amp.casting.backward(out.float().sin().sum())
             results.append([out, x.grad, layer.weight.grad, layer.bias.grad])
             if handle is not None:
                 handle.remove()

@@ -27,7 +27,7 @@ def casting(device: str, request: pytest.FixtureRequest) -> Iterator[torch.autoc
         for name in OPS.split():
             amp.set_policy(f"aten::{name}", "low_precision", device)
     yield torch.autocast(device, torch.bfloat16)
-    amp.uninstall()
+    amp.casting.uninstall()
 
 
 # Norms. Ours, torch's, arguments, and the shape of an input.

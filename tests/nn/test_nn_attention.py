@@ -187,7 +187,7 @@ def casting(device: str, request: pytest.FixtureRequest) -> Iterator[torch.autoc
         for name in ("softmax", "_softmax", "matmul", "bmm", "mm"):
             amp.set_policy(f"aten::{name}", "low_precision", device)
     yield torch.autocast(device, torch.bfloat16)
-    amp.uninstall()
+    amp.casting.uninstall()
 
 
 def test_logits_are_float32_where_casts_are_on(device: str, casting: torch.autocast) -> None:

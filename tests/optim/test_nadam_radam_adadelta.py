@@ -185,7 +185,7 @@ def test_a_file_without_mu_product_is_refused_and_changes_nothing(device: str) -
         mine.load_state_dict(saved)
     assert raw_bytes([weight, mine.state_dict()]) == before
     del mine.state[weight]["mu_product"]
-    mine.forget()
+    amp.optim.forget(mine)
     with pytest.raises(ValueError, match="has no 'mu_product', though the parameter has taken"):
         mine.step()
 

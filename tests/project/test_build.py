@@ -77,6 +77,7 @@ def test_a_wrong_build_setting_is_refused_by_name(
     assert message in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_build_without_cuda_works_and_says_so(tmp_path: Path) -> None:
     """Only what may differ from the library that `make` has built is compiled."""

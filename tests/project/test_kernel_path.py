@@ -17,7 +17,7 @@ from recorded_step import record
 
 from amp_mp.optim.state import formats
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel_report")]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("kernel_report")]
 
 # Instructions for eight elements a thread, and dependent waits for the memory. With more of them
 # the kernels need longer than an H100's memory does.

@@ -112,6 +112,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, bo
     return {short_name(name): (int(count), divides == "1") for name, count, divides in rows}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernel_report")
 def test_no_kernel_spills_or_is_narrow(
@@ -132,6 +133,7 @@ def test_no_kernel_spills_or_is_narrow(
     assert not wrong, "\n".join(f"{name}: {', '.join(lines)}" for name, lines in wrong.items())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("kernel_report")
 def test_the_library_for_one_architecture_is_small(compiled: kernel_report.Report) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -22,7 +20,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, PACKAGE_LINES = 250, 220, 15400
+PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
+# Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
+# feature says by how many lines it raises one.
+FOLDER_LINES = {
+    ".": 366,
+    "apex": 1633,
+    "casting": 582,
+    "checkpoint": 975,
+    "compat": 1330,
+    "diagnose": 1278,
+    "grad_scaler": 446,
+    "model": 1381,
+    "nn": 609,
+    "optim": 4022,
+    "scaling": 455,
+    "sharding": 639,
+}
 SHARED = {
     "amp_mp.dtypes",
     "amp_mp._C",
@@ -132,7 +146,21 @@ def lines_of(path: Path) -> int:
 def test_python_files_are_short() -> None:
     sizes = {str(path.relative_to(ROOT)): lines_of(path) for path in MODULES.values()}
     assert {path: n for path, n in sizes.items() if n > PYTHON_LINES} == {}
-    assert sum(sizes.values()) <= PACKAGE_LINES
+
+
+def test_folders_do_not_grow() -> None:
+    found = dict.fromkeys(FOLDER_LINES, 0)
+    for path in MODULES.values():
+        if path.name != "_built_for.py":  # the build writes it
+            folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+            found[folder] = found.get(folder, 0) + lines_of(path)
+    grown = {f: (n, FOLDER_LINES.get(f, 0)) for f, n in found.items() if n > FOLDER_LINES.get(f, 0)}
+    assert grown == {}
+
+
+def test_files_of_tests_are_short() -> None:
+    files = (ROOT / "tests").rglob("*.py")
+    assert {str(f.relative_to(ROOT)): n for f in files if (n := lines_of(f)) > TEST_LINES} == {}
 
 
 def test_native_files_are_short_or_say_why_not() -> None:
@@ -149,15 +177,6 @@ def test_native_files_are_short_or_say_why_not() -> None:
 def comment_at_the_top(path: Path) -> str:
     found = re.match(r"(?:#pragma once\n|\s+|//.*\n)*", path.read_text())
     return found[0] if found else ""
-
-
-@pytest.mark.slow
-def test_import_loads_neither_dynamo_nor_sympy() -> None:
-    """Both take seconds. torch alone loads neither."""
-    heavy = ("torch._dynamo", "sympy")
-    code = f"import sys, amp_mp; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def identifiers(path: Path) -> Iterator[tuple[int, str]]:

@@ -52,6 +52,7 @@ def loop_of(code: Function, trace: Trace) -> list[tuple[object, object]]:
     return [(code.instructions[one.index], one) for one in last_iteration(code, trace)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_dependent_loads_are_two_rounds(small: Mapping[str, Function]) -> None:
     data = np.arange(128, dtype=np.uint32) * 3
@@ -70,6 +71,7 @@ def test_two_dependent_loads_are_two_rounds(small: Mapping[str, Function]) -> No
     assert cycles(loop, 1000) > 2000 > cycles(loop, 500) > stalls(loop)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_loads_at_once_are_one_round(small: Mapping[str, Function]) -> None:
     x, y = np.random.default_rng(0).normal(size=(2, 128)).astype(np.float32)
@@ -88,6 +90,7 @@ def test_two_loads_at_once_are_one_round(small: Mapping[str, Function]) -> None:
     assert cycles(loop, 1e9) < 4 * CACHED
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("rare", [False, True], ids=["usual numbers", "rare numbers"])
 def test_lanes_part_and_meet_again(small: Mapping[str, Function], rare: bool) -> None:
@@ -112,6 +115,7 @@ def test_lanes_part_and_meet_again(small: Mapping[str, Function], rare: bool) ->
     assert all("a subroutine is called" in guess for guess in trace.guesses)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_integers_of_64_bits(small: Mapping[str, Function]) -> None:
     x = np.random.default_rng(0).integers(-(2**62), 2**62, 32)
@@ -133,6 +137,7 @@ def test_integers_of_64_bits(small: Mapping[str, Function]) -> None:
     assert trace.guesses == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("uniform", [True, False], ids=["together", "apart"])
 def test_cases_of_a_switch(small: Mapping[str, Function], uniform: bool) -> None:
@@ -158,6 +163,7 @@ def test_cases_of_a_switch(small: Mapping[str, Function], uniform: bool) -> None
         assert trace.guesses == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_shared_memory_and_doubles(small: Mapping[str, Function]) -> None:
     x, out = LANE.astype(np.int32) * 7, np.zeros(32, np.int32)
@@ -169,6 +175,7 @@ def test_shared_memory_and_doubles(small: Mapping[str, Function]) -> None:
     assert (sums == (y * 3).astype(np.float32).astype(np.float64) + np.trunc(y)).all()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_branch_on_what_is_not_known_is_named(small: Mapping[str, Function]) -> None:
     x, out = np.ones(32, np.float32), np.zeros(32, np.float32)
@@ -178,6 +185,7 @@ def test_a_branch_on_what_is_not_known_is_named(small: Mapping[str, Function]) -
     assert "not known" in trace.guesses[0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_address_without_memory_is_an_error(small: Mapping[str, Function]) -> None:
     short, out = np.ones(16, np.float32), np.zeros(32, np.float32)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -15,31 +12,10 @@ LOW = torch.bfloat16
 ROWS, SIZE = 64, 256
 
 
-def join(rank: int, world: int, path: str) -> None:
-    """Makes this process one of `world` that find each other by a file."""
-    torch.set_num_threads(1)
-    init = f"file://{path}.rendezvous"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-
-
-def leave() -> None:
-    """Ends the process once all ranks are done.
-
-    Not by return: where a process ends tidily, gloo waits for a thread of its own that waits for
-    Python's lock, once in twenty runs, with and without amp_mp.
-    """
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def run(rank: int, world: int, path: str) -> None:
-    """What each process of test_casting_distributed.py does; saves all its results."""
-    join(rank, world, path)
+def run() -> dict[str, list[Tensor]]:
+    """What each process of test_casting_distributed.py does."""
     found = {wrap: train(wrap) for wrap in ("alone", "ddp", "fsdp2")}
-    found |= {kind: prepared(rank, kind) for kind in ("FP16_Optimizer", "amp SGD")}
-    torch.save(found, f"{path}.{rank}")
-    leave()
+    return found | {kind: prepared(kind) for kind in ("FP16_Optimizer", "amp SGD")}
 
 
 def model() -> nn.Module:
@@ -78,16 +54,16 @@ def train(wrap: str) -> list[Tensor]:
             param.mul_(0.5)
         after = net(x)
     assert not torch.equal(before, after), "the output after a change by hand is a stale one"
-    amp.uninstall()
+    amp.casting.uninstall()
     return [*weights, after]
 
 
-def prepared(rank: int, kind: str) -> list[Tensor]:
+def prepared(kind: str) -> list[Tensor]:
     """This rank's masters and weights after some steps of ranks that start from different seeds.
 
     DDP sends rank 0's rounded weights to all.
     """
-    torch.manual_seed(rank)
+    torch.manual_seed(torch.distributed.get_rank())
     net = nn.parallel.DistributedDataParallel(amp.prepare(nn.Linear(8, 8), LOW))
     if kind == "FP16_Optimizer":
         wrapped = amp.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), verbose=False)

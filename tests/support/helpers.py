@@ -90,3 +90,10 @@ def autocast_state() -> tuple[bool, dict[str, tuple[bool, torch.dtype]]]:
     return torch.is_autocast_cache_enabled(), {
         d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices
     }
+
+
+def state_names(optimizer: Any) -> tuple[str, ...]:
+    """The states that an optimizer of one rule keeps for each parameter."""
+    from amp_mp.optim.base import stepper_of  # after the pretend GPU has been installed
+
+    return stepper_of(optimizer).group_rules()[0].names

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import amp_mp as amp
-from amp_mp.optim.state.original_values import original_of, take_original
+from amp_mp.model.original_values import original_of, take_original
 
 
 def shard_then_prepare() -> Found:
@@ -71,7 +71,7 @@ def other_dtypes() -> Found:
     amp.prepare(model, torch.float16)
     amp.prepare(model, BF16)
     converted = sharded()
-    amp.convert_network(converted, torch.float16, keep_fp32_only=[])
+    amp.apex.convert_network(converted, torch.float16, keep_fp32_only=[])
     return {
         "before": before,
         "originals": originals(model),

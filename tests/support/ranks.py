@@ -1,14 +1,15 @@
 """Runs a function in several processes that share one process group: `on_ranks(4, function, ...)`.
 
-The processes of each number of ranks are started once in a pytest process and serve every call.
-Tests that use them carry pytest.mark.xdist_group("distributed"), so that pytest-xdist runs them in
-one worker.
+A pytest process starts four of them, once; they serve every call, of which one with fewer ranks
+uses the first of them. Tests that use them carry pytest.mark.xdist_group("distributed"), so that
+pytest-xdist runs them in one worker.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib.util
 import io
 import itertools
@@ -28,67 +29,71 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leftovers import global_state, restore
+from torch.distributed import distributed_c10d as c10d
 
 LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed: all cases
-LIMIT_S = 60.0  # for a call, if it names no other
+LIMIT_S = 120.0  # for a call, if it names no other
 AFTER_AN_ERROR_S = 1.0  # how long the other ranks may take to report theirs
 # Imported once, in the process from which the ranks are forked.
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "amp_mp", "pytest"]
-_pools: dict[int, Pool] = {}
+PROCESSES = 4
+_pools: list[Pool] = []  # one at most
 
 
 def on_ranks(
     world: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S, **kwargs: Any
 ) -> list[Any]:
-    """Calls function(*args, **kwargs) in each of `world` processes; returns their results in order.
+    """Calls function(*args, **kwargs) in `world` processes, at most 4; returns results in order.
 
     function: of the top level of a module; the ranks import the file that defines it. Arguments and
     results are pickled; plain tensors may be among them, DTensors may not. Every call starts with
-    the same random seed.
+    the same random seed, and with hooks, casts, default dtype and folder as they were at first.
 
     Raises the exception of the rank that failed first, with a note that has the rank and its
     traceback; TimeoutError, with what each rank was doing, for ranks that do not answer in limit_s.
     The processes are replaced after either, because the ranks that did not fail may be waiting in a
     collective for ever.
     """
-    if world not in _pools:
-        _pools[world] = Pool(world)
+    if not _pools:
+        _pools.append(Pool())
     try:
-        return _pools[world].call(function, args, kwargs, limit_s)
+        return _pools[0].call(world, function, args, kwargs, limit_s)
     except BaseException:
-        _pools.pop(world).kill()
+        _pools.pop().kill()
         raise
 
 
 class Pool:
-    """Processes that are the ranks of one process group."""
+    """Four processes, of which the first 1, 2 or 4 are the ranks of a process group."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         os.environ["OMP_NUM_THREADS"] = "1"
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.processes, self.pipes = [], []
-        for rank in range(world):
+        for rank in range(PROCESSES):
             ours, theirs = context.Pipe()
-            arguments = (rank, world, self.folder.name, theirs)
+            arguments = (rank, self.folder.name, theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def call(self, function: Any, args: Any, kwargs: Any, limit_s: float) -> list[Any]:
+    def call(self, world: int, function: Any, args: Any, kwargs: Any, limit_s: float) -> list[Any]:
         """See on_ranks."""
         file = sys.modules[function.__module__].__file__
-        request = packed((file, function.__qualname__, args, kwargs))
-        for pipe in self.pipes:
+        request = packed((world, file, function.__qualname__, args, kwargs))
+        pipes = self.pipes[:world]
+        for pipe in pipes:
             pipe.send_bytes(request)
         answers: dict[int, Any] = {}
         until = time.monotonic() + limit_s
         failed: list[tuple[int, BaseException, str]] = []
-        while len(answers) < len(self.pipes):
-            missing = {pipe: r for r, pipe in enumerate(self.pipes) if r not in answers}
+        while len(answers) < world:
+            missing = {pipe: r for r, pipe in enumerate(pipes) if r not in answers}
             ready = wait(list(missing), max(0.0, until - time.monotonic()))
             if not ready and not failed:
                 raise TimeoutError(self.describe_hang(function, limit_s, sorted(missing.values())))
@@ -105,7 +110,7 @@ class Pool:
             others = [r for r, *_ in failed[1:]]
             error.add_note(f"Raised on rank {rank}, later on the ranks {others}:\n{text}")
             raise error
-        return [answers[rank] for rank in range(len(self.pipes))]
+        return [answers[rank] for rank in range(world)]
 
     def receive(self, rank: int, pipe: Connection) -> tuple[Any, tuple[BaseException, str] | None]:
         """A rank's result and None, or None and what went wrong there."""
@@ -138,30 +143,60 @@ class Pool:
 
 @atexit.register
 def kill_all() -> None:
-    """Ends the processes of all pools."""
+    """Ends the processes."""
     while _pools:
-        _pools.popitem()[1].kill()
+        _pools.pop().kill()
 
 
-def serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, folder: str, pipe: Connection) -> None:
     """What each process does: answers calls until the pipe is closed."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the ranks share is not looked through after every call
+    worlds, at_first = Worlds(rank, folder), global_state()
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
-        init = f"file://{folder}/rendezvous"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
         while True:
             try:
                 request = pipe.recv_bytes()
             except EOFError:
-                os._exit(0)  # a tidy end may hang: distributed.leave
-            pipe.send_bytes(answer(request))
+                os._exit(0)  # where a process ends tidily, gloo waits for ever once in twenty runs
+            pipe.send_bytes(answer(request, worlds))
+            restore(at_first)
+            gc.collect()  # models and their hooks
 
 
-def answer(request: bytes) -> bytes:
+class Worlds:
+    """The default process groups of 1, 2 and 4 ranks, each made when it is first asked for.
+
+    They stay: torch and this library keep meshes, and what they know of them, by their ranks. The
+    groups that a call makes stay with its world's; their numbers are part of their names.
+    """
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank, self.folder = rank, folder
+        self.made: dict[int, Any] = {}
+        self.counts: dict[int, int] = {}
+
+    def enter(self, world: int) -> None:
+        """Make the group of `world` ranks torch's default one."""
+        if dist.is_initialized():
+            self.counts[dist.get_world_size()] = c10d._world.group_count
+        if world not in self.made:
+            c10d._update_default_pg(None)
+            c10d._world.group_count = world * 1_000_000  # ranks 0 and 1 make more than 2 and 3
+            init = f"file://{self.folder}/rendezvous{world}"
+            dist.init_process_group("gloo", init_method=init, rank=self.rank, world_size=world)
+            self.made[world] = c10d._get_default_group()
+        else:
+            c10d._update_default_pg(self.made[world])
+            c10d._world.group_count = self.counts[world]
+
+
+def answer(request: bytes, worlds: Worlds) -> bytes:
     """The packed result and None, or None and the exception with its traceback."""
     try:
-        file, name, args, kwargs = unpacked(request)
+        world, file, name, args, kwargs = unpacked(request)
+        worlds.enter(world)
         torch.manual_seed(0)
         return packed((getattr(module_of(file), name)(*args, **kwargs), None))
     except BaseException as error:  # CheckpointException of torch is none of Exception's

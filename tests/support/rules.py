@@ -71,7 +71,7 @@ PRESETS = {
 # Formats of groups, and what takes their place where rows are no multiple of 32.
 WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
 # What an entry's name adds to the state's.
-SUFFIXES = {"m8": "_m8v2", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
+SUFFIXES = {"m8": "_m8", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
 # The arguments for each preset.
 STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
 SQUARES = ("exp_avg_sq", "square_avg", "acc_delta", "sum")

@@ -7,13 +7,15 @@
 
 namespace amp_mp {
 
+using MakeUpdates = decltype(StepCallbacks::make_updates);
+
 // Other rules have none: `plan` is then the plan that was given.
 template <class Rule>
 class Directions {
  public:
   const std::vector<Slot>& plan;
 
-  Directions(const Slots&, const std::vector<Slot>& chosen, const GatherUpdates&, const at::Device&)
+  Directions(const Slots&, const std::vector<Slot>& chosen, const MakeUpdates&, const at::Device&)
       : plan(chosen) {}
   void add_to(NormInputs&) {}
 };
@@ -24,10 +26,10 @@ class Directions<Rule> {
  public:
   const std::vector<Slot>& plan;  // with memory for the directions
 
-  // `update` makes the updates.
-  Directions(const Slots& slots, const std::vector<Slot>& chosen, const GatherUpdates& update,
+  // `make_updates` turns them into updates.
+  Directions(const Slots& slots, const std::vector<Slot>& chosen, const MakeUpdates& make_updates,
              const at::Device& device)
-      : plan(own_), own_(chosen), update_(update) {
+      : plan(own_), own_(chosen), make_updates_(make_updates) {
     const std::vector<int64_t> offsets = slots.offsets();
     const auto options = at::TensorOptions().dtype(at::kBFloat16).device(device);
     const bool all = chosen.size() + 1 == offsets.size();
@@ -39,7 +41,7 @@ class Directions<Rule> {
   Directions(const Directions&) = delete;
 
   void add_to(NormInputs& inputs) {
-    if (!update_) return;
+    if (!make_updates_) return;
     inputs.gather = [](void* self) -> const Statistics* {
       static_cast<Directions*>(self)->update();
       return nullptr;
@@ -49,14 +51,14 @@ class Directions<Rule> {
 
  private:
   void update() {
-    const at::Tensor updates = update_(memory_);
+    const at::Tensor updates = make_updates_(memory_);
     TORCH_CHECK_VALUE(updates.numel() == memory_.numel(), "amp_mp: the updates (",
                       describe(updates), ") must be as many as the directions, ", memory_.numel());
     if (!updates.is_same(memory_)) memory_.copy_(updates);
   }
 
   std::vector<Slot> own_;
-  const GatherUpdates& update_;
+  const MakeUpdates& make_updates_;
   at::Tensor memory_;
 };
 

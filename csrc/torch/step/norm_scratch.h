@@ -8,6 +8,8 @@
 
 namespace amp_mp {
 
+using SumUpdates = decltype(StepCallbacks::sum_updates);
+
 template <class Rule>
 class NormScratch {
  public:
@@ -16,8 +18,8 @@ class NormScratch {
 
   // `known`: statistics of the masters that need not be measured. `plan` must outlive this object.
   NormScratch(Slots& slots, const std::vector<Slot>& plan, Statistics* grads, Measurement* known,
-              const GatherUpdates& gather, const at::Device& device)
-      : slot_count_(slots.size()), plan_(plan), gather_(gather) {
+              const SumUpdates& sum_updates, const at::Device& device)
+      : slot_count_(slots.size()), plan_(plan), sum_updates_(sum_updates) {
     if constexpr (needs_norms<Rule>) {
       weights = known ? known : &own_weights_.emplace(slots.weights(), device);
       inputs.grads = grads;
@@ -36,7 +38,7 @@ class NormScratch {
       inputs.ticket = reinterpret_cast<unsigned*>(memory);
       inputs.first_span = reinterpret_cast<int64_t*>(memory) + 1;
       inputs.update_spans = reinterpret_cast<Statistics*>(memory + head);
-      if (!gather_) return;
+      if (!sum_updates_) return;
       inputs.gather = [](void* self) { return static_cast<NormScratch*>(self)->gather(); };
       inputs.context = this;
     }
@@ -54,14 +56,14 @@ class NormScratch {
 
  private:
   const Statistics* gather() {
-    gathered_ = gather_(rows_of_slots());
-    check_device(gathered_, updates_.device(), {"the result of gather_updates"});
+    gathered_ = sum_updates_(rows_of_slots());
+    check_device(gathered_, updates_.device(), {"the result of sum_updates"});
     TORCH_CHECK_VALUE(
         gathered_.dim() == 2 && gathered_.size(0) == slot_count_ && gathered_.size(1) == 3,
-        "amp_mp: the result of gather_updates (", describe(gathered_), ") must have shape [",
+        "amp_mp: the result of sum_updates (", describe(gathered_), ") must have shape [",
         slot_count_, ", 3]");
     gathered_ = gathered_.contiguous();
-    return check_doubles<Statistics>(gathered_, "the result of gather_updates", 0);
+    return check_doubles<Statistics>(gathered_, "the result of sum_updates", 0);
   }
 
   // The updates' statistics, one row for each slot: zeros without a gradient. Where every slot has
@@ -80,7 +82,7 @@ class NormScratch {
 
   int64_t slot_count_;
   const std::vector<Slot>& plan_;
-  const GatherUpdates& gather_;
+  const SumUpdates& sum_updates_;
   std::optional<Measurement> own_weights_;
   at::Tensor updates_, spans_, gathered_;
 };

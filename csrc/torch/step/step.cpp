@@ -105,7 +105,7 @@ void decide_(at::Tensor& verdict, const DecideTensors& inputs,
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             Measurement* found, const DecideTensors* decide_tensors, bool measures,
-            Measurement* weights, const GatherUpdates& gather_updates) {
+            Measurement* weights, const StepCallbacks& callbacks) {
   constexpr int kKept = Rule::kStates - has_direction<Rule>;
   TORCH_CHECK_VALUE(slots.states() == kKept, "amp_mp: this rule keeps ", kKept,
                     " states a parameter, the slots have ", slots.states());
@@ -125,7 +125,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   Tensors kept;
   std::vector<Reading> readings;
   const std::vector<Slot>& chosen = slots.plan(kept, measures ? &readings : nullptr);
-  Directions<Rule> directions(slots, chosen, gather_updates, device);
+  Directions<Rule> directions(slots, chosen, callbacks.make_updates, device);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
@@ -137,7 +137,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   // Each rule on a CUDA device is in its slot's row; a CPU needs less.
   const at::Tensor rules = scratch(slots.size() * int64_t(sizeof(SlotRule<Rule>)), device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
-  NormScratch<Rule> norms(slots, plan, rows, weights, gather_updates, device);
+  NormScratch<Rule> norms(slots, plan, rows, weights, callbacks.sum_updates, device);
   directions.add_to(norms.inputs);
   bool written = true;
   on(
@@ -161,7 +161,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
 
 #define AMP_MP_INSTANTIATE(Rule, op)                                                              \
   template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*, \
-                             const DecideTensors*, bool, Measurement*, const GatherUpdates&);
+                             const DecideTensors*, bool, Measurement*, const StepCallbacks&);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,

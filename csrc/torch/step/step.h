@@ -41,13 +41,16 @@ struct HyperTensors {
   at::Tensor lr;
 };
 
-// Takes the float64 [n, 3] statistics of the updates of n slots, zeros for a slot without a
-// gradient, and returns the same of whole tensors, of which slots may be shards.
-//
-// Of a rule with directions it takes these, bfloat16 [elements of all slots], slot after slot, each
-// in its weight's order in memory, zeros for a slot without a gradient. It returns the updates in
-// the same places; the tensor may be the one that it was given.
-using GatherUpdates = std::function<at::Tensor(const at::Tensor& rows)>;
+// What a step calls between its two halves.
+struct StepCallbacks {
+  // LAMB: takes the float64 [n, 3] statistics of the updates of n slots, zeros for a slot without a
+  // gradient, and returns the same of whole tensors, of which slots may be shards.
+  std::function<at::Tensor(const at::Tensor& rows)> sum_updates;
+  // A rule with directions (Muon): takes these, bfloat16 [elements of all slots], slot after slot,
+  // each in its weight's order in memory, zeros for a slot without a gradient. Returns the updates
+  // in the same places; the tensor may be the one that it was given.
+  std::function<at::Tensor(const at::Tensor& directions)> make_updates;
+};
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
 // decide_tensors the verdict is decided here, without them it is given. Rules that use norms, and
@@ -56,14 +59,14 @@ using GatherUpdates = std::function<at::Tensor(const at::Tensor& rows)>;
 // parameter that requires a gradient must have one.
 //
 // Rules that need the norms of masters measure these here, unless `weights` has their statistics. A
-// rule that needs its update's norm calls `gather_updates`, if there is one, once in every step,
-// also a skipped one, because other processes take part; a rule with directions calls it too, but
-// not in a step that is skipped on a CPU. An error in it leaves the moments advanced and the
-// weights as they were. Other rules look at neither.
+// rule that needs its update's norm calls `sum_updates`, if there is one, once in every step, also
+// a skipped one, because other processes take part; a rule with directions calls `make_updates`,
+// but not in a step that is skipped on a CPU. An error in either leaves the moments advanced and
+// the weights as they were. Other rules call neither.
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             Measurement* found, const DecideTensors* decide_tensors, bool measures,
-            Measurement* weights, const GatherUpdates& gather_updates);
+            Measurement* weights, const StepCallbacks& callbacks);
 
 // Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
 // that use it; both on the scale's device.

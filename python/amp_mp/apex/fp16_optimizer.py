@@ -7,24 +7,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from amp_mp.apex.fp16_state import WrappedOptimizer, apex_policy
 from amp_mp.apex.fused_masters import FusedMasters
 from amp_mp.apex.masters import Masters
-from amp_mp.apex.swapped_masters import SwappedMasters
+from amp_mp.apex.wrapper import LOSS_SCALE, OptimizerAround, shown
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.gradient_marks import GradientMarks
-from amp_mp.optim.step.outside_graphs import outside_graphs
-from amp_mp.scaling.observe import OverflowCounter, describe_nonfinite, update_scale
-from amp_mp.scaling.policies import ScalePolicy
+from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.scaling.dynamic import apex_policy, from_state_dict
+from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.scaling.policies import ScalePolicy, Static
+
+FLAGS = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")  # in a snapshot
 
 
-class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
+class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
     """Wraps an optimizer whose parameters are partly in low precision; Apex's class of this name.
 
-    Each float16 or bfloat16 parameter gets a float32 master, which replaces it in the wrapped
-    optimizer's param_groups (the lists stay the same objects, so schedulers keep working). float32
-    parameters need no master, and frozen ones stay as they are. From then on use this object:
+    Each trainable float16 or bfloat16 parameter gets a float32 master, which replaces it in the
+    wrapped optimizer's param_groups; the lists stay the same objects. From then on use this object:
 
         optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1),
                                        dynamic_loss_scale=True)
@@ -32,15 +35,13 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         optimizer.backward(loss)  # in place of loss.backward()
         optimizer.step()
 
-    Around an amp_mp optimizer, which keeps masters itself, nothing is copied: param_groups keep the
-    model's parameters, `.grad` carries the scale until the step, and the step's one pass unscales,
-    clips, updates and rounds.
+    Around an amp_mp optimizer, which keeps masters itself, param_groups keep the model's
+    parameters, and `.grad` carries the scale until the step unscales, clips, updates and rounds.
 
-    It is a torch.optim.Optimizer: schedulers and frameworks take it. Its step hooks are its own;
-    torch's hooks for all optimizers run for the wrapped one.
+    It is a torch.optim.Optimizer with its own hooks; torch's hooks for all run for the wrapped one.
 
-    A static scale checks nothing, as in Apex: an infinite gradient reaches the master. A dynamic
-    one skips the step on overflow, leaving every byte as it was, prints so, and lowers the scale.
+    A static scale checks nothing, as in Apex. A dynamic one skips the step on overflow, leaving
+    every byte as it was, prints so, and lowers the scale.
 
     Args:
         init_optimizer: the optimizer to wrap; state it already has moves to the masters.
@@ -51,14 +52,20 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         verbose: print what is wrapped. Default True.
         loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
             policy.
-        check_overflow: check and skip also with a static scale, as a dynamic one does: for
-            bfloat16, which needs no scaling.
+        check_overflow: check and skip also with a static scale.
 
     Raises:
         TypeError: a trainable parameter is neither float16, bfloat16 nor float32, or the optimizer
             is an FP16_Optimizer.
         ValueError: a scale that is not a positive number, or an unknown name in dynamic_loss_args.
     """
+
+    loss_scale: Any = LOSS_SCALE
+    # The model's low-precision parameters, a list per group; their masters in the same order; and
+    # its float32 parameters, which are their own masters.
+    fp16_groups: Any = shown("_masters.fp16_groups")
+    fp32_from_fp16_groups: Any = shown("_masters.fp32_from_fp16_groups")
+    fp32_from_fp32_groups: Any = shown("_masters.fp32_from_fp32_groups")
 
     def __init__(
         self,
@@ -74,33 +81,35 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         if isinstance(init_optimizer, FP16_Optimizer):
             raise TypeError("init_optimizer is an FP16_Optimizer already; wrap it once")
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
-        masters = self._make_masters(init_optimizer)
-        super().__init__(init_optimizer, masters, policy, check_overflow)
-        self._overflows = OverflowCounter()
+        self._masters = self._make_masters(init_optimizer)
+        super().__init__(init_optimizer)
+        self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self._checks = self.dynamic_loss_scale or check_overflow
+        self._watch = OverflowWatch()
         self._max_abs = 0.0  # the largest true |g| of the last backward
         self._called_backward = False  # since the last step
         self._marks = GradientMarks(())  # the model's gradients after the last backward
         if verbose:
-            low = sum(map(len, self.fp32_from_fp16_groups))
-            own = sum(map(len, self.fp32_from_fp32_groups))
-            print(f"FP16_Optimizer: {low} parameters with float32 masters, {own} float32")
+            low, own = self.fp32_from_fp16_groups, self.fp32_from_fp32_groups
+            counts = f"{sum(map(len, low))} parameters with float32 masters, {sum(map(len, own))}"
+            print(f"FP16_Optimizer: {counts} float32")
 
     def _make_masters(self, optimizer: torch.optim.Optimizer) -> Masters:
         """For subclasses: which kind of masters an optimizer gets."""
         if isinstance(optimizer, FusedOptimizer):  # it keeps masters itself
             return FusedMasters(optimizer)
-        return SwappedMasters(optimizer)
+        return Masters(optimizer)
 
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
         """loss.backward() on the scaled loss; afterwards the masters' gradients are the true ones.
 
-        Args:
-            loss: a tensor of one element; it is multiplied in float32.
-            update_master_grads: False to accumulate several losses and call update_master_grads()
-                once.
-            retain_graph: as in Tensor.backward.
+        loss: a tensor of one element; it is multiplied in float32. update_master_grads: False to
+        accumulate several losses and call update_master_grads() once.
         """
         with self._masters.backward(self.loss_scale, update_master_grads):
             scaled_loss = loss.float() * self.loss_scale
@@ -114,14 +123,10 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         self._marks = GradientMarks(self._masters.scaled_params())
 
     def _check_backward(self) -> None:
-        """Raises RuntimeError for gradients that came without backward: masters have none of them.
-
-        Gradients of 0, and those that an earlier backward made, are nothing to complain of.
-        """
+        """Raises RuntimeError for new gradients other than 0 that came without backward."""
         if self._called_backward:
             return
-        foreign = self._marks.changed(self._masters.scaled_params())
-        if foreign:
+        if foreign := self._marks.changed(self._masters.scaled_params()):
             raise RuntimeError(
                 f"step: {self._masters.label(foreign[0])} has a gradient that did not come from "
                 "this FP16_Optimizer, so that its master would not be updated; call "
@@ -131,8 +136,7 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
     def update_master_grads(self) -> None:
         """Copies the model's gradients to the masters, divided by the scale.
 
-        A dynamic scale, or check_overflow, checks them first; an overflow sets `overflow` and
-        copies nothing. Around an amp_mp optimizer nothing is copied at all.
+        An overflow, where they are checked, sets `overflow` and copies nothing.
         """
         self._note_backward()
         overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
@@ -145,33 +149,31 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         """For subclasses: adds terms to the masters' true gradients."""
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
-        """Clips the masters' gradients by their global norm; returns the norm, -1 on overflow.
+        """As torch.nn.utils.clip_grad_norm_ of the masters, before step; -1 on overflow.
 
-        As torch.nn.utils.clip_grad_norm_; call it between backward and step. Around an amp_mp
-        optimizer the step itself clips by the 2-norm.
+        Around an amp_mp optimizer the step itself clips by the 2-norm.
         """
         return -1.0 if self.overflow else self._masters.clip(max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The true gradients, a list per group; None, with a warning, after an overflow."""
-        if self.overflow:
-            warnings.warn("amp_mp: after an overflow there are no master gradients", stacklevel=2)
-            return None
-        return self._masters.gradients()
+        if not self.overflow:
+            return self._masters.gradients()
+        warnings.warn("amp_mp: after an overflow there are no master gradients", stacklevel=2)
+        return None
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
 
-        On overflow nothing is stepped, None is returned, and the message that Apex scripts look for
-        is printed. A closure must call this object's zero_grad and backward; the model has the
-        masters' newest values before each evaluation. An evaluation that overflows is repeated with
-        a lower scale; RuntimeError where the scale cannot fall any more, or where loss.backward()
-        was called in place of this object's backward.
+        On overflow nothing is stepped, None is returned, and Apex's message is printed. A closure
+        must call this object's zero_grad and backward; the model then has the masters' newest
+        values. An evaluation that overflows is repeated with a lower scale; RuntimeError where it
+        cannot fall any more, or where loss.backward() was called in place of this object's.
         """
         for before in self._optimizer_step_pre_hooks.values():
-            changed = before(self, (self, closure), {})
-            closure = closure if changed is None else changed[0][1]
+            if (changed := before(self, (self, closure), {})) is not None:
+                closure = changed[0][1]
         result = self._stepped(closure)
         for after in self._optimizer_step_post_hooks.values():
             after(self, (self, closure), {})
@@ -182,10 +184,9 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         if closure is None:
             self._check_backward()
         self._called_backward = False
-        before = self.loss_scale
-        model_param = self._masters.model_param
-        describe = partial(describe_nonfinite, [self.param_groups], model_param=model_param)
-        update_scale(self.loss_scaler, self._overflows, self.overflow, self._max_abs, describe)
+        before, to_model = self.loss_scale, self._masters.model_param
+        describe = partial(describe_nonfinite, [self.param_groups], model_param=to_model)
+        self._watch.update(self.loss_scaler, self.overflow, self._max_abs, describe)
         if self.overflow:
             self._report(before)
             return None
@@ -194,10 +195,8 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
         return result
 
     def _report(self, before: float) -> None:
-        print(
-            f"[OVERFLOW! Skipping step. Attempted loss scale: {before}, "
-            f"reducing to {self.loss_scale}]"
-        )
+        scales = f"Attempted loss scale: {before}, reducing to {self.loss_scale}"
+        print(f"[OVERFLOW! Skipping step. {scales}]")
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
@@ -234,3 +233,69 @@ class FP16_Optimizer(WrappedOptimizer):  # noqa: N801 (Apex's name)
     ) -> None:
         """Clears the gradients of masters and model parameters; the second spelling is torch's."""
         self._masters.zero_grad(drop=set_grads_to_None or set_to_none)
+
+    def _patch_step_function(self) -> None:
+        """Leaves torch's hooks of all steps to the wrapped optimizer's, lest they run twice."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; low-precision parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._masters.refresh()
+        except TypeError:
+            self.optimizer.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        inner = tree_map_only(Tensor, torch.clone, self.optimizer.state_dict())
+        found: dict[str, Any] = {
+            "loss_scaler": self.loss_scaler.state_dict(),
+            **{name: getattr(self, name) for name in FLAGS},
+            "optimizer_state_dict": inner,
+            "fp32_from_fp16": self._masters.snapshot(inner),
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a snapshot, also with its kind of loss scale; load the model separately.
+
+        ValueError, before any change, where groups, shapes or keys do not match.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        needed = {"loss_scaler", *FLAGS[1:], "optimizer_state_dict", "fp32_from_fp16"}
+        missing = sorted(needed - state_dict.keys())
+        if missing:
+            raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
+        self._masters.check(state_dict["fp32_from_fp16"])
+        policy = from_state_dict(state_dict["loss_scaler"])
+        inner = tree_map_only(Tensor, torch.clone, state_dict["optimizer_state_dict"])
+        self.optimizer.load_state_dict(inner)
+        if type(policy) is type(self.loss_scaler):
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        else:  # the snapshot's kind counts, as in Apex
+            self.loss_scaler = policy
+        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self._checks = self._checks or self.dynamic_loss_scale
+        for name in FLAGS[1:]:
+            setattr(self, name, state_dict[name])
+        self._masters.load(state_dict["fp32_from_fp16"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> Any:
+        # As Apex's. A pickled copy would not belong to its model.
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network
-from amp_mp.optim.state.original_values import take_original
+from amp_mp.model.original_values import take_original
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -24,9 +24,7 @@ def prep_param_lists(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The model's trainable parameters, and float32 masters of them for an optimizer.
 
-    The parameters may have any floating dtypes. With flat_master the list of masters has a single
-    one, 1-D, of all parameters one after the other; ValueError unless these have one dtype and
-    device.
+    flat_master: a single master, 1-D; ValueError unless parameters have one dtype and device.
     """
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
@@ -73,10 +71,7 @@ def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
 
 
 def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
-    """Turns every batch norm of the model, with its statistics, into float32; Apex's function.
-
-    In place; returns the model. What low precision has rounded stays rounded.
-    """
+    """Turns every batch norm of the model into float32, in place; returns the model."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.float()
@@ -95,16 +90,15 @@ class tofp16(nn.Module):  # noqa: N801 (Apex's name)
         return input.to(self.dtype) if input.is_floating_point() else input
 
     def extra_repr(self) -> str:
-        """For torch's printed text: the dtype."""
+        """The dtype."""
         return str(self.dtype)
 
 
 def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
     """The model, converted in place, behind a layer that casts its input; Apex's function.
 
-    Batch norms and the other normalisation layers stay float32, and so does what keep_fp32 has
-    marked. As in Apex, names in the result's state_dict start with "1.". dtype: torch.float16 or
-    torch.bfloat16, which is the fast one on a CPU; ValueError for another.
+    Normalisation layers stay float32, and so does what keep_fp32 has marked. As in Apex, names in
+    the result's state_dict start with "1.". dtype: float16 or bfloat16; ValueError for another.
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")

@@ -1,43 +1,39 @@
 """The masters of an FP16_Optimizer around one of amp_mp's optimizers, which keeps its own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.apex.gradients import clip_gradients
 from amp_mp.apex.masters import Masters
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.init import init_states
+from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.optim.step.handed import Handed, Measured
-from amp_mp.scaling.observe import observe
+from amp_mp.optim.step.handed import Handed
+from amp_mp.sharding.gradients import overflow_in
 
 
 class FusedMasters(Masters):
-    """The masters in a fused optimizer's state.
-
-    Nothing is copied: the gradients stay in the model and carry the scale until the step, which
-    unscales, clips, updates and rounds in one pass.
-    """
+    """The masters in a fused optimizer's state; the model's gradients are scaled until the step."""
 
     _optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._optimizer = optimizer
         self._scale = 1.0  # that the gradients carry
         self._max_norm: float | None = None  # to which the next step clips
-        self._measured: Measured | None = None  # statistics of the gradients as they are now
-        self.refresh()
+        self._measured: _C.Measured | None = None  # statistics of the gradients as they are now
+        super().__init__(optimizer)
 
     def refresh(self) -> None:
-        """As Masters.refresh; makes the whole state of every trainable parameter."""
-        super().refresh()
-        optimizer = self._optimizer
-        init_states(optimizer.group_rules(), optimizer.param_groups, optimizer.state)
+        """Makes the whole state of every trainable parameter; TypeError as in Masters."""
+        self.refuse_dtypes()
+        own, rules = self._optimizer, stepper_of(self._optimizer).group_rules()
+        _C.init_states(rules, own.param_groups, own.state)
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -55,13 +51,18 @@ class FusedMasters(Masters):
         """As in Masters; the step unscales float32 gradients as well."""
         return [param for param in self.params() if param.requires_grad]
 
+    @contextmanager
+    def backward(self, scale: float, collects: bool) -> Iterator[None]:
+        """A block that does nothing: the gradients stay where they are."""
+        yield
+
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
         self._max_norm, self._scale, self._measured = None, scale, None
         if not checks:
             return False, 0.0
-        self._measured = self._optimizer.measure()
-        return observe(self._measured.totals(), scale)
+        self._measured = stepper_of(self._optimizer).measure()
+        return overflow_in(self._measured.totals(), scale)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
@@ -69,18 +70,18 @@ class FusedMasters(Masters):
             groups = self._optimizer.process_groups
             norm = clip_gradients(self.params(), max_norm * self._scale, norm_type, groups)
             if self._measured is not None:
-                self._measured = self._optimizer.measure()  # the gradients have changed
+                self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
             return norm / self._scale
         self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
         if self._measured is None:
-            self._measured = self._optimizer.measure()
+            self._measured = stepper_of(self._optimizer).measure()
         squares = sum(float(total[0]) for total in self._measured.totals().values())
         return math.sqrt(squares) / self._scale
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""
-        groups = super().gradients()
-        return [[None if g is None else g.float() / self._scale for g in group] for group in groups]
+        groups, scale = super().gradients(), self._scale
+        return [[None if g is None else g.float() / scale for g in group] for group in groups]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step, which unscales and clips; with a closure, after it has run."""
@@ -88,13 +89,12 @@ class FusedMasters(Masters):
         def evaluate() -> Any:
             assert closure is not None
             loss = closure()
-            self._optimizer.handed = self._handed()  # known only now, inside the step
+            stepper_of(self._optimizer).handed = self._handed()  # known only now, inside the step
             return loss
 
+        step_with = stepper_of(self._optimizer).step_with
         try:
-            if closure is None:
-                return self._optimizer.step_with(self._handed())
-            return self._optimizer.step_with(Handed(), evaluate)
+            return step_with(self._handed()) if closure is None else step_with(Handed(), evaluate)
         finally:
             self._max_norm, self._measured = None, None
 
@@ -109,12 +109,11 @@ class FusedMasters(Masters):
         found = []
         for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
             states = [optimizer["state"].get(index, {}) for index in saved["params"]]
-            rows = zip(params, states, strict=True)
-            low = [(p, state) for p, state in rows if p.dtype in LOW_PRECISION]
             live = self._optimizer.state  # the snapshot shows remainders as bfloat16 bits
             masters = [
                 state["master"] if "master" in state else master_of(p, live.get(p, {}))
-                for p, state in low
+                for p, state in zip(params, states, strict=True)
+                if p.dtype in LOW_PRECISION
             ]
             found.append([m for m in masters if m is not None])
         return found

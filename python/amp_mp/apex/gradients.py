@@ -9,55 +9,51 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.scaling.observe import by_device, measure
-from amp_mp.sharding.gradients import GradientStatistics, place_gradient
+from amp_mp.sharding.gradients import GradientStatistics, by_device, measure, writable_gradient
 from amp_mp.sharding.reduction import Reduction
 from amp_mp.sharding.shards import is_dtensor, local_of
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """The memory of the parameters' gradients, without those that have none.
+    """As gradient_of_each, without those that are None."""
+    return [grad for grad in gradient_of_each(params) if grad is not None]
+
+
+def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """The memory of each parameter's gradient, or None.
 
     Of a sparse one, which is coalesced in place, its values; of a DTensor this process's shard.
     """
     found = []
     for param in params:
-        if param.grad is None:
-            continue
-        place_gradient(param)
-        if param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
-        found.append(param.grad.values() if param.grad.is_sparse else local_of(param.grad))
+        grad = writable_gradient(param)
+        if grad is not None and grad.is_sparse:
+            param.grad = grad.coalesce()
+            grad = param.grad.values()
+        found.append(grad)
     return found
 
 
-def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """As gradients_of, with None for each parameter that has no gradient."""
-    return [next(iter(gradients_of([param])), None) for param in params]
-
-
-def measure_gradients(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
-    """The statistics of the parameters' gradients; of DTensors over all processes.
-
-    float64 [3] per device, as scaling.measure. Every process has to pass the same parameters.
-    """
+def totals_of(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """As `measure`; of DTensors over all processes, which have to pass the same parameters."""
     if not any(is_dtensor(param) for param in params):
         return measure(gradients_of(params))
-    total = GradientStatistics(params).total(gradient_of_each(params))
-    return {total.device: total}
+    return GradientStatistics(params).totals(gradient_of_each(params))
+
+
+def multiply_gradients(params: Iterable[Tensor], multiplier: float) -> None:
+    """Multiplies the gradients in place."""
+    grads = gradients_of(params) if multiplier != 1.0 else []
+    copy_all_(zip(grads, grads, strict=True), multiplier=multiplier)
 
 
 def clip_gradients(
-    params: Sequence[Tensor],
-    max_norm: float,
-    norm_type: float,
-    process_groups: Sequence[Any] = (),
+    params: Sequence[Tensor], max_norm: float, norm_type: float, process_groups: Sequence[Any] = ()
 ) -> float:
     """torch.nn.utils.clip_grad_norm_; returns the norm as a number.
 
-    Of DTensors, and with process_groups, all processes get the norm of the whole gradients, for
-    which every process has to pass the same parameters. ValueError for a norm_type that is not
-    above 0 there.
+    Of DTensors, and with process_groups, all processes get the norm of the whole gradients and have
+    to pass the same parameters; ValueError for a norm_type that is not above 0 there.
     """
     if not process_groups and not any(is_dtensor(param) for param in params):
         return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
@@ -74,19 +70,17 @@ def clip_gradients(
     total = Reduction(params, process_groups, device).total(rows)
     norm = float(total[1]) if isinf(norm_type) else float(total[0]) ** (1.0 / norm_type)
     coefficient = max_norm / (norm + 1e-6)
-    if not coefficient >= 1.0:
-        for grad in grads:
-            if grad is not None:
-                grad.mul_(coefficient)
+    for grad in grads if not coefficient >= 1.0 else ():
+        if grad is not None:
+            grad.mul_(coefficient)
     return norm
 
 
 @contextmanager
 def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Sets existing, unscaled gradients aside during the block and adds them back at its end.
+    """Sets unscaled gradients aside during the block and adds them back at its end.
 
-    Inside the block all gradients are scaled, so that none is unscaled twice. An exception in the
-    block restores the earlier gradients.
+    Inside the block all gradients are scaled. After an exception the earlier ones are back.
     """
     aside = [(p, p.grad) for p in params]
     for param, _ in aside:

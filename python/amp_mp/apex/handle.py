@@ -9,14 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.fp16_state import LossScale
-from amp_mp.apex.scale_loss import OptimWrapper, scaled_loss
-from amp_mp.casting.autocast import (
-    disable_casts,
-    install_step_hooks,
-    resolve,
-    set_keep_casts,
-)
+from amp_mp.apex.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
+from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve, set_keep_casts
 from amp_mp.casting.explain import set_verbose
 from amp_mp.casting.op_table import install
 from amp_mp.scaling.dynamic import Backoff, make_policy
@@ -44,24 +38,22 @@ def init(
 
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
-        enable_caching: cast each weight once an iteration: until backward has reached it,
-            scale_loss or amp.backward ends, or an optimizer steps. Where gradients are off nothing
-            is cached.
+        enable_caching: cast each weight once an iteration, where gradients are on: until backward
+            has reached it, scale_loss or amp.casting.backward ends, or an optimizer steps.
         verbose: say what was switched on, and print every cast that is computed to stderr.
         allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
-        policies: "apex", its lists of 2018 and what they missed, the same on CPU and CUDA; "torch",
-            torch's own lists. One table is in force in a process; `amp.set_policy` changes it.
+        policies: "apex", its lists of 2018 and what they missed, on CPU and CUDA; or "torch",
+            torch's own. One table is in force in a process; `amp.set_policy` changes it.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         loss_scale: a number, "dynamic", "Backoff" or a policy; default: "dynamic" for float16
             (start 2^16, at most 2^24, halved on overflow but not below 1, doubled after 2000 steps
-            without one), 1 for bfloat16, which needs none: then nothing is scaled or checked.
-        keep_casts: True keeps the casts of weights from step to step, and amp_mp's optimizers write
-            them: a training step then casts no weight. Only if nothing writes weights through
-            `.data`, `out=p.data`, NumPy or DLPack, or amp.clear_cache() is called after it.
+            without one), 1 for bfloat16: then nothing is scaled or checked.
+        keep_casts: keep the casts of weights from step to step; amp_mp's optimizers write them.
+            After a write through `.data`, `out=p.data`, NumPy or DLPack call
+            amp.casting.clear_cache().
 
-    Raises:
-        ValueError: an unknown device type, dtype or loss scale.
+    Raises ValueError for an unknown device type, dtype or loss scale.
     """
     if not enabled:
         return NoOpHandle()
@@ -77,7 +69,7 @@ def init(
 
 
 class NoOpHandle:
-    """The handle of init(enabled=False): it does nothing, and the script runs in float32."""
+    """The handle of init(enabled=False): it does nothing."""
 
     has_cache = False
     device_type = "cpu"
@@ -107,12 +99,6 @@ class NoOpHandle:
     def _deactivate(self) -> None: ...
 
 
-class _DefaultScaler(LossScale):
-    """A loss scale under both of Apex's names, `loss_scale` and `_loss_scale`."""
-
-    _loss_scale = LossScale.loss_scale
-
-
 class AmpHandle:
     """Casting that `init` switched on, and its loss scale. Use init to make one."""
 
@@ -124,11 +110,10 @@ class AmpHandle:
         policy: ScalePolicy,
         keep_casts: bool = False,
     ) -> None:
-        self.device_type = device_type
-        self.dtype = dtype
-        self.has_cache = caching
+        self.device_type, self.dtype, self.has_cache = device_type, dtype, caching
         self.loss_scaler = policy
-        self._default_scaler: _DefaultScaler | None = _DefaultScaler(policy)  # Apex's name
+        losses = ScaledLosses(policy, device_type, SkippedSteps())
+        self._default_scaler: ScaledLosses | None = losses  # Apex's name; None once wrapped
         self._before = (
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
@@ -155,21 +140,19 @@ class AmpHandle:
         """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
 
         On exit the gradients of the optimizer's parameters are divided by the scale, in place and
-        each exactly once, also where several losses add up before a step: clip and inspect them as
-        usual. float16 gradients of an amp_mp optimizer, which would lose small numbers, carry the
-        scale until its step divides them in float32: clip with its max_grad_norm, clear with its
-        zero_grad; RuntimeError if they were written in between. If one is inf or NaN the scale
-        falls and the next step of the optimizer changes nothing. Where the gradients were cleared
-        without a step, the scale moves as after one. Calling backward() on the loss itself inside
-        gives a warning.
+        each once, also where several losses add up before a step. float16 gradients of an amp_mp
+        optimizer carry the scale until its step divides them in float32: clip with its
+        max_grad_norm, clear with its zero_grad; RuntimeError if they were written in between. If
+        one is inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients
+        cleared without a step move the scale as after one. Calling backward() on the loss itself
+        inside gives a warning.
 
         Args:
             loss: the loss, any floating dtype; it is multiplied in float32.
             optimizer: the optimizer, or all of them, that own what this loss has gradients for.
 
         Raises:
-            TypeError: one of them is not a torch.optim.Optimizer, or is an FP16_Optimizer, whose
-                backward() scales the loss itself.
+            TypeError: one of them is no torch.optim.Optimizer, or is an FP16_Optimizer.
             RuntimeError: wrap_optimizer was called; wrapped optimizers have their own scale_loss.
         """
         if self._default_scaler is None:
@@ -177,13 +160,12 @@ class AmpHandle:
                 "handle.scale_loss cannot be used after handle.wrap_optimizer: every wrapped "
                 "optimizer has loss scales of its own. Call scale_loss of the wrapped optimizer"
             )
-        return scaled_loss(loss, optimizer, self.loss_scaler, self.device_type)
+        return self._default_scaler.block(loss, optimizer)
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A torch.optim.Optimizer with its own loss scale for each of num_loss losses a step.
+        """The optimizer with a loss scale for each of num_loss losses a step.
 
-        From then on use the wrapped optimizers' scale_loss; the handle's own raises. TypeError or
-        ValueError: another optimizer or count.
+        Then handle.scale_loss raises. TypeError, ValueError: another optimizer or count.
         """
         wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
         self._default_scaler = None
@@ -195,12 +177,10 @@ class AmpHandle:
         return _C.casting.cached()
 
     def _clear_cache(self) -> None:
-        """Drops the copies of weights, also those that are kept."""
         torch.clear_autocast_cache()
         _C.casting.clear_cache()
 
     def _disable_casts(self) -> Any:
-        """A block without casts; they are on again after it, also after an exception."""
         return disable_casts(self.device_type)
 
     def _deactivate(self) -> None:

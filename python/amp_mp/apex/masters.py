@@ -1,40 +1,82 @@
-"""Float32 masters: what an FP16_Optimizer asks of them."""
+"""The float32 masters of an FP16_Optimizer around any torch optimizer."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_mp import _C
+from amp_mp.apex.gradients import (
+    clip_gradients,
+    copy_all_,
+    gradients_of,
+    make_gradient,
+    multiply_gradients,
+    set_aside,
+    totals_of,
+)
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.sharding.shards import other_rank
+from amp_mp.model.original_values import take_original
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state.masters import master_of
+from amp_mp.optim.state.schema import MASTER_ENTRIES
+from amp_mp.optim.step.params import param_infos
+from amp_mp.sharding.gradients import by_device, overflow_in
+from amp_mp.sharding.replaced import ReplacedCheck
+from amp_mp.sharding.shards import like, local_of, other_rank
 
 
-class Masters(ABC):
-    """The float32 masters of an optimizer's low-precision parameters, and the gradients.
+class Masters:
+    """Replaces an optimizer's low-precision parameters by float32 masters and keeps both.
 
-    A list of lists has one list per param_group. `scale` is the loss scale that the model's
-    gradients carry; the true gradients are those divided by it.
+    A list of lists has one list per param_group. The model's gradients carry the loss scale.
     """
 
-    _optimizer: Optimizer
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._low: dict[Tensor, Tensor] = {}  # each master's parameter
+        self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
+        self._replaced = ReplacedCheck()
+        self._pending = False  # whether gradients of float32 parameters still carry the scale
+        self.refresh()
+
+    # Which parameters have masters.
 
     def refresh(self) -> None:
-        """Gives a master to every trainable low-precision parameter that has none.
+        """Gives masters to trainable low-precision parameters; first TypeError as refuse_dtypes."""
+        self.refuse_dtypes()
+        for params in self.groups():
+            for i, param in enumerate(params):
+                if param.requires_grad and param.dtype in LOW_PRECISION:
+                    params[i] = self._adopt(param)
 
-        Raises TypeError, before anything is changed, for a trainable parameter that is neither
-        float16, bfloat16 nor float32.
-        """
-        for index, params in enumerate(self.groups()):
-            for position, param in enumerate(params):
-                if param.requires_grad and param.dtype not in NATIVE:
-                    raise TypeError(
-                        f"parameter {position} of group {index} (shape {tuple(param.shape)}) has "
-                        f"dtype {param.dtype}; FP16_Optimizer takes float16, bfloat16 and float32"
-                    )
+    def refuse_dtypes(self) -> None:
+        """Raises TypeError for a trainable parameter not in float16, bfloat16 or float32."""
+        for param, info in param_infos(self._optimizer.param_groups):
+            if param.requires_grad and param.dtype not in NATIVE:
+                raise TypeError(
+                    f"{info.label} (shape {tuple(param.shape)}) has dtype {param.dtype}; "
+                    "FP16_Optimizer takes float16, bfloat16 and float32"
+                )
+
+    def _adopt(self, param: Tensor) -> Tensor:
+        """A new master for the parameter, with its state."""
+        state = self._optimizer.state.pop(param, None)
+        fused = isinstance(self._optimizer, FusedOptimizer)
+        own = master_of(param, state) if state and fused else None  # amp_mp's has one already
+        master = nn.Parameter(like(local_of(take_original(param) if own is None else own), param))
+        if state is not None:
+            kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
+            if not fused:  # amp_mp's says in which format each is stored
+                low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
+                kept |= {k: v.float() for k, v in low.items()}
+            self._optimizer.state[master] = kept
+        self._low[master] = param
+        self._rounded[master] = master._version
+        return master
 
     def groups(self) -> list[list[Tensor]]:
         """The lists of parameters in the optimizer's param_groups, themselves."""
@@ -44,9 +86,10 @@ class Masters(ABC):
         """All parameters in the optimizer's param_groups."""
         return [param for params in self.groups() for param in params]
 
-    @abstractmethod
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
+        low = self._low
+        return [[(low[p], p) for p in params if p in low] for params in self.groups()]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
@@ -65,12 +108,12 @@ class Masters(ABC):
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        kept = [[p for p in ps if self.model_param(p) is p] for ps in self.groups()]
+        kept = [[p for p in ps if p not in self._low] for ps in self.groups()]
         return [[p for p in ps if p.requires_grad and p.dtype == torch.float32] for ps in kept]
 
     def model_param(self, param: Tensor) -> Tensor:
         """The model's parameter that stands behind one in the param_groups."""
-        return param
+        return self._low.get(param, param)
 
     def scaled_params(self) -> list[Tensor]:
         """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
@@ -79,25 +122,70 @@ class Masters(ABC):
 
     def label(self, param: Tensor) -> str:
         """A model parameter's place, and its name if it has one, for messages."""
-        for number, group in enumerate(self._optimizer.param_groups):
-            for position, own in enumerate(group["params"]):
-                if self.model_param(own) is param:
-                    names = group.get("param_names")
-                    name = f" ({names[position]!r})" if names else ""
-                    return f"parameter {position} of group {number}{name}"
-        return "a parameter"
+        infos = param_infos(self._optimizer.param_groups)
+        return next(info.label for own, info in infos if self.model_param(own) is param)
 
-    def backward(self, scale: float, collects: bool) -> AbstractContextManager[None]:
-        """A block for the backward pass, and for `collect` if it follows at once (`collects`)."""
-        return nullcontext()
+    # The gradients.
 
-    @abstractmethod
+    @contextmanager
+    def backward(self, scale: float, collects: bool) -> Iterator[None]:
+        """A block for the backward pass, and for `collect` if it follows at once (`collects`).
+
+        float32 parameters' true gradients of earlier calls are set aside, so that each is unscaled
+        once; where collecting is put off, they are scaled again, to be unscaled with the new ones.
+        """
+        self.refresh()
+        own = [] if self._pending else self._float32_params()
+        if not collects:
+            multiply_gradients(own, scale)
+            self._pending, own = True, []
+        before = self._pending
+        with set_aside(own):
+            self._pending = True
+            try:
+                yield
+            except BaseException:
+                self._pending = before
+                raise
+
+    def _float32_params(self) -> list[Tensor]:
+        return [param for params in self.fp32_from_fp32_groups for param in params]
+
+    @torch.no_grad()
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
-        """Takes over the model's gradients; with `checks` returns found_inf and the largest |g|."""
+        """Copies the model's gradients to the masters, divided by the scale.
 
-    @abstractmethod
+        With `checks` returns whether one overflows, so that none is copied, and the largest |g|.
+        """
+        pairs = self.pairs()
+        params = [*(p for p, _ in pairs), *self._float32_params()]
+        sources = gradients_of(params)
+        if not sources:
+            infos = param_infos(self._optimizer.param_groups)
+            self._replaced.check((self.model_param(p), info.label) for p, info in infos)
+        overflow, max_abs = False, 0.0
+        if checks:
+            overflow, max_abs = overflow_in(totals_of(params), scale)
+        if not overflow:
+            for param, master in pairs:
+                make_gradient(param, master)
+            targets = gradients_of([*(m for _, m in pairs), *self._float32_params()])
+            copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
+            self._pending = False
+        return overflow, max_abs
+
+    @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
+        masters = self.params()
+        grads = gradients_of(masters)
+        if norm_type != 2 or len({g.device for g in grads}) != 1:
+            return clip_gradients(masters, max_norm, norm_type)
+        device = grads[0].device
+        total = totals_of(masters)[device]
+        verdict = _C.decide(device, [total[None]], max_norm=max_norm)
+        _C.copy_(grads, grads, verdict=verdict)
+        return float(verdict[2])
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients."""
@@ -109,14 +197,32 @@ class Masters(ABC):
             for each in {param, self.model_param(param)}:
                 if each.grad is not None:
                     each.grad = None if drop else each.grad.detach().zero_()
+        self._pending = False
+
+    # The step.
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The wrapped optimizer's step."""
+        """The wrapped optimizer's step, from what is in the parameters."""
+        self._follow()
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
-    @abstractmethod
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Remakes masters that do not round to their parameters, unless written themselves."""
+        kept = [(p, m) for p, m in self.pairs() if self._rounded.get(m) == m._version]
+        params, masters = [local_of(p) for p, _ in kept], [local_of(m) for _, m in kept]
+        for indices in by_device(masters).values():
+            own, low = [masters[i] for i in indices], [params[i] for i in indices]
+            _C.average_(own, [None] * len(own), low, own, 0.0)
+        self._rounded |= {m: m._version for _, m in kept}
+
+    @torch.no_grad()
     def to_model(self) -> None:
-        """Rounds the masters into the model's parameters."""
+        """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
+        copy_all_(self.pairs(), saturate=True)
+        self._rounded = {m: m._version for _, m in self.pairs()}
+
+    # Snapshots.
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """Copies of the masters; optimizer: a snapshot of the wrapped optimizer's state dict."""
@@ -124,15 +230,14 @@ class Masters(ABC):
 
     def check(self, saved: list[list[Tensor]]) -> None:
         """Raises ValueError if a snapshot of the masters has other groups or shapes."""
-        for values in saved:
-            for value in values:
-                if (rank := other_rank(value)) is not None:
-                    raise ValueError(
-                        f"state_dict: fp32_from_fp16 has the masters' parts of rank {rank}; load "
-                        "on each rank the file that the same rank has saved; nothing was loaded"
-                    )
-        shapes = [[tuple(m.shape) for m in group] for group in saved]
-        own = [[tuple(m.shape) for m in group] for group in self.fp32_from_fp16_groups]
+        for rank in [other_rank(value) for values in saved for value in values]:
+            if rank is not None:
+                raise ValueError(
+                    f"state_dict: fp32_from_fp16 has the masters' parts of rank {rank}; load on "
+                    "each rank the file that the same rank has saved; nothing was loaded"
+                )
+        both = saved, self.fp32_from_fp16_groups
+        shapes, own = ([[tuple(m.shape) for m in group] for group in x] for x in both)
         if shapes != own:
             raise ValueError(
                 f"state_dict: fp32_from_fp16 has masters of shapes {shapes}, "

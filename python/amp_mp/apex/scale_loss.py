@@ -1,64 +1,182 @@
-"""The block in which a scaled loss goes backward, and optimizers with loss scales of their own."""
+"""handle.scale_loss: the block in which a scaled loss goes backward, and OptimWrapper."""
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from amp_mp.apex.fold import hand, has_float16, may_fold, unscale
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.gradients import measure_gradients, set_aside
-from amp_mp.apex.iteration import (
-    all_parameters,
-    begin,
-    give_up,
-    skip_next_step,
-    update_scale_once,
-)
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step.gradient_marks import GradientMarks
-from amp_mp.scaling.observe import observe
+from amp_mp.apex.fp16_utils import master_params
+from amp_mp.apex.gradients import multiply_gradients, set_aside, totals_of
+from amp_mp.apex.wrapper import LOSS_SCALE
+from amp_mp.casting.autocast import steps_taken
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.step.gradient_marks import GradientMarks, nonzero
+from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
+from amp_mp.sharding.gradients import overflow_in
 
 logger = logging.getLogger("amp_mp")
 
 
-@contextmanager
-def scaled_loss(
-    loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], policy: ScalePolicy, device_type: str
-) -> Iterator[Tensor]:
-    """The block of AmpHandle.scale_loss, with a loss scale and the device type of the casts."""
-    optimizers = _checked(optimizer)
-    with torch.autocast(device_type, enabled=False):
-        if isinstance(policy, Static) and policy.scale == 1:
-            yield loss
-            return
-        iteration = begin(policy)
-        scale, params = policy.scale, all_parameters(optimizers)
-        folding = [each for each in optimizers if may_fold(each, optimizers)]
-        with set_aside(params), _warning_if_unscaled(loss):
-            yield loss.float() * scale
-            found_inf, max_abs = observe(measure_gradients(params), scale)
-            folding = [each for each in folding if has_float16(each)]
-            unscale(params, folding, scale)
-        for each in folding:
-            hand(each, scale)
-        iteration.marks.append(GradientMarks(params))
-        is_first = update_scale_once(policy, iteration, found_inf, max_abs, optimizers)
-    if not found_inf:
-        return
-    if is_first:
-        message = "Gradient overflow, skipping update, reducing loss scale from %g to %g"
-        logger.warning(message, scale, policy.scale)
+@dataclass
+class Iteration:
+    """The losses since the last step of any optimizer, and what was before them."""
+
+    policy_before: dict[str, Any]
+    watch_before: OverflowWatch
+    steps: int = field(default_factory=steps_taken)  # of all optimizers
+    overflow: bool = False
+    max_abs: float = 0.0  # the largest true |g|
+    marks: list[GradientMarks] = field(default_factory=list)  # after each loss
+    skipped: list[Optimizer] = field(default_factory=list)  # whose next step does nothing
+
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the first loss."""
+        return self.steps != steps_taken()
+
+    def is_given_up(self) -> bool:
+        """Whether the gradients are gone without a step: dropped, or applied by hand."""
+        return bool(self.marks) and all(each.are_gone() for each in self.marks)
+
+
+class SkippedSteps:
+    """Optimizers whose next step is to do nothing, but still counts as a step."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[Optimizer, tuple[RemovableHandle, ...]] = {}
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Hides the gradients from the optimizer's next step."""
+        if optimizer in self._hooks:
+            return  # two overflows before a step are one skip
+        aside: list[tuple[Tensor, Tensor]] = []
+
+        def before(*_: Any) -> None:
+            for param in all_parameters([optimizer]):
+                if param.grad is not None:
+                    aside.append((param, param.grad))
+                    param.grad = None
+
+        def after(*_: Any) -> None:
+            self.remove(optimizer)
+            for param, grad in aside:
+                param.grad = grad
+
+        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self._hooks[optimizer] = pre(before), post(after)
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Takes back what `add` did."""
+        for hook in self._hooks.pop(optimizer, ()):
+            hook.remove()
+
+
+class ScaledLosses:
+    """A loss scale, and the losses that it scales, iteration by iteration."""
+
+    loss_scale: Any = LOSS_SCALE
+    _loss_scale: Any = LOSS_SCALE  # Apex's other name
+
+    def __init__(self, policy: ScalePolicy, device_type: str, skips: SkippedSteps) -> None:
+        self.loss_scaler = policy
+        self._device_type, self._skips = device_type, skips
+        self._watch = OverflowWatch()
+        self._iteration: Iteration | None = None
+
+    @contextmanager
+    def block(self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Tensor]:
+        """The block of AmpHandle.scale_loss."""
+        optimizers, policy = _checked(optimizer), self.loss_scaler
+        with torch.autocast(self._device_type, enabled=False):
+            if isinstance(policy, Static) and policy.scale == 1:
+                yield loss
+                return
+            iteration = self._begin()
+            scale, params = policy.scale, all_parameters(optimizers)
+            fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
+            folding = [each for each in fused if _may_unscale(each, optimizers)]
+            with set_aside(params), _warning_if_unscaled(loss):
+                yield loss.float() * scale
+                overflow, max_abs = overflow_in(totals_of(params), scale)
+                folding = [each for each in folding if _has_float16(each)]
+                _unscale(params, folding, scale)
+            # From now until gradients are cleared these optimizers know what scale they carry.
+            for own in folding:
+                carried, marks = _carried_scale(own, scale), GradientMarks(master_params(own))
+                stepper_of(own).handed = Handed(carried, measure=carried != scale, marks=marks)
+            iteration.marks.append(GradientMarks(params))
+            is_first = overflow and not iteration.overflow
+            self._update(iteration, overflow, max_abs, optimizers)
+        if is_first:
+            message = "Gradient overflow, skipping update, reducing loss scale from %g to %g"
+            logger.warning(message, scale, policy.scale)
+        for each in optimizers if overflow else ():
+            self._skips.add(each)
+            iteration.skipped.append(each)
+
+    def _begin(self) -> Iteration:
+        """The iteration to which a loss belongs: a new one where the last one is over."""
+        last = self._iteration
+        if last is not None and not last.has_stepped():
+            if not last.is_given_up():
+                return last
+            self.give_up()
+        self._iteration = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
+        return self._iteration
+
+    def give_up(self) -> None:
+        """Ends an iteration whose gradients were cleared: what it would have skipped is gone."""
+        if self._iteration is not None and not self._iteration.has_stepped():
+            for each in self._iteration.skipped:
+                self._skips.remove(each)
+        self._iteration = None
+
+    def _update(
+        self, iteration: Iteration, overflow: bool, max_abs: float, optimizers: list[Optimizer]
+    ) -> None:
+        """Moves the scale once per iteration, at the first loss.
+
+        A later loss goes back to the scale at the iteration's start and counts all together.
+        """
+        iteration.overflow |= overflow
+        iteration.max_abs = max(iteration.max_abs, max_abs)
+        self.loss_scaler.load_state_dict(iteration.policy_before)
+        self._watch = copy.copy(iteration.watch_before)
+        describe = partial(describe_nonfinite, [each.param_groups for each in optimizers])
+        self._watch.update(self.loss_scaler, iteration.overflow, iteration.max_abs, describe)
+
+
+def all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+    """Each once, also where optimizers share it."""
+    return list(dict.fromkeys(param for each in optimizers for param in master_params(each)))
+
+
+def _checked(optimizer: Any) -> list[Optimizer]:
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     for each in optimizers:
-        skip_next_step(each)
-        iteration.skipped.add(each)
+        if isinstance(each, FP16_Optimizer):
+            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
+        if not isinstance(each, Optimizer):
+            expected = "scale_loss: optimizer must be a torch.optim.Optimizer or several of them"
+            raise TypeError(f"{expected}, found {type(each).__name__}")
+        if isinstance(each, FusedOptimizer) and stepper_of(each).releases:
+            raise ValueError(
+                "scale_loss: an optimizer attached with release=True steps during backward, with "
+                "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
+            )
+    return optimizers
 
 
 @contextmanager
@@ -81,41 +199,67 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
         del loss.backward
 
 
-def _checked(optimizer: Any) -> list[Optimizer]:
-    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    for each in optimizers:
-        if isinstance(each, FP16_Optimizer):
-            raise TypeError("scale_loss: an FP16_Optimizer scales itself; call its backward(loss)")
-        if not isinstance(each, Optimizer):
-            raise TypeError(
-                "scale_loss: optimizer must be a torch.optim.Optimizer or several of them, "
-                f"found {type(each).__name__}"
-            )
-        if isinstance(each, FusedOptimizer) and each.releases:
-            raise ValueError(
-                "scale_loss: an optimizer attached with release=True steps during backward, with "
-                "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
-            )
-    return optimizers
+# At the block's end gradients are unscaled in place. An optimizer of amp_mp may unscale float16
+# ones in its step, lest they lose what the scale has kept from vanishing: it is `folding`.
+
+
+def _may_unscale(optimizer: FusedOptimizer, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether an optimizer's step can unscale; call it before the backward.
+
+    Not where another optimizer shares a parameter, or where there are true gradients to add to.
+    RuntimeError where gradients that carry a scale were written by hand.
+    """
+    if not optimizer.amp_scaling:
+        return False
+    own = list(master_params(optimizer))
+    others = {p for each in optimizers if each is not optimizer for p in master_params(each)}
+    stepper = stepper_of(optimizer)
+    carries = carries_scale(stepper.handed, optimizer.param_groups)
+    if not carries and stepper.handed is not None and stepper.handed.marks is not None:
+        stepper.handed = None  # of gradients that are gone
+    return others.isdisjoint(own) and (carries or not nonzero(own))
+
+
+def _has_float16(optimizer: FusedOptimizer) -> bool:
+    """Whether a gradient of the optimizer is float16, or carries a scale from an earlier loss."""
+    grads = [p.grad.dtype for p in master_params(optimizer) if p.grad is not None]
+    return stepper_of(optimizer).handed is not None or torch.float16 in grads
+
+
+def _carried_scale(optimizer: FusedOptimizer, scale: float) -> float:
+    """The scale that gradients carry: of an earlier loss, else the present one."""
+    handed = stepper_of(optimizer).handed
+    return scale if handed is None else float(handed.scale or 1.0)
+
+
+@torch.no_grad()
+def _unscale(params: list[Tensor], folding: list[FusedOptimizer], scale: float) -> None:
+    """Divides new gradients by the scale; those of `folding` get the scale of the earlier ones."""
+    left = dict.fromkeys(params)
+    for each in folding:
+        own = [param for param in master_params(each) if param in left]
+        multiply_gradients(own, _carried_scale(each, scale) / scale)
+        for param in own:
+            del left[param]
+    multiply_gradients(list(left), 1.0 / scale)
 
 
 class OptimWrapper:
     """An optimizer and one loss scale for each of its losses.
 
         optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
-        with optimizer.scale_loss(loss_a) as scaled:
-            scaled.backward()
-        with optimizer.scale_loss(loss_b) as scaled:
-            scaled.backward()
+        for loss in loss_a, loss_b:
+            with optimizer.scale_loss(loss) as scaled:
+                scaled.backward()
         optimizer.step()
 
     Losses are told apart by their order since the last step. Each one's gradients are unscaled by
-    its own scale, exactly once, and add up; if any overflows, the step changes nothing. Everything
-    else is that of `optimizer`, to which schedulers should be attached.
+    its own scale and add up; if any overflows, the step changes nothing. Everything else is that of
+    `optimizer`, to which schedulers should be attached.
     """
 
     def __init__(
-        self, optimizer: Optimizer, policy: ScalePolicy, num_loss: int, device: str
+        self, optimizer: Optimizer, policy: ScalePolicy, num_loss: int, device_type: str
     ) -> None:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
@@ -126,37 +270,41 @@ class OptimWrapper:
                 f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        self.loss_scalers = [copy.deepcopy(policy) for _ in range(num_loss)]
-        self._device = device
+        skips, each = SkippedSteps(), range(num_loss)
+        self._losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
         self._marks = GradientMarks(())  # after the last loss
+
+    @property
+    def loss_scalers(self) -> list[ScalePolicy]:
+        """The policy of each loss."""
+        return [losses.loss_scaler for losses in self._losses]
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         if self._marks.are_gone():  # the last losses were given up without a step
             self._next = 0
-            for policy in self.loss_scalers:
-                give_up(policy)
-        if self._next == len(self.loss_scalers):
+            for losses in self._losses:
+                losses.give_up()
+        if self._next == len(self._losses):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={self._next} times before a step; "
                 f"wrap_optimizer(optimizer, num_loss={self._next + 1}) gives each loss a scale"
             )
         self._next += 1
-        return self._block(loss, self.loss_scalers[self._next - 1])
+        return self._block(loss, self._losses[self._next - 1])
 
     @contextmanager
-    def _block(self, loss: Tensor, policy: ScalePolicy) -> Iterator[Tensor]:
-        with scaled_loss(loss, self.optimizer, policy, self._device) as scaled:
+    def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:
+        with losses.block(loss, self.optimizer) as scaled:
             yield scaled
         self._marks = GradientMarks(all_parameters([self.optimizer]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""
         if closure is not None:  # its losses cannot be scaled from here
-            raise NotImplementedError(
-                "a wrapped optimizer takes no closure; use amp.FP16_Optimizer, which does"
-            )
+            instead = "use amp.FP16_Optimizer, which does"
+            raise NotImplementedError(f"a wrapped optimizer takes no closure; {instead}")
         self._next = 0
         return self.optimizer.step()
 

@@ -4,3 +4,21 @@
 `autocast` opens regions and keeps casts away from optimizer steps, `functions` wraps Python
 functions and `explain` shows what was cast. It imports no other package of amp_mp.
 """
+
+from amp_mp.casting.autocast import backward, clear_cache, disable_casts
+from amp_mp.casting.functions import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from amp_mp.casting.op_table import uninstall
+
+# fmt: off
+__all__ = [
+    "backward", "clear_cache", "disable_casts", "float_function", "half_function",
+    "promote_function", "register_float_function", "register_half_function",
+    "register_promote_function", "uninstall",
+]

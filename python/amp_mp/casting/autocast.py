@@ -37,15 +37,13 @@ def autocast(
     and a cache of weight casts that notices writes inside the region. Call it before worker threads
     run. Raises ValueError for another device type or dtype.
 
-    Args:
-        device_type: "cuda" or "cpu"; default: "cuda" where there is one.
-        dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
-        enabled: False for a region without casts.
-        cache_enabled: whether a weight is cast once a region; default: as outside.
-        keep_casts: True keeps the casts of weights for the next region, and amp_mp's optimizers
-            write them: a training step then casts no weight. Only if nothing writes weights through
-            `.data`, `out=p.data`, NumPy or DLPack, or amp.clear_cache() is called after it.
-            False: as outside; in the outermost region the casts end with the region, as torch's do.
+    device_type: "cuda" or "cpu"; default: "cuda" where there is one. dtype: torch.float16 or
+    torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU. enabled: False for a region without
+    casts. cache_enabled: whether a weight is cast once a region; default: as outside.
+    keep_casts: True keeps the casts of weights for the next region, and amp_mp's optimizers write
+    them: a training step then casts no weight. Only if nothing writes weights through `.data`,
+    `out=p.data`, NumPy or DLPack, or amp.casting.clear_cache() is called after it. False: as
+    outside; in the outermost region the casts end with the region, as torch's do.
     """
     device, low = resolve(device_type, dtype)
     compiling = torch.compiler.is_compiling()
@@ -97,7 +95,6 @@ def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, to
 
 @functools.cache
 def _warn_slow() -> None:
-    """Warns once per process."""
     warnings.warn(
         "amp_mp: float16 on a CPU is 3 to 100 times slower than float32; it is of use for testing. "
         "bfloat16 is fast there",
@@ -106,9 +103,9 @@ def _warn_slow() -> None:
 
 
 class _Arguments(tuple[Any, ...]):
-    """A step's positional arguments, and the device types whose casts are off during the step."""
+    """A step's positional arguments."""
 
-    switched_off: list[str]
+    switched_off: list[str]  # the device types whose casts are off during the step
 
 
 def install_step_hooks() -> None:
@@ -138,11 +135,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):  # it runs the model's forward pass, which is cast
-        wrapped = _with_casts(closure, on)
+        closure = _with_casts(closure, on)
         if len(args) > 1:
-            args = (args[0], wrapped, *args[2:])
+            args = (args[0], closure, *args[2:])
         else:
-            kwargs = {**kwargs, "closure": wrapped}
+            kwargs = {**kwargs, "closure": closure}
     args = _Arguments(args)
     args.switched_off = on
     _switch(on, False)

@@ -34,25 +34,21 @@ def promote_function(function: F) -> F:
     return _wrap(function, lambda _, dtypes: dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
 
-def register_half_function(module: Any, name: str) -> None:
-    """Replaces a function of a module or class by its half_function; ValueError if it has none."""
-    _register(module, name, half_function)
+def _registers(decorate: Callable[[Any], Any]) -> Callable[[Any, str], None]:
+    def register(module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            raise ValueError(f"No function named {name} in module {module}.")
+        setattr(module, name, decorate(getattr(module, name)))
+
+    kind = decorate.__name__
+    register.__name__ = register.__qualname__ = f"register_{kind}"
+    register.__doc__ = f"Replaces a module's or class's function by its {kind}, or ValueError."
+    return register
 
 
-def register_float_function(module: Any, name: str) -> None:
-    """As register_half_function, with float_function."""
-    _register(module, name, float_function)
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """As register_half_function, with promote_function."""
-    _register(module, name, promote_function)
-
-
-def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
-    if not hasattr(module, name):
-        raise ValueError(f"No function named {name} in module {module}.")
-    setattr(module, name, decorate(getattr(module, name)))
+register_half_function = _registers(half_function)
+register_float_function = _registers(float_function)
+register_promote_function = _registers(promote_function)
 
 
 def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype]) -> F:
@@ -84,10 +80,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if _is_castable(value):
         return value.to(dtype)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)([_cast(item, dtype) for item in value])
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}
     return value

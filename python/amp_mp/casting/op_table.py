@@ -3,7 +3,7 @@
 import hashlib
 import sys
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import torch
 
@@ -35,11 +35,7 @@ def check_device(device: str | None, argument: str = "device") -> str:
 
 
 def expand(op: str) -> list[str]:
-    """The operator's overloads and those of its in-place form, as far as this torch has them.
-
-    "aten::sum" stands for all of its overloads, "aten::sum.dim_IntList" for that one alone.
-    Operators of other libraries are named likewise.
-    """
+    """The overloads that set_policy's `op` names, as far as this torch has them."""
     if "." in op:
         return [op]
     namespace, name = op.split("::")
@@ -61,12 +57,9 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
         raise ValueError(f'policies must be "apex", "torch" or "stock", found {table!r}')
     with _lock:
         wanted = dict.fromkeys(_C.casting.policies(device), "stock")
-        if table == "apex":
-            wanted |= _apex_rows(device, allow_banned)
-        elif table == "torch":
-            wanted |= _torch_rows(device)
-        else:  # torch's kernels, which our own call without torch's cache outside of regions
-            wanted |= dict.fromkeys(_torch_rows(device), "stock")
+        rows = _apex_rows(device, allow_banned) if table == "apex" else _torch_rows(device)
+        # "stock": torch's kernels, which our own call without torch's cache outside of regions.
+        wanted |= dict.fromkeys(rows, "stock") if table == "stock" else rows
         for (where, op), policy in _overrides.items():
             if where == device:
                 wanted |= dict.fromkeys(expand(op), policy)
@@ -122,9 +115,7 @@ def uninstall() -> None:
     _changed()
 
 
-def set_policy(
-    op: str, policy: str, device: str | None = None
-) -> AbstractContextManager[object, None]:
+def set_policy(op: str, policy: str, device: str | None = None) -> ExitStack[None]:
     """Sets how an operator is cast, before or after init, also an operator of another library.
 
     Args:

@@ -12,7 +12,7 @@ PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it
 STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers: structure.py
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor in a checkpoint."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Contents:
         metadata = _read(Path(path))
         self.keys = set(metadata.state_dict_metadata)
         self.tensors = {
-            key: Entry(tuple(found.size), found.properties.dtype)
+            key: TensorInfo(tuple(found.size), found.properties.dtype)
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
@@ -54,7 +54,7 @@ class Contents:
         states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
         if not states:  # as of SGD without momentum; but no states by numbers in place of names
             by_number = {start for key in self.keys for start, _, _ in _states(key)}
-            groups = Counter(start for key in self.keys for start, _ in _groups(key))
+            groups = Counter(s for key in self.keys for s, _ in _after(key, "param_groups"))
             states = Counter({s: count for s, count in groups.items() if s not in by_number})
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
         self.states: dict[str, dict[str, str]] = {}
@@ -72,7 +72,7 @@ class Contents:
 
         In files of flattened state dicts there is a parameter's name in place of a number.
         """
-        found = ((key, rest) for key in self.keys for start, rest in _groups(key))
+        found = ((key, rest) for key in self.keys for _, rest in _after(key, "param_groups"))
         own = {key: rest for key, rest in found if key.startswith(f"{self.optimizer}param_groups.")}
         return {key: _split(own[key]) for key in sorted(own)}
 
@@ -127,11 +127,6 @@ def _states(key: str) -> Iterator[tuple[str, str, str]]:
         name, entry = _split(rest)
         if name:
             yield start, name, entry
-
-
-def _groups(key: str) -> Iterator[tuple[str, str]]:
-    """Every way to read a key as START param_groups.REST."""
-    return _after(key, "param_groups")
 
 
 def _after(key: str, word: str) -> Iterator[tuple[str, str]]:

@@ -6,12 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from amp_mp.checkpoint.contents import Contents
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.rule import kinds_of
+from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.check_loadable import check_loadable
-from amp_mp.optim.state.entries import OLD_REMAINDERS, entries_of, scales_of
-from amp_mp.optim.state.formats import CODES, MASTER_ENTRIES
-from amp_mp.optim.state.init import CLOCK
+from amp_mp.optim.state.schema import CLOCK, MASTER_ENTRIES, is_coded, schema_of
 
 
 def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
@@ -92,39 +89,39 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
     """Raises ValueError where the optimizer cannot load the state."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, FusedOptimizer):
-        kinds = kinds_of(optimizer.rules)
-        beside = {
-            *CLOCK,
-            *MASTER_ENTRIES,
-            *OLD_REMAINDERS,
-            *(s for k in kinds for s in scales_of(k)),
-        }
-        known = beside | {entry for name in kinds for entry in entries_of(name)}
+    if not isinstance(optimizer, FusedOptimizer):
         for number, state in packed["state"].items():
-            strange = sorted(n for n, v in state.items() if _is_state(v) and n not in known)
-            if strange and set(state) <= {*strange, *beside}:
-                raise ValueError(
-                    f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
-                    f"{kind} keeps: another optimizer saved it; nothing was loaded"
-                )
-        check_loadable(packed, params, optimizer.rules, optimizer.rules_of)
+            _refuse_for_torch(optimizer, state, params[number], names[number])
         return
+    stepper = stepper_of(optimizer)
+    entries = schema_of(stepper.rules).entries
     for number, state in packed["state"].items():
-        codes = [n for n in state if n in MASTER_ENTRIES or n.endswith(tuple(CODES))]
-        if codes:
+        known = [entry for n in state if (entry := entries.get(n)) is not None]
+        strange = sorted(n for n, value in state.items() if n not in entries and _is_state(value))
+        if strange and not any(e.like == "param" and e.state != "master" for e in known):
             raise ValueError(
-                f"the checkpoint has {codes[0]!r}, which {kind} does not know; load it into an "
-                "optimizer of amp_mp; nothing was loaded"
+                f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
+                f"{type(optimizer).__name__} keeps: another optimizer saved it; nothing was loaded"
             )
-        for entry, value in state.items():
-            shape = tuple(params[number].shape)
-            if entry not in CLOCK and _is_state(value) and tuple(value.shape) != shape:
-                raise ValueError(
-                    f"{entry!r} of {names[number]!r} has shape {tuple(value.shape)} in the "
-                    f"checkpoint, the parameter {shape}; nothing was loaded"
-                )
+    check_loadable(packed, params, stepper.rules, stepper.rules_of)
+
+
+def _refuse_for_torch(
+    optimizer: Optimizer, state: dict[str, Any], param: torch.Tensor, name: str
+) -> None:
+    """Raises ValueError for a parameter's state that an optimizer of torch cannot load."""
+    shape = tuple(param.shape)
+    for entry, value in state.items():
+        if entry in MASTER_ENTRIES or is_coded(entry):
+            raise ValueError(
+                f"the checkpoint has {entry!r}, which {type(optimizer).__name__} does not know; "
+                "load it into an optimizer of amp_mp; nothing was loaded"
+            )
+        if entry not in CLOCK and _is_state(value) and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{entry!r} of {name!r} has shape {tuple(value.shape)} in the checkpoint, the "
+                f"parameter {shape}; nothing was loaded"
+            )
 
 
 def _is_state(value: Any) -> bool:

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from amp_mp.checkpoint.contents import Contents
 from amp_mp.checkpoint.groups import check_has_optimizer, packed_state
 from amp_mp.checkpoint.names import named_params, names_of_groups, refuse_sharded
-from amp_mp.checkpoint.processes import all_or_none
-from amp_mp.checkpoint.save import quietly, understood
+from amp_mp.checkpoint.processes import all_or_none, quietly, understood
 from amp_mp.checkpoint.structure import rebuilt
 from amp_mp.checkpoint.templates import empty, model_template, state_template
 from amp_mp.checkpoint.weights import float32_values, keep_masters, load_weights
-from amp_mp.optim.state.formats import MASTER_ENTRIES
+from amp_mp.optim.state.schema import MASTER_ENTRIES
 
 
 @torch.no_grad()
@@ -69,42 +68,39 @@ def load(
         groups = [] if optimizer is None else names_of_groups(model, optimizer)
         names = {name for group in groups for name in group}
         _check_more(contents, more)
-        weights = model_template(contents, targets, strict)
+        template = model_template(contents, targets, strict)
         if optimizer is not None:
             check_has_optimizer(contents, names, strict)
         states = {
             name: state_template(contents, name, param, None if name in names else MASTER_ENTRIES)
             for name, param in params.items()
         }
-        others = {key: empty(contents, key) for key in contents.others()}
-        settings = {key: empty(contents, key) for key in contents.groups()} if groups else {}
-    values = weights | others | settings
-    for name, state in states.items():
-        values |= {contents.states[name][entry]: value for entry, value in state.items()}
+        others = [*contents.others(), *(contents.groups() if groups else ())]
+        values = template | {key: empty(contents, key) for key in others}
+        for name, state in states.items():
+            values |= {contents.states[name][entry]: value for entry, value in state.items()}
     try:
         quietly(state_dict_loader.load, values, checkpoint_id=path)
     except BaseException as error:
         raise understood(error, f"{path} could not be read; nothing was loaded") from error
     with all_or_none():
-        weights = {n: values[k] for n in targets if (k := contents.weight(n)) in weights}
+        weights = {n: values[k] for n in targets if (k := contents.weight(n)) in template}
         states = {
             name: {entry: values[contents.states[name][entry]] for entry in state}
             for name, state in states.items()
         }
         masters = float32_values(params, weights, states, names)
         packed = None
-        if optimizer is not None:
-            kept = {
-                name: {k: v for k, v in states[name].items() if _has_entry(k, name in masters)}
-                for name in names
-            }
+        if optimizer is not None:  # keep_masters sets those that have float32 values
+            own = {name: MASTER_ENTRIES if name in masters else () for name in names}
+            kept = {n: {k: v for k, v in states[n].items() if k not in own[n]} for n in names}
             packed = packed_state(contents, values, optimizer, groups, kept, strict)
-        found = rebuilt(contents, {key: values[key] for key in others})
+        found = rebuilt(contents, {key: values[key] for key in contents.others()})
     del values, states
 
     load_weights(model, targets, weights, masters)
     if optimizer is not None and packed is not None:
-        absent = [p for n, p in params.items() if n in names - weights.keys()]
+        absent = [param for name, param in params.items() if name in names - weights.keys()]
         before = {param: optimizer.state[param] for param in absent if param in optimizer.state}
         optimizer.load_state_dict(packed)
         optimizer.state.update(before)
@@ -112,11 +108,6 @@ def load(
     for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
         each.load_state_dict(found.get(name, {}))
     return found
-
-
-def _has_entry(entry: str, has_values: bool) -> bool:
-    """Whether the optimizer loads an entry: not masters, where they are set afterwards."""
-    return not (has_values and entry in MASTER_ENTRIES)
 
 
 def _check_more(contents: Contents, more: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_mp.apex.fp16_state import WrappedOptimizer
+from amp_mp import _C
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.sharding.shards import is_dtensor
 
 # What torch.compile, activation checkpointing and FSDP1 put into names.
@@ -53,7 +54,7 @@ def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
     TypeError for what is no torch.optim.Optimizer, or keeps masters in place of the model's
     parameters; ValueError for a parameter that is not the model's.
     """
-    if isinstance(optimizer, WrappedOptimizer):
+    if isinstance(optimizer, FP16_Optimizer):
         raise TypeError(
             "optimizer is an FP16_Optimizer; around one of amp_mp's pass optimizer.optimizer and "
             "scaler=optimizer.loss_scaler, around another save its state_dict() as it is"
@@ -67,7 +68,7 @@ def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
         for position, param in enumerate(group["params"]):
             if param not in names:
                 raise ValueError(
-                    f"parameter {position} of group {number}, of shape {tuple(param.shape)}, is "
+                    f"{_C.param_label(group, number, position)}, of shape {tuple(param.shape)}, is "
                     "none of the model's parameters; make the optimizer after the model was "
                     "sharded, from model.parameters()"
                 )

@@ -1,6 +1,7 @@
-"""What the processes that save or load together tell each other."""
+"""Torch's save and load, and the errors that all processes raise alike."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +44,27 @@ def all_or_none() -> Iterator[None]:
             raise other
 
 
+def quietly(run: Callable[..., Any], state: dict[str, Any], **arguments: Any) -> None:
+    """Calls torch's save or load, without its warning that there is one process only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        run(state, no_dist=not is_distributed(), **arguments)
+
+
+def understood(error: BaseException, what: str) -> BaseException:
+    """An error of torch's save or load: its CheckpointException, no Exception, as a RuntimeError.
+
+    That is what all processes raise where one cannot read or write.
+    """
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict):
+        return error
+    rank, (cause, _) = next(iter(failures.items()))
+    if not isinstance(cause, Exception):
+        return error  # KeyboardInterrupt
+    return RuntimeError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}")
+
+
 def _gathered(own: Exception | None) -> list[Exception | None]:
     """The errors of all ranks."""
     if not is_distributed():
@@ -57,7 +79,7 @@ def _gathered(own: Exception | None) -> list[Exception | None]:
 
 
 def _sendable(error: Exception | None) -> tuple[type[Exception], tuple[str]] | None:
-    """An error as its class and message: those of Python's own classes, which take one string."""
+    """An error as a class that takes one string, the nearest of Python's own, and its message."""
     if error is None:
         return None
     kinds = (FileNotFoundError, FileExistsError, OSError, TypeError, ValueError)

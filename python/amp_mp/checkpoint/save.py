@@ -1,8 +1,6 @@
 """Writes a checkpoint."""
 
 import shutil
-import warnings
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from torch.optim import Optimizer
 
 from amp_mp.checkpoint.contents import PREVIOUS
 from amp_mp.checkpoint.names import names_of_groups, refuse_sharded
-from amp_mp.checkpoint.processes import all_or_none, is_distributed, is_first_process
+from amp_mp.checkpoint.processes import all_or_none, is_first_process, quietly, understood
 from amp_mp.checkpoint.structure import with_structure
 from amp_mp.checkpoint.templates import EXTRA
 from amp_mp.optim.base import FusedOptimizer
@@ -21,10 +19,7 @@ INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is wr
 
 
 def save(
-    path: str | PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    **more: Any,
+    path: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any
 ) -> None:
     """Writes a model, its optimizer and whatever else is named into one directory.
 
@@ -91,27 +86,6 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "state": {name_of[number]: state for number, state in packed["state"].items()},
         "param_groups": [{**group, "params": own} for group, own in groups],
     }
-
-
-def quietly(run: Callable[..., Any], state: dict[str, Any], **arguments: Any) -> None:
-    """Calls torch's save or load, without its warning that there is one process only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        run(state, no_dist=not is_distributed(), **arguments)
-
-
-def understood(error: BaseException, what: str) -> BaseException:
-    """An error of torch's save or load: its CheckpointException, no Exception, as a RuntimeError.
-
-    That is what all processes raise where one cannot read or write.
-    """
-    failures = getattr(error, "failures", None)
-    if not isinstance(failures, dict):
-        return error
-    rank, (cause, _) = next(iter(failures.items()))
-    if not isinstance(cause, Exception):
-        return error  # KeyboardInterrupt
-    return RuntimeError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}")
 
 
 def _refuse_other_files(target: Path) -> None:

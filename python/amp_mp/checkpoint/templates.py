@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_mp.checkpoint.contents import Contents, Entry
-from amp_mp.optim.state.formats import has_groups, scale_name, scale_shape
-from amp_mp.optim.state.init import CLOCK
+from amp_mp.checkpoint.contents import Contents, TensorInfo
+from amp_mp.optim.state.formats import has_groups, scale_shape
+from amp_mp.optim.state.schema import CLOCK, as_bytes, scale_name
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
@@ -79,11 +79,19 @@ def state_template(
         elif scales is not None:
             data = contents.tensors[key]
             found |= _grouped(entry, data, scales, param)
-        elif entry not in found and contents.tensors[key].shape == tuple(param.shape):
-            found[entry] = _empty_like(param, contents.tensors[key])
         elif entry not in found:
-            found[entry] = empty(contents, key, local_of(param).device)
+            found[entry] = _empty_state(contents, key, param)
     return found
+
+
+def _empty_state(contents: Contents, key: str, param: Tensor) -> Tensor | None:
+    """An empty tensor for a state without groups, or for what has another shape: whole."""
+    entry, shape = contents.tensors[key], tuple(param.shape)
+    if entry.shape == shape:
+        return _empty_like(param, entry)
+    if entry.shape == (*shape, 2) and entry.dtype == torch.uint8:
+        return as_bytes(_empty_like(param, TensorInfo(shape, torch.int16)))
+    return empty(contents, key, local_of(param).device)
 
 
 def empty(contents: Contents, key: str, device: torch.device | None = None) -> Tensor | None:
@@ -92,13 +100,12 @@ def empty(contents: Contents, key: str, device: torch.device | None = None) -> T
     return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
-def _grouped(entry: str, data: Entry, scales: Entry, param: Tensor) -> dict[str, Tensor]:
+def _grouped(entry: str, data: TensorInfo, scales: TensorInfo, param: Tensor) -> dict[str, Tensor]:
     """Empty codes and their scales: cut as the parameter is where that cuts between groups."""
     local, second = local_of(param), scale_name(entry)
     if scales.shape == scale_shape(param) and (has_groups(param) or not is_dtensor(param)):
-        own = torch.empty(
-            scale_shape(param, tuple(local.shape)), dtype=scales.dtype, device=local.device
-        )
+        shape = scale_shape(param, tuple(local.shape))
+        own = torch.empty(shape, dtype=scales.dtype, device=local.device)
         return {entry: _empty_like(param, data), second: like(own, param, scales.shape)}
     row_major = scale_shape(torch.empty(data.shape, device="meta"))
     order = tuple(range(len(data.shape)))
@@ -112,12 +119,10 @@ def _grouped(entry: str, data: Entry, scales: Entry, param: Tensor) -> dict[str,
             )
     codes = torch.empty([data.shape[d] for d in order], dtype=data.dtype, device=local.device)
     codes = codes.permute([order.index(d) for d in range(len(order))])
-    return {
-        entry: codes,
-        second: torch.empty(scales.shape, dtype=scales.dtype, device=local.device),
-    }
+    whole = torch.empty(scales.shape, dtype=scales.dtype, device=local.device)
+    return {entry: codes, second: whole}
 
 
-def _empty_like(value: Any, entry: Entry) -> Tensor:
+def _empty_like(value: Any, entry: TensorInfo) -> Tensor:
     """As the file has it, split and placed as the value is."""
     return like(torch.empty_like(local_of(value), dtype=entry.dtype), value)

@@ -9,16 +9,15 @@ from torch.optim import Optimizer
 from amp_mp.checkpoint.names import named_params, unwrapped, without_wrappers
 from amp_mp.checkpoint.templates import EXTRA
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.entries import renamed
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.optim.state.original_values import (
+from amp_mp.model.original_values import (
     awaits_original,
     drop_original,
     follow_sharding,
     keep_original,
 )
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.state.schema import MASTER_ENTRIES, copy_of
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 
@@ -39,8 +38,11 @@ def float32_values(
         if name not in weights:
             continue
         weight = local_of(weights[name])
-        held = {entry: local_of(value) for entry, value in renamed(states[name], {}).items()}
-        masters = {entry: value for entry, value in held.items() if entry in MASTER_ENTRIES}
+        masters = {
+            entry: copy_of(local_of(value), MASTER_ENTRIES[entry].dtype, weight)
+            for entry, value in states[name].items()
+            if entry in MASTER_ENTRIES and value is not None
+        }
         low = weight.dtype in LOW_PRECISION
         if weight.dtype == param.dtype and (not low or (masters and name in restored)):
             continue
@@ -50,10 +52,7 @@ def float32_values(
 
 
 def load_weights(
-    model: nn.Module,
-    targets: dict[str, Any],
-    weights: dict[str, Any],
-    masters: dict[str, Tensor],
+    model: nn.Module, targets: dict[str, Any], weights: dict[str, Any], masters: dict[str, Tensor]
 ) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
@@ -71,14 +70,11 @@ def load_weights(
             module.set_extra_state(value[0] if wrapped else value)
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
-            _copy(targets[name], value if same else masters.get(name, value))
+            source = value if same else masters.get(name, value)
+            to, values = local_of(targets[name]), local_of(source)
+            to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
             if is_dtensor(param):  # what was written is the memory below it
                 torch.autograd.graph.increment_version(every[name])
-
-
-def _copy(target: Any, source: Tensor) -> None:
-    to, values = local_of(target), local_of(source)
-    to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
 
 
 def keep_masters(
@@ -114,4 +110,4 @@ def keep_masters(
             else:
                 drop_original(param)
     if fused is not None:
-        fused.forget()
+        stepper_of(fused).forget()

@@ -1,10 +1,20 @@
-"""Forms of mixed precision from other libraries: OpenSeq2Seq's and NVCaffe's.
-
-`openseq2seq` has its optimizer wrapper and configuration switch, `regularizers` terms that are
-computed on the masters, `typed_tensor` NVCaffe's blob, `shift_for_scale` its loss scaling without
-unscaling, `layer_types` its types of a net and of single layers.
-"""
+"""Forms of mixed precision from OpenSeq2Seq (`openseq2seq`) and NVCaffe (the other files)."""
 
 from amp_mp.compat.layer_types import LayerTypes, set_layer_types, undo_layer_types
+from amp_mp.compat.openseq2seq import (
+    MixedPrecisionOptimizerWrapper,
+    l1,
+    l2_half,
+    l2_sum,
+    mixed_precision,
+    mp_regularizer_wrapper,
+)
+from amp_mp.compat.shift_for_scale import shift_for_scale
+from amp_mp.compat.typed_tensor import TypedTensor
 
-__all__ = ["LayerTypes", "set_layer_types", "undo_layer_types"]
+# fmt: off
+__all__ = [
+    "LayerTypes", "MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum",
+    "mixed_precision", "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale",
+    "undo_layer_types",
+]

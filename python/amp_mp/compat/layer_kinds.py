@@ -52,14 +52,13 @@ def kinds_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _kind(module: nn.Module, is_kept: bool) -> str:
-    if isinstance(module, nn.modules.loss._Loss):
-        return LOSS
-    if is_normalisation(module):
-        return NORM
-    if is_kept:
-        return KEPT
-    if isinstance(module, SOFTMAXES):
-        return SOFTMAX
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return LOOKS_UP
-    return SELECTS if isinstance(module, SELECTING) else PLAIN
+    """The first kind that fits."""
+    kinds = {
+        LOSS: isinstance(module, nn.modules.loss._Loss),
+        NORM: is_normalisation(module),
+        KEPT: is_kept,
+        SOFTMAX: isinstance(module, SOFTMAXES),
+        LOOKS_UP: isinstance(module, nn.Embedding | nn.EmbeddingBag),
+        SELECTS: isinstance(module, SELECTING),
+    }
+    return next((kind for kind, fits in kinds.items() if fits), PLAIN)

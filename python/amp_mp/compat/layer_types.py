@@ -23,6 +23,7 @@ WORDS = {
 }
 NAMES = {dtype: word for word, dtype in WORDS.items()}
 FIELDS = ("forward_type", "backward_type", "forward_math", "backward_math")
+AT_LEAST_FLOAT = {LOSS: FIELDS, NORM: FIELDS[2:], SOFTMAX: FIELDS[2:]}  # by a layer's kind
 Type = str | torch.dtype
 # The attribute of an nn.TransformerEncoder that made nested tensors before its layers had types.
 USED_NESTED = "_amp_mp_used_nested"
@@ -41,15 +42,11 @@ class Row(NamedTuple):
 
 
 class LayerTypes(list[Row]):
-    """What set_layer_types returns: a row for each layer; prints as a table.
-
-    solver has what follows for weights and optimizers from solver_data_type.
-    """
+    """A row for each layer; prints as a table. solver: what follows from solver_data_type."""
 
     def __init__(self, rows: list[Row], model: nn.Module, solver: SolverTypes) -> None:
         super().__init__(rows)
-        self._model = model
-        self.solver = solver
+        self._model, self.solver = model, solver
 
     def __str__(self) -> str:
         return f"{aligned(('layer', 'class', *FIELDS, ''), self)}\n{self.solver}"
@@ -78,38 +75,33 @@ def set_layer_types(
         print(types)
         optimizer = amp.optim.SGD(model.parameters(), lr=0.1, **types.solver.options(amp.optim.SGD))
 
-    A layer is a module without children, or an nn.MultiheadAttention. Its inputs and weights are
-    rounded to its forward type, it computes in its forward math type, and its result is rounded to
-    the forward type. The gradient of the result is rounded to the backward type, gradients are
-    computed in the backward math type, and those of inputs and weights are rounded to the backward
-    type. Float16 weights saturate at +-65504; activations and gradients become inf.
+    A layer is a module without children, or an nn.MultiheadAttention. Its inputs, weights and
+    result are rounded to its forward type, and it computes in its forward math type. The gradients
+    of its result, inputs and weights are rounded to its backward type and computed in its backward
+    math type. Float16 weights saturate at +-65504; activations and gradients become inf.
 
     torch gives a tensor and its gradient one dtype. So a result has the wider dtype of its two
-    types: where they differ its numbers are rounded, but its memory is the wider type's. A weight's
-    gradient is stored in the weight's grad_dtype, as ever.
+    types. A weight's gradient is stored in the weight's grad_dtype.
 
     Norms, losses and softmax layers compute in FLOAT at least, norms have unrounded weights, and
     losses have FLOAT gradients and results. Layers that amp.keep_fp32 or `prepare` keeps float32
-    are FLOAT unless `layers` names them. What a model computes between its layers is not changed.
-    docs/layer_types.md has the costs. The table that is returned says what each layer got.
+    are FLOAT unless `layers` names them. docs/layer_types.md has the costs.
 
     Args:
-        model: in place; its parameters, hooks and state dict stay. Before or after `prepare`. Deep
-            copies and pickles have the types as well.
+        model: in place, before or after `prepare`. Copies and pickles have the types as well.
         default_forward_type, default_backward_type: "FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16", or a
             torch dtype of these.
         default_forward_math, default_backward_math: the same; default: the net's type.
         layers: for fnmatch patterns over names of layers, or of modules that contain them, any of
-            forward_type, backward_type, forward_math and backward_math. Where several match, the
-            last one that has the entry. A layer's math type is its own entry, else its own type's,
-            else the net's.
+            forward_type, backward_type, forward_math and backward_math; the last match counts. A
+            layer's math type is its own entry, else its own type's, else the net's.
         solver_data_type: of weights and history: "FLOAT", "FLOAT16" or "DOUBLE". No weight is
             converted; see SolverTypes for what follows.
 
-    Returns the layers' types; `undo()` gives the layers back their own forward methods.
+    Returns a table of the layers' types; `undo()` gives the layers back their own forward methods.
 
     Raises, before anything is changed:
-        TypeError: model is no module, or is a TorchScript module; layers holds something else.
+        TypeError: model is not a module in Python; layers holds something else.
         ValueError: an unknown type or entry; a pattern that matches no layer; a type below FLOAT
             that `layers` asks of a layer which has FLOAT at least; a layer that has types already,
             a lazy one, one with a forward method of its own (amp.attach_main_grads comes later), a
@@ -182,10 +174,8 @@ def _chosen(names: Mapping[nn.Module, list[str]], layers: Any) -> dict[nn.Module
         own = {e: (_dtype(t, f"layers[{pattern!r}]: {e}"), pattern) for e, t in entries.items()}
         matched = [m for m, all in names.items() if any(_matches(name, pattern) for name in all)]
         if not matched:
-            raise ValueError(
-                f"layers: {pattern!r} matches no layer of the model; model.named_modules() has the "
-                "names"
-            )
+            text = f"layers: {pattern!r} matches no layer of the model"
+            raise ValueError(f"{text}; model.named_modules() has the names")
         for module in matched:
             chosen[module] |= own
     return chosen
@@ -205,7 +195,7 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
         net_math = torch.float32 if kind == KEPT else default.get(math, net)
         found[stored] = own[stored][0] if stored in own else net
         found[math] = own[math][0] if math in own else own.get(stored, (net_math,))[0]
-    for field in _at_least_float(kind):
+    for field in AT_LEAST_FLOAT.get(kind, ()):
         wide = torch.promote_types(found[field], torch.float32)
         if field in own and wide != found[field]:
             raise ValueError(
@@ -217,12 +207,6 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
         widest = torch.promote_types(found["forward_math"], found["backward_math"])
         found["forward_math"] = found["backward_math"] = widest
     return Types(*(found[field] for field in FIELDS))
-
-
-def _at_least_float(kind: str) -> tuple[str, ...]:
-    if kind == LOSS:
-        return FIELDS
-    return FIELDS[2:] if kind in (NORM, SOFTMAX) else ()
 
 
 def _refuse(module: nn.Module, label: str, kind: str) -> None:
@@ -237,6 +221,6 @@ def _refuse(module: nn.Module, label: str, kind: str) -> None:
     elif any(map(is_lazy, [*module.parameters(), *module.buffers()])):
         problem = "is lazy; run the model once before set_layer_types"
     elif kind == NORM and any(buffer.dtype in LOW_PRECISION for buffer in module.buffers()):
-        problem = "has low-precision statistics; call amp.BN_convert_float(model) first"
+        problem = "has low-precision statistics; call amp.apex.BN_convert_float(model) first"
     if problem:
         raise ValueError(f"model: the layer {label} {problem}")

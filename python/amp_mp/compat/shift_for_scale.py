@@ -23,13 +23,10 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
     eps S, and weight_decay S where it joins the gradient. AdamW's decay does not, and stays.
     Exact for powers of two, as long as nothing overflows. Undone by 1 / scale.
 
-    Args:
-        optimizer: one of torch.optim's or amp_mp.optim's of these kinds, before its first step.
-        scale: what the loss will be multiplied by.
-
-    Returns the optimizer. ValueError: scale is no positive number; or a kind of optimizer for which
-    no such numbers exist (Adadelta's one eps serves gradients and updates, RAdam's first steps are
-    linear in the gradient and its later ones are not) or are known: unscale its gradients instead.
+    optimizer: one of torch.optim's or amp_mp.optim's of these kinds, before its first step. scale:
+    what the loss will be multiplied by. Returns the optimizer. ValueError: scale is not a positive
+    number; or an optimizer for which no such numbers exist (Adadelta's eps serves gradients and
+    updates, RAdam's first steps are linear in the gradient, later ones not) or are known.
     """
     check_scale(scale, "scale")
     if not isinstance(optimizer, LINEAR + NORMALISED):
@@ -47,7 +44,6 @@ def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
             group["eps"] *= scale
         if not (is_adamw or group.get("decoupled_weight_decay", False)):
             group["weight_decay"] *= scale
-    norm = getattr(optimizer, "max_grad_norm", None)
-    if norm is not None:
+    if (norm := getattr(optimizer, "max_grad_norm", None)) is not None:
         optimizer.max_grad_norm = norm * scale  # type: ignore[union-attr]
     return optimizer

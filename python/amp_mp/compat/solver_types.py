@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from amp_mp.compat.layer_kinds import KEPT, NORM
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.base import FusedOptimizer, rules_of
 from amp_mp.optim.rule import kinds_of
 
 # Each type's word, how a model gets it, and what it means.
@@ -19,7 +19,7 @@ TYPES = {
         'float32 weights, or masters of them: amp.optim with memory="exact"',
     ),
     torch.float16: (
-        *("FLOAT16", "amp.convert_network(model, torch.float16)"),
+        *("FLOAT16", "amp.apex.convert_network(model, torch.float16)"),
         "float16 weights and history, no masters: amp.optim with types.solver.options()",
     ),
     torch.float64: ("DOUBLE", "model.double()", "float64 weights and history: torch.optim"),
@@ -31,10 +31,9 @@ FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
 class SolverTypes:
     """The type of weights and history, and the arguments of optimizers that follow from it.
 
-    FLOAT: parameters are float32; or float16 or bfloat16, as after `prepare`, and the fused
-    optimizer keeps their float32 masters. FLOAT16: float16 parameters without masters, and float16
-    history (second moments as roots); norms and what is kept may be float32. DOUBLE: float64
-    parameters, for torch.optim. Raises ValueError naming a trainable parameter of another dtype.
+    FLOAT: parameters are float32, or low-precision with float32 masters. FLOAT16: float16 without
+    masters, and float16 history (second moments as roots); norms and what is kept may be float32.
+    DOUBLE: float64. Raises ValueError naming a trainable parameter of another dtype.
     """
 
     def __init__(self, model: nn.Module, kinds: Mapping[nn.Module, str], dtype: torch.dtype):
@@ -59,7 +58,7 @@ class SolverTypes:
     def options(self, optimizer: type[Optimizer]) -> dict[str, Any]:
         """The arguments that give an optimizer of this class weights and history of the type.
 
-        Raises TypeError if it is no optimizer's class, ValueError where the class cannot have it.
+        Raises TypeError for another class, ValueError where the class cannot have the type.
         """
         if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer class, found {optimizer!r}")
@@ -69,7 +68,8 @@ class SolverTypes:
                 raise ValueError(f"{name} has no float64 parameters; use torch.optim for {word}")
             if self.dtype == torch.float32:
                 return {"memory": "exact"}
-            states = {n: FLOAT16_STATES.get(k) for n, k in kinds_of(optimizer.rules).items()}
+            kinds = kinds_of(rules_of(optimizer))
+            states = {name: FLOAT16_STATES.get(kind) for name, kind in kinds.items()}
             return {"master": "none"} | {n: format for n, format in states.items() if format}
         if self.dtype == torch.float16 or (self.dtype == torch.float32 and self._has_masters):
             raise ValueError(

@@ -17,7 +17,7 @@ Geometry = tuple[Any, ...] | None
 
 
 class Types(NamedTuple):
-    """The four types of a layer: what is stored, and what is computed in, in each direction."""
+    """The four types of a layer: of storage and of arithmetic, forward and backward."""
 
     forward: torch.dtype
     backward: torch.dtype
@@ -50,7 +50,7 @@ def converted(tensor: Tensor, *dtypes: torch.dtype, saturate: bool = False) -> T
 def border(
     tensor: Tensor, dtypes: tuple[torch.dtype, ...], backward: torch.dtype, saturate: bool = False
 ) -> Tensor:
-    """`converted`, with a gradient that is rounded to `backward` on its way back.
+    """Rounds as `converted` does, and rounds the gradient to `backward` on its way back.
 
     An overflow of the gradient becomes inf. Integers are returned as they are.
     """
@@ -89,8 +89,7 @@ def product(
 ) -> Tensor:
     """A linear layer or a convolution in these types; the result has types.visible.
 
-    The backward pass reads what it needs from the input in types.kept and from the weight itself,
-    and computes the layer's derivative directly: nothing of the forward pass is computed again.
+    The backward pass reads the input in types.kept and the weight itself.
     """
     through = (types.forward, types.kept)
     kept = border(input, through, types.backward) if torch.is_grad_enabled() else input
@@ -139,8 +138,7 @@ class _Product(torch.autograd.Function):
         math = types.backward_math
         g, x = converted(grad, types.backward, math), kept.to(math)
         w = converted(weight, types.forward, math, saturate=True)
-        needs = ctx.needs_input_grad
-        wanted = [needs[0], needs[2], needs[3]]
+        wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         with autocast_off(grad):
             if ctx.geometry is None:
                 found = _linear_backward(g, x, w, wanted)
@@ -173,8 +171,7 @@ def recomputed(
 ) -> tuple[Tensor, ...]:
     """Any layer in these types, whose backward pass runs it again in types.backward_math.
 
-    Its cost is one more forward of the layer. random: whether the layer draws random numbers, which
-    are then the same in both.
+    random: whether the layer draws random numbers, which are then the same in both.
     """
     tensors = (*inputs, *weights)
     return _Recomputed.apply(compute, types, len(inputs), random, *tensors)  # type: ignore[no-any-return,no-untyped-call]

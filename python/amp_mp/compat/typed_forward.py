@@ -1,7 +1,14 @@
-"""The forward method of a layer that has types."""
+"""The forward method of a layer that has types, and its five ways to run the layer.
 
-from collections.abc import Callable
-from contextlib import nullcontext
+looks up rows         as it is, with its result rounded
+selects values        in a dtype that its gradients can have
+Linear, convolution   `product`, whose derivatives are written out
+one math type         as autograd records it, between a border before it and one after it
+two math types        `recomputed`: the backward pass runs it again in its own math type
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,33 +16,31 @@ from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from amp_mp.compat.layer_kinds import LOOKS_UP, NORM, SELECTS
-from amp_mp.compat.swapped_tensors import (
-    WeightKey,
-    other_buffers,
-    weights_in_place,
-    weights_of,
-)
 from amp_mp.compat.type_functions import Types, border, product, recomputed
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.kept_modules import CONVERTS_ITSELF, map_arguments, map_results
+from amp_mp.model.kept_modules import map_tensors, tensors_in
 from amp_mp.nn.float32_layers import autocast_off
 
 PRODUCTS = tuple(kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
+# Where a weight is: the module, and the parameter's name in it.
+WeightKey = tuple[nn.Module, str]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 def typed_forward(module: nn.Module) -> "TypedForward | None":
-    """What gives a layer its types; None where it has none."""
+    """The TypedForward that gives a layer its types; None where it has none."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, TypedForward) else None
 
 
 class TypedForward:
-    """Takes the place of a layer's forward method, as an attribute of the layer's own.
+    """An attribute `forward` of a layer, in place of its class's. Copies have their own."""
 
-    Copies and pickles of the layer have one of their own.
-    """
+    casts_by_itself = True  # the casts that `prepare` puts around kept modules are off
 
     def __init__(self, module: nn.Module, kind: str, types: Types) -> None:
         self.module, self.kind, self.types = module, kind, types
@@ -43,7 +48,6 @@ class TypedForward:
     def attach(self) -> None:
         """Gives the layer its types."""
         self.module.__dict__["forward"] = self
-        self.module.__dict__[CONVERTS_ITSELF] = True
         if isinstance(self.module, nn.MultiheadAttention):
             self.module.register_forward_pre_hook(_is_called)
 
@@ -51,35 +55,34 @@ class TypedForward:
         """Gives the layer its own forward method back."""
         if typed_forward(self.module) is self:
             del self.module.__dict__["forward"]
-            self.module.__dict__.pop(CONVERTS_ITSELF, None)
             hooks = self.module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook is _is_called]:
                 del hooks[key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns for these arguments, in its types."""
-        types, module = self.types, self.module
-        plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
-        plain = plain and args[0].is_floating_point()  # torch refuses others by name
+        types = self.types
         if self.kind == LOOKS_UP:
             return self._leave(self._run(args, kwargs, {}))
-        if self.kind == SELECTS:  # in a dtype that its gradients can have
-            entered = self._entered(args, kwargs, (types.forward, types.visible))
+        if self.kind == SELECTS:
+            entered = self._entered(args, kwargs, types.forward, types.visible)
             return self._leave(self._run(*entered, {}))
-        if plain and type(module).forward in PRODUCTS and self._casts():
-            return _product(module, args[0], types)
+        if self._is_product(args, kwargs):
+            return _product(self.module, args[0], types)
         if types.forward_math == types.backward_math:
             return self._in_one_math(args, kwargs)
         return self._in_two_maths(args, kwargs)
 
-    def _casts(self) -> bool:
-        """Whether autograd would keep anything in another dtype than the forward type."""
-        own = {param.dtype for param in self.module.parameters()}
-        types = self.types
+    def _is_product(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether it is a product of which autograd would keep more than the forward type."""
+        if type(self.module).forward not in PRODUCTS or len(args) != 1 or kwargs:
+            return False
+        if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return False  # torch refuses it by name
+        own, types = {param.dtype for param in self.module.parameters()}, self.types
         return {*own, types.forward_math, types.backward_math} != {types.forward}
 
-    def _in_one_math(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As autograd records it: a border before the layer, and one after it."""
+    def _in_one_math(self, args: Args, kwargs: Kwargs) -> Any:
         types, module = self.types, self.module
         math = types.forward_math
         # A norm's weights are not rounded. torch's batch norm takes low-precision inputs beside
@@ -88,22 +91,20 @@ class TypedForward:
         backward = math if self.kind == NORM else types.backward
         mixes = type(module).forward is BATCH_NORM and math == torch.float32
         mixes = mixes and types.visible == types.forward in LOW_PRECISION
-        entering = (types.forward,) if mixes else (types.forward, math)
-        args, kwargs = self._entered(args, kwargs, entering)
+        args, kwargs = self._entered(args, kwargs, types.forward, *(() if mixes else (math,)))
         weights = {
             place: border(weight, through, backward, saturate=True)
-            for place, weight in weights_of(module).items()
+            for place, weight in _weights_of(module).items()
         }
         if self.kind != NORM:
             return self._leave(self._run(args, kwargs, weights))
         # Its statistics have its math type, too, for this time.
         in_math = lambda b: b.to(math) if b.is_floating_point() else b  # noqa: E731
-        with other_buffers(module, in_math, copy_back=module.training):
+        with _other_buffers(module, in_math, copy_back=module.training):
             return self._leave(self._run(args, kwargs, weights))
 
     @_disable_dynamo
-    def _in_two_maths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The backward pass runs the layer again, in its own math type."""
+    def _in_two_maths(self, args: Args, kwargs: Kwargs) -> Any:
         module, trains = self.module, self.module.training
         inputs: list[Tensor] = []
 
@@ -114,7 +115,7 @@ class TypedForward:
             return tensor.new_empty(0)  # in its place: the backward pass keeps a converted one
 
         args, kwargs = _mapped(taken, args, kwargs)
-        weights = weights_of(module)
+        weights = _weights_of(module)
         writes = any(getattr(part, "inplace", False) for part in module.modules())
         results: list[Any] = []
 
@@ -128,35 +129,31 @@ class TypedForward:
             each = iter([t.clone() for t in tensors] if writes else tensors)
             given = _mapped(lambda t: next(each) if t.is_floating_point() else t, args, kwargs)
             # A second run must not change a layer's statistics.
-            with other_buffers(module, Tensor.clone) if again else nullcontext():
+            with _other_buffers(module, Tensor.clone) if again else nullcontext():
                 result = self._run(*given, dict(zip(weights, each, strict=True)))
             if not again:
                 results.append(result)
-            return _tensors(result)
+            return tensors_in(result, results=True)
 
         random = trains and any(map(_may_draw, module.modules()))
         own = list(weights.values())
         outputs = iter(recomputed(compute, self.types, inputs, own, random))
-        return map_results(lambda _: next(outputs), results.pop())
+        return map_tensors(lambda _: next(outputs), results.pop(), results=True)
 
-    def _entered(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _entered(self, args: Args, kwargs: Kwargs, *dtypes: torch.dtype) -> tuple[Args, Kwargs]:
         return _mapped(lambda t: border(t, dtypes, self.types.backward), args, kwargs)
 
     def _leave(self, output: Any) -> Any:
         types = self.types
         through = (types.forward, types.visible)
-        return map_results(lambda t: border(t, through, types.backward), output)
+        return map_tensors(lambda t: border(t, through, types.backward), output, results=True)
 
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[WeightKey, Tensor]
-    ) -> Any:
+    def _run(self, args: Args, kwargs: Kwargs, weights: dict[WeightKey, Tensor]) -> Any:
         """The layer's own forward with these weights in the places of its own."""
         module = self.module
-        given = next(iter([*weights.values(), *_tensors((args, kwargs))]), None)
+        given = next(iter([*weights.values(), *tensors_in((args, kwargs), results=True)]), None)
         no_casts = nullcontext() if given is None else autocast_off(given)
-        with weights_in_place(module, weights), no_casts:
+        with _weights_in_place(module, weights), no_casts:
             return type(module).forward(module, *args, **kwargs)
 
 
@@ -164,33 +161,74 @@ def _is_called(_: nn.Module, args: Any) -> None:
     """A hook that does nothing: without one TransformerEncoderLayer.eval() calls no layer."""
 
 
-def _mapped(
-    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the function applied to each tensor, once if it is there several times.
+def _weights_of(module: nn.Module) -> dict[WeightKey, Tensor]:
+    """The floating-point parameters of a layer and its parts, each with its place."""
+    return {
+        (part, name): param
+        for part in module.modules()
+        for name, param in part._parameters.items()
+        if param is not None and param.is_floating_point()
+    }
 
-    Attention asks whether its query is its key.
+
+@contextmanager
+def _weights_in_place(module: nn.Module, tensors: Mapping[WeightKey, Tensor]) -> Iterator[None]:
+    """A block in which a layer's weights are these tensors; after it they are its own again."""
+    before = {place: place[0]._parameters[place[1]] for place in tensors}
+    try:
+        _put(module, tensors)
+        yield
+    finally:
+        _put(module, before)
+
+
+def _put(module: nn.Module, tensors: Mapping[WeightKey, Any]) -> None:
+    for (part, name), tensor in tensors.items():
+        part._parameters[name] = tensor
+    if isinstance(module, nn.RNNBase) and tensors:  # reads a list of its own
+        own = [module._parameters.get(name) for name in module._flat_weights_names]
+        module.__dict__["_flat_weights"] = own
+
+
+@contextmanager
+def _other_buffers(
+    module: nn.Module, make: Callable[[Tensor], Tensor], copy_back: bool = False
+) -> Iterator[None]:
+    """A block in which `make(buffer)` takes the place of each of a layer's buffers.
+
+    copy_back: what is in those after the block is copied to the layer's own.
     """
-    done: dict[Tensor, Tensor] = {}
+    places = [
+        (part._buffers, name, buffer, make(buffer))
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        for buffers, name, _, made in places:
+            buffers[name] = made
+        yield
+        for _, _, buffer, made in places:
+            if copy_back and made is not buffer:
+                buffer.copy_(made.detach())
+    finally:
+        for buffers, name, buffer, _ in places:
+            buffers[name] = buffer
+
+
+def _mapped(
+    function: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """The arguments with the function applied to each tensor, once if it is there several times."""
+    done: dict[Tensor, Tensor] = {}  # attention asks whether its query is its key
 
     def once(tensor: Tensor) -> Tensor:
         if tensor not in done:
             done[tensor] = function(tensor)
         return done[tensor]
 
-    named = {name: map_arguments(once, value) for name, value in kwargs.items()}
-    return tuple(map_arguments(once, value) for value in args), named
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_results(note, value)
-    return found
+    named = {name: map_tensors(once, value) for name, value in kwargs.items()}
+    return tuple(map_tensors(once, value) for value in args), named
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -202,16 +240,13 @@ def _may_draw(module: nn.Module) -> bool:
 def _product(module: Any, input: Tensor, types: Types) -> Tensor:
     if isinstance(module, nn.Linear):
         return product(input, module.weight, module.bias, types, None)
-    pads = module._reversed_padding_repeated_twice
-    padding = module.padding
+    padding, none = module.padding, (0,) * len(module.stride)
     if module.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        input = functional.pad(input, pads, mode)
-        padding = (0,) * len(module.stride)
-    none = (0,) * len(module.stride)
+        input = functional.pad(input, module._reversed_padding_repeated_twice, mode)
+        padding = none
     geometry = (module.stride, padding, module.dilation, False, none, module.groups)
     unbatched = input.dim() < module.weight.dim()
-    output = product(
-        input.unsqueeze(0) if unbatched else input, module.weight, module.bias, types, geometry
-    )
+    input = input.unsqueeze(0) if unbatched else input
+    output = product(input, module.weight, module.bias, types, geometry)
     return output.squeeze(0) if unbatched else output

@@ -1,7 +1,4 @@
-"""A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob.
-
-Both may be integers, too, which have no arithmetic here.
-"""
+"""A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -16,36 +13,30 @@ INTEGERS = (torch.int32, torch.uint32, torch.int64, torch.uint64)  # NVCaffe: IN
 
 
 class TypedTensor:
-    """Data and gradient of one shape, independently typed, converted lazily and cached.
+    """Data and gradient of one shape, each with its own type, converted when read and cached.
 
-    Reading in another type converts once and keeps what was written, so a read never loses: a
-    float32 master read as float16 still has its bits. Asking for a writable array in a type makes
-    that one the only valid one; the others keep their memory for the next conversion.
+    Reading in another type converts once and keeps what was written. Asking for a writable array
+    in a type makes it the only valid one; the others keep their memory for the next conversion.
 
-        weight = amp.TypedTensor((3, 4), torch.float32, grad_dtype=torch.float16)
+        weight = amp.compat.TypedTensor((3, 4), torch.float32, grad_dtype=torch.float16)
         y = x @ weight.data(torch.float16).T  # cached until the next update
         weight.mutable_grad(torch.float16).copy_(gradient)
         weight.update()  # in float32
 
-    Labels and indices are integers: data and gradient of int32, uint32, int64 or uint64 can be read
-    and written in their own type only, and are not updated.
-
-    Every conversion starts from the type that was written last. (NVCaffe's start from the type that
-    was read last, so that a float16 read spoils a float64 one.) Data saturates at +-65504 on its
-    way to float16 and NaN stays NaN; a gradient becomes inf, or its overflow would go unseen.
-    What was never written is zero. Write into what mutable_data and mutable_grad return before the
-    next read: arrays that were converted before a write keep the old values.
+    Every conversion starts from the type that was written last (NVCaffe's from the one read last).
+    Data saturates at +-65504 on its way to float16; a gradient becomes inf, or its overflow would
+    go unseen. What was never written is zero. Write into what mutable_data and mutable_grad return
+    before the next read. Integers are read and written in their own type only, and not updated.
 
     Args:
         shape: of data and gradient.
-        dtype: the master's: the type of updates, and of data() without a type.
+        dtype: the master's: the type of updates, and of data() without a type. float64, float32,
+            float16, bfloat16, int32, uint32, int64 or uint64.
         grad_dtype: of grad() without a type; default: dtype.
         device: of all arrays. Each is allocated when it is first asked for.
 
-    Raises:
-        TypeError: a dtype other than float64, float32, float16, bfloat16 and those integers, here
-            and in methods; a conversion to or from integers; update() of or by integers.
-        ValueError: a negative size in shape.
+    Raises TypeError for other dtypes, here and in methods, for a conversion to or from integers and
+    an update() of or by integers; ValueError for a negative size in shape.
     """
 
     def __init__(
@@ -58,8 +49,7 @@ class TypedTensor:
         self.shape = torch.Size(shape)
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape must not have negative sizes, found {tuple(shape)}")
-        self.dtype = dtype
-        self.grad_dtype = dtype if grad_dtype is None else grad_dtype
+        self.dtype, self.grad_dtype = dtype, dtype if grad_dtype is None else grad_dtype
         self.device = torch.device(device)
         self._data = _Arrays(self.shape, self.device, dtype, saturate=True)
         self._grad = _Arrays(self.shape, self.device, self.grad_dtype, saturate=False)
@@ -135,7 +125,7 @@ class TypedTensor:
 
 
 def _checked(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in DTYPES and dtype not in INTEGERS:
+    if dtype not in DTYPES + INTEGERS:
         listed = ", ".join(map(str, DTYPES + INTEGERS))
         raise TypeError(f"dtype must be one of {listed}, found {dtype}")
     return dtype

@@ -44,8 +44,7 @@ class Diagnosis(NamedTuple):
     lost, subnormal, overflow: of the elements that are not 0, inf or NaN, the shares from 0 to 1
     whose product becomes 0 (in float16 up to 2^-25), is above that and below the smallest normal
     number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades the scale can grow
-    until the largest |x| exceeds the format's largest number (65504); below 0 if it does already;
-    None if all elements are 0, inf or NaN.
+    until the largest |x| exceeds the format's largest number; None if all are 0, inf or NaN.
     """
 
     scale: float
@@ -73,9 +72,8 @@ class ExponentHistogram:
         """Counts the elements of tensor / scale.
 
         tensor: float16, bfloat16 or float32, or TypeError; any shape, any layout with strides.
-        scale: finite and above 0, or ValueError; default: 1. The division is in float32, exact for
-        powers of two unless a quotient is below 2^-126. The counting reads bits, so it is exact
-        also where the processor flushes subnormals to 0.
+        scale: finite and above 0, or ValueError. The division is in float32. The counting reads
+        bits, so it is exact also where the processor flushes subnormals to 0.
         """
         if tensor.dtype not in NATIVE:
             expected = "a histogram takes float16, bfloat16 and float32 tensors"
@@ -131,10 +129,9 @@ class ExponentHistogram:
     def at(self, scale: float, dtype: torch.dtype = torch.float16) -> Diagnosis:
         """What becomes of the elements, times scale, in a format.
 
-        If scale is a power of two, lost and subnormal are exact: their edges are edges of bins. A
-        bin that an edge cuts is split as if its elements were spread evenly; yet overflow is 0 only
-        if nothing overflows, because the largest |x| is known. Raises ValueError for another dtype
-        than float16, bfloat16 and float32, and for a scale that is not finite or not above 0.
+        Exact where scale is a power of two. Else a bin that an edge cuts is split as if its
+        elements were spread evenly; yet overflow is 0 only if nothing overflows. ValueError for
+        another dtype than float16, bfloat16 and float32, and a scale not finite or not above 0.
         """
         edges = limits(dtype)
         check_scale(scale, "scale")

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_mp.diagnose.watch import scale_of
-from amp_mp.scaling.observe import OverflowReport, nonfinite_gradients
+from amp_mp.overflow_report import OverflowReport, nonfinite_gradients
+from amp_mp.scaling.overflows import SKIPS, STUCK, OverflowWatch
 from amp_mp.text_table import scale_text
 
 Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -15,9 +16,8 @@ Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     """Which gradients have inf or NaN now; call it between backward and the step.
 
-    Every element is read, of a sparse gradient its values, of a DTensor this process's shard.
-    Absent gradients, other tensor subclasses, and dtypes other than float32, float16 and bfloat16
-    are skipped.
+    Of a sparse gradient its values are read, of a DTensor this process's shard. Other tensor
+    subclasses, and dtypes other than float32, float16 and bfloat16, are skipped.
 
     params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the
     gradients, for the advice: anything that `watch` takes; default: None, no scale. Raises
@@ -56,7 +56,7 @@ class OverflowTracker:
     """
 
     def __init__(
-        self, params: Named, scaler: Any = None, patience: int = 25, floor_patience: int = 5
+        self, params: Named, scaler: Any = None, patience: int = SKIPS, floor_patience: int = STUCK
     ) -> None:
         if min(patience, floor_patience) < 2:
             raise ValueError(f"patience must be 2 or more, found {patience} and {floor_patience}")
@@ -64,16 +64,18 @@ class OverflowTracker:
         self._patience, self._floor_patience = patience, floor_patience
         # For each non-finite parameter the step at which that began, and the loss scale then.
         self._began: dict[str, tuple[int, float]] = {}
-        self._same_since = 0  # the first of the overflowing steps in a row at the present scale
-        self.steps = 0
+        self._watch = OverflowWatch()
         self.report = OverflowReport((), scale_of(scaler))
+
+    @property
+    def steps(self) -> int:
+        """How many steps `update` has seen."""
+        return self._watch.steps
 
     def update(self) -> OverflowReport:
         """The report of the next step, from 1; call it after backward, before the scale changes."""
-        before, self.steps = self.report, self.steps + 1
         report = nonfinite_gradients(self._params, scale_of(self._scaler))
-        if not before or before.scale != report.scale:
-            self._same_since = self.steps
+        self._watch.count(bool(report), report.scale)
         start = (self.steps, report.scale)
         self._began = {row.name: self._began.get(row.name, start) for row in report}
         rows = (row._replace(since=self._began[row.name][0]) for row in report)
@@ -88,7 +90,7 @@ class OverflowTracker:
         # The parameter that has been non-finite longest; of several, the closest to the loss.
         name, (since, start) = min(reversed(self._began.items()), key=lambda item: item[1][0])
         scale, steps = self.report.scale, self.steps - since + 1
-        stuck = self.steps - self._same_since + 1 >= self._floor_patience
+        stuck = self._watch.at_scale >= self._floor_patience
         fell, now = scale < start, scale_text(scale)
         if not stuck and not (fell and steps >= self._patience):
             return None

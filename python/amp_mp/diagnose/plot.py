@@ -24,9 +24,8 @@ def plot_gradients(report: GradientReport) -> "Figure":
     """Weight and activation gradients over their binades, and what the format makes of them.
 
     Bars: share of the elements that are not 0, inf or NaN in each binade of the unscaled gradients.
-    Shaded: what becomes of a binade in the report's format at the report's loss scale. Dotted: the
-    format's edges without scaling; the loss scale moves them by its log2. Raises ValueError if the
-    report is empty, ImportError without matplotlib.
+    Shaded: what becomes of a binade in the report's format at its loss scale. Dotted: the format's
+    edges without scaling. ValueError if the report is empty, ImportError without matplotlib.
     """
     kinds = (("Weight gradients", report.weights), ("Activation gradients", report.activations))
     seen = [(title, histogram) for title, histogram in kinds if histogram.elements]
@@ -73,9 +72,9 @@ def _draw(axes: "Axes", title: str, histogram: ExponentHistogram, report: Gradie
 def plot_updates(table: UpdateTable) -> "Figure":
     """What becomes of each parameter's updates, and each layer's median ratio to the weight.
 
-    Left: shares lost, in between and kept. Right: median |update| / |weight| of the parameter's
-    layer at the last step, with the two edges of the formats in use. Raises ValueError if the table
-    is empty, ImportError without matplotlib.
+    Left: shares lost, in between and kept. Right: median |update| / |weight| of the layer at the
+    last step, with both edges of the formats. ValueError if the table is empty, ImportError without
+    matplotlib.
     """
     if not table:
         raise ValueError("the table is empty: no step has been seen, so none can be drawn")
@@ -143,11 +142,9 @@ def log(
     `gradients/NAME`, the unscaled gradients of the parameters now, inf and NaN replaced by 0.
 
     Args:
-        writer: anything with the methods add_scalar, add_histogram and add_figure of SummaryWriter.
+        writer: anything with SummaryWriter's add_scalar, add_histogram and add_figure.
         step: the position on the horizontal axis.
-        watch: the Watch of the model.
         policy: what holds the loss scale, anything `watch` takes; default: the watch's scaler.
-        ratios: UpdateRatios of the optimizer.
         figures: also `gradients/exponents`, the picture, which takes a fraction of a second.
     """
     policy = watch.scaler if policy is None and watch is not None else policy
@@ -156,10 +153,9 @@ def log(
         scalars["loss_scale"] = scale_of(policy)
     if watch is not None:
         report = watch.report(scale_of(policy))
-        for kind, name, _, found in report:
-            if name == "(all)":
-                for key in ("lost", "subnormal", "overflow", "headroom"):
-                    scalars[f"gradients/{kind}s/{key}"] = getattr(found, key)
+        for kind, _, _, found in (row for row in report if row.name == "(all)"):
+            for key in ("lost", "subnormal", "overflow", "headroom"):
+                scalars[f"gradients/{kind}s/{key}"] = getattr(found, key)
         for name, grad in watch.gradients():
             writer.add_histogram(f"gradients/{name}", torch.where(grad.isfinite(), grad, 0.0), step)
         if figures and report:

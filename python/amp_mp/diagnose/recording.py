@@ -27,12 +27,11 @@ class Recording:
     """Hooks on every module that is called and trained, and on every optimizer, until closed.
 
     A module that is called from outside any other, with gradients on and parameters to train, is
-    watched with everything in it, under its class's name. The loss scale is that of the policy or
-    GradScaler last used before backward. Compiled code runs uncompiled, so that hooks see it.
+    watched with everything in it, under its class's name. Compiled code runs uncompiled.
 
-    scale: the loss scale to judge gradients at; default: the script's own at the end. steps: raise
-    EnoughError in the backward after this many. Raises ValueError for a scale that is not finite or
-    not above 0, and steps below 1.
+    scale: the loss scale to judge gradients at; default: that of the policy or GradScaler last used
+    before backward. steps: raise EnoughError in the backward after this many. Raises ValueError for
+    a scale that is not finite or not above 0, and steps below 1.
     """
 
     def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
@@ -141,9 +140,8 @@ class Recording:
 def start(out: str | Path | None = None, scale: float | None = None) -> Recording:
     """Watches the rest of this script, and prints what was found when it ends.
 
-    out: a folder for pictures, which need matplotlib, or ImportError; default: none. scale: the
-    loss scale to judge gradients at, or ValueError if it is not finite or not above 0; default: the
-    script's own.
+    out: a folder for pictures, which need matplotlib, or ImportError; default: none. scale: to
+    judge gradients at, or ValueError if not finite or not above 0; default: the script's own.
     """
     if out is not None:
         new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported

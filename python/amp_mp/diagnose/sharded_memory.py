@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from amp_mp import optim
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.base import stepper_of
 from amp_mp.optim.rule import kinds_of
 from amp_mp.optim.state.formats import NATIVE_FORMATS, native_name, split_name
 from amp_mp.text_table import aligned
@@ -33,10 +34,10 @@ class Recipe:
 RECIPES = (
     Recipe("float32 shards, param_dtype=bfloat16", torch.float32, torch.bfloat16, "float32"),
     Recipe('the same, memory="lean"', torch.float32, torch.bfloat16, "lean"),
-    Recipe('bfloat16 shards, memory="exact"', torch.bfloat16, torch.bfloat16, "exact"),
-    Recipe('bfloat16 shards, memory="lean"', torch.bfloat16, torch.bfloat16, "lean"),
-    Recipe('bfloat16 shards, memory="tiny"', torch.bfloat16, torch.bfloat16, "tiny"),
-    Recipe('bfloat16 shards, memory="micro"', torch.bfloat16, torch.bfloat16, "micro"),
+    *(
+        Recipe(f'bfloat16 shards, memory="{memory}"', torch.bfloat16, torch.bfloat16, memory)
+        for memory in ("exact", "lean", "tiny", "micro")
+    ),
 )
 
 
@@ -80,9 +81,8 @@ class ShardedMemory:
         rows = []
         for row in self.rows:
             sent = row.all_gather + row.reduce + row.verdict
-            own = (row.weights, row.gradients, row.masters, row.states, row.gathered)
-            cells = [f"{each / 2**30:.2f}" for each in (*own, row.held, sent)]
-            rows.append([row.recipe.name, *cells])
+            own = [getattr(row, name) for name in header[1:-1]]
+            rows.append([row.recipe.name, *(f"{each / 2**30:.2f}" for each in (*own, sent))])
         replicas = f" in {self.replicas} replicas" if self.replicas > 1 else ""
         title = f"{self.parameters:,} parameters on {self.ranks} processes{replicas}, GiB each"
         return f"{title}\n{aligned(header, rows)}"
@@ -113,8 +113,7 @@ def sharded_memory(
     reduce-scatter of all gradients over the shards and an all-reduce of the shard over replicas.
 
     Args:
-        parameters: the model's number of parameters.
-        ranks: processes in all.
+        parameters, ranks: the model's number of parameters; processes in all.
         optimizer: the name of one of amp_mp.optim.
         replicas: of HSDP; ranks / replicas processes share one copy of the model.
         largest_unit: parameters of the largest module that fully_shard was called with.
@@ -140,9 +139,7 @@ def sharded_memory(
         width, computed = recipe.weights.itemsize, recipe.computes.itemsize
         master, states = _master_and_states(recipe, optimizer, options)
         gathers = 2 if reshard_after_forward else 1
-        sent = reduce_dtype.itemsize
-        scattered = others * parameters * sent
-        reduced = 2 * (replicas - 1) / replicas * local * sent
+        scattered, reduced = others * parameters, 2 * (replicas - 1) / replicas * local
         rows.append(
             RankBytes(
                 recipe,
@@ -152,7 +149,7 @@ def sharded_memory(
                 states=local * states,
                 gathered=largest_unit * computed if shards > 1 else 0,
                 all_gather=gathers * others * parameters * computed,
-                reduce=scattered + reduced,
+                reduce=(scattered + reduced) * reduce_dtype.itemsize,
                 verdict=(shards - 1) * VERDICT_BYTES * keys,
             )
         )
@@ -165,7 +162,7 @@ def _master_and_states(
     """Bytes an element of the master, and of all states, as the optimizer itself chooses them."""
     param: Tensor = nn.Parameter(torch.zeros(1, 1, dtype=recipe.weights))
     made = getattr(optim, optimizer)([param], lr=1.0, memory=recipe.memory, **options)
-    group, kinds = made.param_groups[0], kinds_of([made.rule()])
+    group, kinds = made.param_groups[0], kinds_of(stepper_of(made).group_rules())
     formats = [NATIVE_FORMATS[native_name(group[name])] for name in kinds]
     states = sum(entry["width"] + entry["rest_width"] / entry["group"] for entry in formats)
     if recipe.weights not in LOW_PRECISION or group["master"] == "none":

@@ -23,9 +23,9 @@ Source = Optimizer | FP16_Optimizer | nn.Module | None
 class Updates(NamedTuple):
     """One parameter's updates over all steps seen.
 
-    dtype: the format they are judged for. elements: how many there were, elements without gradient
-    and update left out. lost, between, kept: shares of these; together 1. median: of |update| /
-    |weight| over the whole layer at the last step, None where no weight had an update.
+    dtype: they are judged for. elements: how many had a gradient or an update. lost, between, kept:
+    shares of these; together 1. median: of |update| / |weight| over the whole layer at the last
+    step, None where no weight had an update.
     """
 
     name: str
@@ -66,11 +66,10 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     constant spacing (float16: 2^-25) is the edge of both. w is the weight rounded to the format, u
     the step's exact change of the float32 weight: a parameter, or the master in the optimizer.
 
-    Of a low-precision parameter without a master the table shows what really happened: an update is
-    lost where the weight stayed the same although its gradient is not zero. Not counted: a step
-    that changed nothing because of inf or NaN in the gradients, and the step in which an amp_mp
-    optimizer makes a parameter's master. Weights are copied during each step. Of
-    DTensors the shards of this process are counted.
+    Of a low-precision parameter without a master an update is lost where the weight stayed the same
+    although its gradient is not zero. Not counted: a step that changed nothing because of inf or
+    NaN in the gradients, and the step in which an amp_mp optimizer makes a parameter's master.
+    Weights are copied during each step. Of DTensors the shards of this process are counted.
 
     Args:
         source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of

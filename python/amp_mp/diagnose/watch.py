@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
-from amp_mp.scaling.observe import dense_values
+from amp_mp.overflow_report import dense_values
 from amp_mp.scaling.policies import check_scale
 from amp_mp.sharding.shards import is_dtensor
 from amp_mp.text_table import aligned, dtype_name, percent, scale_text
@@ -40,9 +40,8 @@ class GradientReport(list[Row]):
     """A row for all weights, for all activations, and for each tensor; prints as a table.
 
     weights, activations: ExponentHistograms of unscaled gradients, by name as arguments, added up
-    as attributes. The diagnoses are of these gradients times `scale` in `dtype`. left_out: why
-    tensors were not counted, by name. of_shards: whether weights are DTensors, of whose gradients
-    only this process's shards were counted.
+    as attributes. The diagnoses are of these times `scale` in `dtype`. left_out: why tensors were
+    not counted, by name. of_shards: whether only this process's shards of weights were counted.
     """
 
     of_shards = False
@@ -100,8 +99,7 @@ class Watch(AbstractContextManager["Watch"]):
     module, one for all outputs and calls of a module. Of sparse gradients the stored values are
     counted. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
 
-    Around a compiled model put torch.compiler.set_stance("force_eager"), so that hooks see it. The
-    hooks of copies made of the model meanwhile do nothing once this is closed.
+    Around a compiled model put torch.compiler.set_stance("force_eager"), so that hooks see it.
 
     Args:
         model: the gradients of its parameters, after accumulation, and of the outputs of modules

@@ -1,51 +1,53 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_mp.grad_scaler.gradients import (
-    WholeGradients,
-    check_gradients,
-    combined,
-    keep_found,
-    native_gradients,
-    present_gradients,
-    unscale,
-)
-from amp_mp.grad_scaler.scale_update import ScaleState, ScaleUpdates
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step.decide import as_scalar
+from amp_mp import _C
+from amp_mp.dtypes import NATIVE
+from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.handed import Handed
-from amp_mp.optim.step.outside_graphs import outside_graphs
+from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.dynamic import make_policy
 from amp_mp.scaling.policies import ScalePolicy
+from amp_mp.sharding.gradients import (
+    GradientStatistics,
+    by_device,
+    statistics_of,
+    writable_gradient,
+)
 from amp_mp.sharding.reduction import checked_groups
+
+LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler; arguments, methods and state_dict are torch's.
 
     With an amp_mp optimizer, `step` reads the gradients once for the overflow check and the norm
-    for clipping, and the optimizer's own pass unscales; torch's scaler reads and writes them for
-    the check alone. For another optimizer it unscales natively, once. float16 gradients are
-    accepted either way. The scale never falls below 2^-126; torch's reaches 0, and makes NaN of the
-    next finite steps. 25 iterations with an overflow in a row give a warning, once. A step without
-    any gradient raises AssertionError, as torch's.
+    for clipping, and the optimizer's own pass unscales. For another optimizer it unscales natively,
+    once. float16 gradients are accepted either way. The scale never falls below 2^-126; torch's
+    reaches 0. 25 iterations with an overflow in a row give a warning, once. A step without any
+    gradient raises AssertionError, as torch's.
 
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
-            a number for a scale that never moves (overflowing steps are still skipped). It is saved
-            in the state dict as `loss_scaler`. ValueError for anything else.
+            a number for a scale that never moves (overflowing steps are still skipped); in the
+            state dict it is `loss_scaler`. ValueError for anything else.
         process_groups: of torch.distributed, over which other processes hold other parameters of
-            the model (pipeline stages), for other optimizers than amp_mp's, which have the same
-            argument. Those over which DTensors are sharded are known. Default None.
+            the model (pipeline stages), for optimizers other than amp_mp's. Those over which
+            DTensors are sharded are known. Default None.
 
     With DTensors an overflow on one process skips the step on all; torch's scaler can miss it.
     """
@@ -63,11 +65,11 @@ class GradScaler(torch.amp.GradScaler):
         process_groups: Any = None,
     ) -> None:
         self._process_groups = checked_groups(process_groups)
-        self._whole = WholeGradients(self._process_groups)
+        self._statistics: WeakKeyDictionary[Optimizer, GradientStatistics] = WeakKeyDictionary()
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
-        self._updates = ScaleUpdates(self._scale_state)
+        self._updates = ScaleUpdates(self._scale_numbers)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -91,10 +93,11 @@ class GradScaler(torch.amp.GradScaler):
             or "closure" in kwargs
             or not isinstance(optimizer, FusedOptimizer)
             or not optimizer.amp_scaling
-            or optimizer.releases
+            or stepper_of(optimizer).releases
         ):
-            if self._enabled:
-                keep_found(self._per_optimizer_states[id(optimizer)])
+            if self._enabled:  # unscale_ may have found it on another stream
+                state = self._per_optimizer_states[id(optimizer)]
+                _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -110,56 +113,67 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
             handed = Handed(outer, found_inf)
-        steps = optimizer.log.count
-        result = optimizer.step_with(handed, *args, **kwargs)
-        verdict = optimizer.log.verdict
-        if measures and verdict is not None and optimizer.log.count > steps:
+        stepper = stepper_of(optimizer)
+        steps = stepper.native.count
+        result = stepper.step_with(handed, *args, **kwargs)
+        verdict = stepper.native.verdict
+        if measures and verdict is not None and stepper.native.count > steps:
             if handed.scale_updated:
-                self._updates.stepped(optimizer.log.reports)
+                self._updates.stepped(stepper.native.reports)
             state["found_inf_per_device"] = {verdict.device: verdict[0]}
             state["max_abs_per_device"] = {verdict.device: verdict[3]}
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()
-            state["found_inf_per_device"] = self._keep(optimizer, optimizer.measure_gradients())
+            state["found_inf_per_device"] = self._keep(optimizer, stepper.totals())
         state["stage"] = OptState.STEPPED
         return result
 
-    def _scale_state(self) -> ScaleState:
+    def _scale_numbers(self) -> ScaleNumbers:
         scale, tracker = self._check_scale_growth_tracker("update")
-        factors = {"growth_factor": self._growth_factor, "backoff_factor": self._backoff_factor}
-        settings = {**factors, "growth_interval": self._growth_interval}
-        return ScaleState(scale, tracker, settings, self._policy)
+        if self._policy is not None:
+            tracker = self._policy.to(scale.device).state_tensor
+        names = "growth_factor", "backoff_factor", "growth_interval"
+        settings = {name: getattr(self, f"_{name}") for name in names}
+        return ScaleNumbers(scale, tracker, self._policy, settings)
 
     def scale_on(self, device: torch.device) -> Tensor | None:
         """The factor of the losses, float32 [] on the device; None before the first scaled loss."""
         self._updates.is_read(device)
-        return as_scalar(self._get_scale_async(), device)
+        return _C.scalar_on(device, self._get_scale_async())
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
         if isinstance(optimizer, FusedOptimizer):
-            attached = optimizer.attachment
+            attached = stepper_of(optimizer).attachment
             if attached is not None and attached.releases and attached.scaler is not self:
                 raise RuntimeError("release=True: attach the optimizer with scaler= this scaler")
             check_gradients(optimizer)
-            totals = optimizer.measure_gradients()
+            totals = stepper_of(optimizer).totals()
+        elif (read := self._read(optimizer)) is not None:
+            totals = read[1]
         else:
-            self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-            grads = native_gradients(optimizer)
-            if grads is None:
-                return super()._check_inf_per_device(optimizer)
-            totals = self._whole.totals(optimizer, grads)
+            return super()._check_inf_per_device(optimizer)
         found: dict[Any, Tensor] = dict(self._keep(optimizer, totals))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
+    def _read(self, optimizer: Optimizer) -> tuple[list[Tensor], dict[torch.device, Tensor]] | None:
+        """Gradients on this process, and all processes' totals; None if torch must handle one."""
+        self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
+        groups, grads = optimizer.param_groups, []
+        for param, info in param_infos(groups):
+            grad = writable_gradient(param, info.label)
+            if grad is not None and not is_native(grad):
+                return None
+            grads.append(grad)
+        known = statistics_of(self._statistics.get(optimizer), groups, self._process_groups)
+        self._statistics[optimizer] = known
+        return [grad for grad in grads if grad is not None], known.totals(grads)
+
     def _keep(
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
-        """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0.
-
-        torch's fused optimizers skip at 1 and at no other number.
-        """
+        """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0."""
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
             largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
             self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
@@ -169,26 +183,24 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """One native read, one native write, whatever the dtype."""
-        if isinstance(optimizer, FusedOptimizer) and optimizer.releases:
-            raise RuntimeError(
-                "unscale_: the optimizer is attached with release=True and has stepped already; "
-                "its max_grad_norm clips"
-            )
-        self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-        grads = native_gradients(optimizer)
+        if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).releases:
+            attached = "the optimizer is attached with release=True and has stepped already"
+            raise RuntimeError(f"unscale_: {attached}; its max_grad_norm clips")
+        read = self._read(optimizer)
         self._updates.is_read(inv_scale.device)
-        if grads is None or self._scale is None:
+        if read is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        totals = self._whole.totals(optimizer, grads)
-        unscale(present_gradients(optimizer), self._scale)
+        grads, totals = read
+        for device, indices in by_device(grads).items():
+            own = [grads[i] for i in indices]
+            _C.copy_(own, own, verdict=_C.decide(device, [], scale=self._scale))
         return self._keep(optimizer, totals)
 
     @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
 
-        Raises ValueError where a policy needs the largest gradient and an optimizer's are of a kind
-        (sparse, float64) that is not measured natively.
+        ValueError where a policy needs the largest of gradients that are sparse or float64.
         """
         if not self._enabled:
             return
@@ -202,8 +214,10 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("update")
         states = list(self._per_optimizer_states.values())
         taken = self._updates.take(alone=len(states) == 1)
-        if taken is not None:
+        if taken is not None and policy is None:
             self._scale, self._growth_tracker = taken
+        elif taken is not None and policy is not None:
+            self._scale, policy.state_tensor = taken
         else:
             found_inf = combined(states, "found_inf_per_device", scale.device, torch.sum)
             if found_inf is None:
@@ -217,21 +231,18 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def get_scale(self) -> float:
-        """The scale after the last update; waits for the device unless its report is on the host.
-
-        A report that has arrived costs no call to CUDA. 1.0 where the scaler is disabled.
-        """
+        """The scale after the last update, 1.0 where disabled; waits for the device's report."""
         known = self._updates.reported() if self._enabled else None
         return float(super().get_scale()) if known is None else known
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        return {name: x for name, x in state.items() if name not in ("_updates", "_whole")}
+        return {name: x for name, x in state.items() if name not in ("_updates", "_statistics")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._updates = ScaleUpdates(self._scale_state)
-        self._whole = WholeGradients(self._process_groups)
+        self._updates = ScaleUpdates(self._scale_numbers)
+        self._statistics = WeakKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five keys, and loss_scaler where one was given."""
@@ -248,3 +259,39 @@ class GradScaler(torch.amp.GradScaler):
             self._policy.load_state_dict(snapshot or {})
         super().load_state_dict(state_dict)
         self._updates.forget()
+
+
+def check_gradients(optimizer: FusedOptimizer) -> None:
+    """Raises AssertionError, in torch's words, where no backward was called before the step."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if any(grad is not None for grad in grads):
+        return
+    stepper = stepper_of(optimizer)
+    stepper.hooks.check_replaced(optimizer.param_groups)
+    if stepper.attachment is None or not stepper.attachment.has_released():
+        raise AssertionError(
+            "No inf checks were recorded for this optimizer: none of its parameters has a "
+            "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"
+        )
+
+
+def combined(
+    states: list[dict[str, Any]], key: str, device: torch.device, combine: Callable[..., Tensor]
+) -> Tensor | None:
+    """The optimizers' numbers of all devices as one on this device; None if there are none."""
+    found = [x for state in states for x in state.get(key, {}).values()]
+    _C.used_on_current_stream(found)
+    numbers = [x.to(device) for x in found]
+    if len(numbers) > 1:
+        return combine(torch.stack(numbers))
+    return numbers[0] if numbers else None
+
+
+def is_native(grad: Tensor) -> bool:
+    """Whether the native passes take a gradient."""
+    return (
+        type(grad) is Tensor
+        and grad.dtype in NATIVE
+        and grad.layout == torch.strided
+        and any(grad.is_contiguous(memory_format=layout) for layout in LAYOUTS)
+    )

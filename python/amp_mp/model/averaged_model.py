@@ -1,25 +1,34 @@
 """Averages of a model's weights, taken of the optimizer's masters."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.model.decay import Decay, check_decay, decay_after
-from amp_mp.model.rests import rests_of
+from amp_mp.model.original_values import (
+    awaits_original,
+    copy_values,
+    drop_original,
+    original_of,
+    values_of,
+)
 from amp_mp.model.sharded import refuse_sharded
-from amp_mp.model.swapping import refuse_swapped, swapped
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.formats import get, new_rest, split_name
-from amp_mp.optim.state.original_values import drop_original
-from amp_mp.optim.step.capture import is_capturing
+from amp_mp.optim.state.masters import beside
+from amp_mp.optim.step.graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
+Decay = float | Callable[[int], float] | None  # AveragedModel explains it
+
+_swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
 class AveragedModel(nn.Module):
@@ -33,31 +42,28 @@ class AveragedModel(nn.Module):
         with averaged.swap():  # the model has the averages in here
             evaluate(model)
 
-    What is averaged is the master of each low-precision parameter, or the weight where there is no
-    master: in one native pass, in float32, however the optimizer stores its masters. `module` is a
-    copy of the model that holds the averages, rounded to the model's dtypes. The rest of their
-    float32 values is in `remainders`, so that an average takes 4 bytes in all.
+    Averages the master of each low-precision parameter, or the weight where there is no master, in
+    float32. `module` is a copy of the model with the averages, rounded to the model's dtypes. The
+    rest of their float32 values is in `remainders`: an average takes 4 bytes in all.
 
     Args:
         model: what is averaged, after `prepare`; it is copied, and not changed. The copy's
             parameters do not require gradients.
-        optimizer: the one that has the masters, or a list of several: of amp_mp, an
-            amp_mp.FP16_Optimizer, or any of torch's, which has none. Default None: the weights
-            themselves are averaged.
-        decay: of an exponential average, in [0, 1]: after an update by x an average is
-            decay * average + (1 - decay) * x. Or a function of the number of updates so far, from 1
-            on, that returns it. The first update copies. Default None: the mean of all updates.
-        warmup: True uses min(decay, (1 + n) / (10 + n)) after n updates, so that an average soon
-            forgets the initial weights; decay is a number then. Default False.
+        optimizer: the one that has the masters, or a list: of amp_mp, an amp_mp.FP16_Optimizer, or
+            any of torch's, which has none. Default None: the weights themselves are averaged.
+        decay: in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a function of
+            the number of updates so far, from 1 on. The first update copies. Default None: the
+            mean of all updates.
+        warmup: True uses min(decay, (1 + n) / (10 + n)) after n updates; decay is a number then.
         use_buffers: True averages floating-point buffers too; others, and by default all, are
             copied at each update.
         device: where the averages are. Default: where the parameters are.
 
-    `n_averaged` counts the updates; it stays on the CPU, so that no update waits for a GPU. The
-    state dict has all of it but decay, model and optimizer; copies have no model and optimizer:
-    call `follow`. Parameters of other dtypes than float32, float16 and bfloat16 are averaged in
-    their own, integers copied. Raises TypeError or ValueError for arguments of another kind or out
-    of range, and for sharded models.
+    `n_averaged` counts the updates, on the CPU, so that no update waits for a GPU. The state dict
+    has all of it but decay, model and optimizer; copies have no model and optimizer: call `follow`.
+    Parameters of other dtypes than float32, float16 and bfloat16 are averaged in their own,
+    integers copied. Raises TypeError or ValueError for arguments of another kind or out of range,
+    and for sharded models.
     """
 
     n_averaged: Tensor
@@ -74,7 +80,10 @@ class AveragedModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_decay(decay, warmup)
+        if decay is not None and not callable(decay):
+            _decay_number(decay)
+        elif warmup:
+            raise ValueError(f"warmup needs a number as decay, found {decay!r}")
         refuse_sharded(model, "AveragedModel takes models that are whole on each process")
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
@@ -123,18 +132,22 @@ class AveragedModel(nn.Module):
         to the averages, or decay's number is not in [0, 1]; RuntimeError inside of `swap`, while a
         CUDA graph is captured, or in a copy that follows no model yet.
         """
-        decay = decay_after(int(self.n_averaged), self.decay, self.warmup)
-        self._move(model, decay)
+        count, decay = int(self.n_averaged), self.decay
+        if count == 0 or decay is None:
+            found = count / (count + 1)
+        else:
+            found = _decay_number(decay(count) if callable(decay) else decay)
+            found = min(found, (1 + count) / (10 + count)) if self.warmup else found
+        self._move(model, found)
         self.n_averaged += 1
 
     @contextmanager
     def swap(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """Puts the averages into the model's weights and buffers, in place, for a `with` block.
 
-        After the block, also where it raises, weights and buffers have the bytes that they had;
-        the optimizer's state is not touched. Copies of the weights exist meanwhile. Inside, save no
-        checkpoint of the model or the optimizer. The block's variable is the model: the given one,
-        by default the followed one.
+        After the block, also where it raises, they have the bytes that they had. Copies of them
+        exist meanwhile. Inside, save no checkpoint of the model or the optimizer. The block's
+        variable is the model: the given one, by default the followed one.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
         where an optimizer steps, `update` or another `swap` is called inside, or, after restoring
@@ -143,9 +156,9 @@ class AveragedModel(nn.Module):
         followed, optimizers = self._following()
         model = followed if model is None else model
         averages, live, _ = self._tensors(model)
-        names = [name for name, _ in named_tensors(model)]
+        names = [name for name, _ in _named_tensors(model)]
         inner = [getattr(each, "optimizer", each) for each in optimizers]  # of FP16_Optimizers
-        with swapped(names, live, averages, [*optimizers, *inner]):
+        with _swap(names, live, averages, [*optimizers, *inner]):
             yield model
 
     def float32_state_dict(self) -> dict[str, Tensor]:
@@ -174,15 +187,11 @@ class AveragedModel(nn.Module):
 
     def _averaged(self) -> list[tuple[str, Tensor]]:
         """What is averaged, by name; tied tensors are there once."""
-        found = named_tensors(self.module)
+        found = _named_tensors(self.module)
         return found if self.use_buffers else found[: len(list(self.module.parameters()))]
 
     def _tensors(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor], int]:
-        """The parameters, then the buffers, of the averaged module and of the model.
-
-        The third result is how many of them, from the first on, are averaged. Raises ValueError
-        where they do not correspond.
-        """
+        """Parameters and buffers of the averaged module and of the model; how many are averaged."""
         params = list(self.module.parameters())
         own = [*params, *self.module.buffers()]
         live = [*model.parameters(), *model.buffers()]
@@ -193,7 +202,7 @@ class AveragedModel(nn.Module):
             )
         for index, (average, tensor) in enumerate(zip(own, live, strict=True)):
             if average.dtype != tensor.dtype or average.shape != tensor.shape:
-                name = named_tensors(self.module)[index][0]
+                name = _named_tensors(self.module)[index][0]
                 raise ValueError(
                     f"model: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, its average "
                     f"{average.dtype} of shape {tuple(average.shape)}; make the AveragedModel "
@@ -204,9 +213,9 @@ class AveragedModel(nn.Module):
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
         """Moves the averages towards the masters, in one native call a device."""
-        rest_of = rests_of(self._following()[1])
+        rest_of = _rests_of(self._following()[1])
         averages, live, moving = self._tensors(model)
-        refuse_swapped(live, "an update")
+        _refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "
@@ -245,6 +254,92 @@ class AveragedModel(nn.Module):
         return {**self.__dict__, "_followed": None}
 
 
-def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters, then the buffers, by name; tied ones once."""
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
+    """A function that gives a low-precision parameter's remainder or float32 master, to read only.
+
+    None: the parameter is its own. Before the first step the values that `prepare` kept are given.
+    """
+    states = [optimizer.state for optimizer in optimizers]
+    apart: dict[Tensor, Tensor] = {}  # an FP16_Optimizer's masters around an optimizer of torch
+    for each in optimizers:
+        if hasattr(each, "fp16_groups") and not isinstance(each.optimizer, FusedOptimizer):
+            groups = zip(each.fp16_groups, each.fp32_from_fp16_groups, strict=True)
+            apart |= {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
+
+    def of(param: Tensor) -> Tensor | None:
+        found = (beside(param, state.get(param, {})) for state in states)
+        rest = next((rest for rest in found if rest is not None), None)
+        if rest is None:
+            return apart[param] if param in apart else original_of(param)
+        return rest
+
+    return of
+
+
+def _decay_number(decay: Any) -> float:
+    if not isinstance(decay, int | float) or isinstance(decay, bool):
+        raise TypeError(f"decay must be a number, a function of a number or None, found {decay!r}")
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay must be in [0, 1], found {decay!r}")
+    return float(decay)
+
+
+@contextmanager
+def _swap(
+    names: list[str], live: list[Tensor], values: list[Tensor], optimizers: list[Any]
+) -> Iterator[None]:
+    """Writes `values` into the tensors `live` for a block; after it they have their bytes again."""
+    own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
+        if optimizer in optimizers or not own.isdisjoint(stepped):
+            raise RuntimeError(
+                "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
+                "are averages; step after the block"
+            )
+
+    _refuse_swapped(live, "swap()")
+    kept = {tensor: values_of(tensor) for tensor in live if awaits_original(tensor)}
+    saved = [tensor.detach().clone() for tensor in live]
+    written: list[str] = []
+    hook = register_optimizer_step_pre_hook(refuse)
+    _swapped.update(own)
+    try:
+        _write(live, values)
+        versions = [tensor._version for tensor in live]
+        yield
+        written = [n for n, t, v in zip(names, live, versions, strict=True) if t._version != v]
+    finally:
+        _write(live, saved)
+        _C.used_on_current_stream(saved)
+        for param, original in kept.items():
+            copy_values(param, original)
+        _swapped.difference_update(own)
+        hook.remove()
+    params = {name for name, tensor in zip(names, live, strict=True) if id(tensor) in own}
+    if found := params.intersection(written):  # buffers may be written: a norm's statistics
+        raise RuntimeError(
+            f"{', '.join(sorted(found)[:5])} was written inside of AveragedModel.swap(), where the "
+            "model's weights are averages; the weights are restored, what was written is lost"
+        )
+
+
+def _refuse_swapped(live: Sequence[Tensor], what: str) -> None:
+    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
+    if _swapped and not _swapped.isdisjoint(map(id, live)):
+        raise RuntimeError(
+            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
+            "after the block"
+        )
+
+
+@torch.no_grad()
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

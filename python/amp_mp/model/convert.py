@@ -6,14 +6,17 @@ from torch.nn.parameter import is_lazy
 
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
-from amp_mp.model.loading import own_parameters, track
+from amp_mp.model.original_values import (
+    drop_original,
+    keep_original,
+    original_of,
+    own_parameters,
+    track,
+)
 from amp_mp.model.selection import Kept, named_tensors, select
-from amp_mp.model.sharded import check_units, local_values, update_units
-from amp_mp.optim.state.original_values import drop_original, keep_original, original_of
-from amp_mp.sharding.shards import is_dtensor, set_local
-
-# Class names, because importing torch.distributed.fsdp takes a second.
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
+from amp_mp.model.sharded import check_units, update_units
+from amp_mp.nn.main_grads import is_wrapper
+from amp_mp.sharding.shards import is_dtensor, local_of, set_local
 
 
 def prepare(
@@ -26,61 +29,33 @@ def prepare(
     """Turns a model's parameters and buffers into `dtype`, in place, and returns the model.
 
     The float32 values of trainable parameters are kept, 2 bytes an element beside the weights: the
-    first amp_mp optimizer that steps a parameter starts its master from them, so that the first
-    update is float32's. Copies and pickles of the model have them, and load_state_dict of float32
-    values replaces them. If a weight was written otherwise, its master starts from the weight.
+    first amp_mp optimizer that steps a parameter starts its master from them. Copies and pickles of
+    the model have them, and load_state_dict of float32 values replaces them. If a weight was
+    written otherwise, its master starts from the weight.
 
     Args:
         model: float32, or in low precision already. Integers and float64 stay. Parameter objects
-            stay the same, so optimizers, ties and hooks live on. Prepare before wrapping in
-            DistributedDataParallel, and after fully_shard or parallelize_module, before the first
-            forward: then each process keeps the float32 values of its shards.
+            stay the same. Prepare before wrapping in DistributedDataParallel, and after fully_shard
+            or parallelize_module, before the first forward.
         dtype: torch.bfloat16 or torch.float16.
         keep_fp32: what is float32 besides the default: module types, and fnmatch patterns over the
             names of modules, parameters and buffers ("head", "blocks.*.norm1"). By default these
-            are normalisation layers, torch's and others (docs/prepare.md), rotary frequencies, and
-            what amp_mp.keep_fp32 has marked. A kept module computes in float32 and returns the
-            dtype it was given, also in tuples, dicts and dataclasses; given no floating-point
-            tensor it returns `dtype`. A module that shares a parameter with it is kept as well.
+            are normalisation layers (docs/prepare.md), rotary frequencies, and what
+            amp_mp.keep_fp32 has marked. A kept module computes in float32 and returns the dtype it
+            was given, also in tuples, dicts and dataclasses; given no floating-point tensor it
+            returns `dtype`. A module that shares a parameter with it is kept as well.
         keep_fp32_only: the same, in place of the default; marks still count.
 
     Raises, before anything is changed:
         ValueError: dtype is another one; a pattern matches nothing (a typo would go unnoticed);
             the model is or contains a wrapper; a parameter is lazy or an inference tensor; a
             fully_shard unit has run a forward, or would have parameters of two dtypes.
-        TypeError: model is no module; keep_fp32 holds something that is neither type nor string.
+        TypeError: model is not a module; keep_fp32 holds something that is neither type nor string.
         RuntimeError: called under torch.inference_mode().
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
-    _check("prepare", model)
-    kept = select(model, keep_fp32, keep_fp32_only)
-    tensors = _tensors(model)
-    targets = {
-        id(t): (t, torch.float32 if id(t) in kept.tensors else dtype)
-        for t in tensors
-        if t.dtype in NATIVE
-    }
-    targets = {key: (t, target) for key, (t, target) in targets.items() if t.dtype != target}
-    check_units("prepare", model, targets)
-    owners = _owners(model)
-    for tensor, target in targets.values():
-        values = original_of(tensor)
-        values = local_values(tensor) if values is None else values
-        set_local(tensor, values if target == torch.float32 else rounded(values, target))
-        tensor.grad = None  # it has the old dtype
-        if isinstance(tensor, nn.Parameter) and target == dtype:
-            keep_original(tensor, values, owners[id(tensor)])
-        else:
-            drop_original(tensor, forget=True)
-    update_units(model)
-    for module in model.modules():
-        if any(p.dtype in LOW_PRECISION for p in module.parameters(recurse=False)):
-            track(module)
-    _flatten_recurrent_weights(model)
-    compute_in_float32(kept.modules, _smallest_low_precision(model))
-    return_given_dtype(kept.rotary)
-    return model
+    return _convert("prepare", model, dtype, keep_fp32, keep_fp32_only)
 
 
 def convert_network(
@@ -93,8 +68,8 @@ def convert_network(
     """Converts a model's floating-point parameters and buffers in place and returns it, as Apex's.
 
     Unlike `prepare` it keeps no float32 values aside for masters, takes any floating-point model
-    and keeps its gradients. Parameter objects stay the same, so shared ones stay shared. float16
-    weights saturate at +-65504, gradients do not.
+    and keeps its gradients. Parameter objects stay the same. float16 weights saturate at +-65504,
+    gradients do not.
 
     Args:
         model: in place. What is kept in it is float32 afterwards, or float64 as it was.
@@ -105,22 +80,44 @@ def convert_network(
         raise ValueError(
             f"dtype must be torch.float16, torch.bfloat16 or torch.float32, found {dtype}"
         )
-    _check("convert_network", model)
-    kept = select(model, keep_fp32, keep_fp32_only)
-    targets = {}
-    for tensor in _tensors(model):
+    return _convert("convert_network", model, dtype, keep_fp32, keep_fp32_only)
+
+
+def _convert(
+    function: str,
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Kept | None,
+    keep_fp32_only: Kept | None,
+) -> nn.Module:
+    """Converts as `prepare` or `convert_network`, whichever `function` names."""
+    _check(function, model)
+    prepares, kept = function == "prepare", select(model, keep_fp32, keep_fp32_only)
+    targets: dict[int, tuple[Tensor, torch.dtype]] = {}
+    for tensor in named_tensors(model).values():
+        converts = tensor.dtype in NATIVE if prepares else tensor.is_floating_point()
         keeps = id(tensor) in kept.tensors
         target = torch.promote_types(tensor.dtype, torch.float32) if keeps else dtype
-        if tensor.is_floating_point() and tensor.dtype != target:
+        if converts and tensor.dtype != target:
             targets[id(tensor)] = tensor, target
-    check_units("convert_network", model, targets)
+    check_units(function, model, targets)
+    owners = {id(p): m for m in model.modules() for p in own_parameters(m).values()}
     for tensor, target in targets.values():
-        set_local(tensor, rounded(local_values(tensor), target))
-        drop_original(tensor, forget=True)
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.to(target)
+        values = original_of(tensor) if prepares else None
+        values = local_of(tensor).detach().float() if values is None else values
+        set_local(tensor, values if target == torch.float32 else rounded(values, target))
+        if prepares and target == dtype and isinstance(tensor, nn.Parameter):
+            keep_original(tensor, values, owners[id(tensor)])
+        else:
+            drop_original(tensor, forget=True)
+        if tensor.grad is not None:  # it has the old dtype
+            tensor.grad = None if prepares else tensor.grad.to(target)
     update_units(model)
-    _flatten_recurrent_weights(model)
+    for module in model.modules():
+        if prepares and any(p.dtype in LOW_PRECISION for p in own_parameters(module).values()):
+            track(module)
+        if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
+            module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
     if dtype in LOW_PRECISION:
         compute_in_float32(kept.modules, _smallest_low_precision(model))
         return_given_dtype(kept.rotary)
@@ -140,7 +137,7 @@ def _check(function: str, model: nn.Module) -> None:
             "that cannot be trained; call it outside"
         )
     for name, module in model.named_modules():
-        if WRAPPERS & {kind.__name__ for kind in type(module).__mro__}:
+        if is_wrapper(module):
             raise ValueError(
                 f"model{name and '.' + name} is a {type(module).__name__}, whose buffers have the "
                 f"parameters' dtypes already; call {function} first, then wrap the model"
@@ -155,28 +152,12 @@ def _check(function: str, model: nn.Module) -> None:
             )
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Every parameter and buffer once."""
-    return list({id(t): t for t in named_tensors(model).values()}.values())
-
-
-def _owners(model: nn.Module) -> dict[int, nn.Module]:
-    """For each parameter, by id, a module that has it."""
-    return {id(p): module for module in model.modules() for p in own_parameters(module).values()}
-
-
 def _smallest_low_precision(model: nn.Module) -> LowPrecisionWeight | None:
     """The low-precision parameter of the model with the fewest elements."""
     found = [
         (param.numel(), LowPrecisionWeight(module, name))
         for module in model.modules()
-        for name, param in module.named_parameters(recurse=False)
+        for name, param in own_parameters(module).items()
         if param.dtype in LOW_PRECISION
     ]
-    return min(found, key=lambda each: each[0])[1] if found else None
-
-
-def _flatten_recurrent_weights(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
-            module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
+    return min(found, key=lambda each: each[0], default=(0, None))[1]

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.model.original_values import drop_original, original_of
 from amp_mp.model.sharded import local_part
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.init import init_state
+from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.optim.state.original_values import drop_original, original_of
 from amp_mp.sharding.shards import is_dtensor, like, local_of, other_rank
 
 
@@ -18,9 +18,8 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
     """The model's state dict with every low-precision floating-point tensor as float32.
 
     A parameter that has a master gives the master, exactly; before the first step after `prepare`
-    it gives the values that were rounded. Others are cast up. The result is a
-    snapshot: copies, which a float32 model of the same shape loads. DTensors give DTensors, placed
-    as they are; no process sends anything.
+    the values that were rounded. Others are cast up. All are copies. DTensors give DTensors,
+    placed as they are; no process sends anything.
     """
     masters = {p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION}
     result = {}
@@ -28,7 +27,8 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
         master = masters.get(value) if isinstance(value, nn.Parameter) else None
         if master is None and value.dtype in LOW_PRECISION:
             master = original_of(value)
-        exact = value if master is None else _placed(master, value)
+        exact = value if master is None else master
+        exact = exact if is_dtensor(exact) else like(exact, value)
         dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
         result[name] = exact.detach().to(dtype, copy=True)
     return result
@@ -53,23 +53,17 @@ def load_float32_state_dict(
                 "nothing was loaded"
             )
     result = model.load_state_dict(state_dict, strict=strict)
-    groups = {p: g for g in optimizer.param_groups for p in g["params"]}
-    pairs = zip(optimizer.param_groups, optimizer.group_rules(), strict=True)
-    rules = {p: rule for group, rule in pairs for p in group["params"]}
+    pairs = zip(optimizer.param_groups, stepper_of(optimizer).group_rules(), strict=True)
+    stepped = {param: pair for pair in pairs for param in pair[0]["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if param.dtype not in LOW_PRECISION or param not in groups or name not in state_dict:
+        if param.dtype not in LOW_PRECISION or param not in stepped or name not in state_dict:
             continue
-        state = optimizer.state[param]
-        init_state(rules[param], groups[param], param, state)
+        (group, rule), state = stepped[param], optimizer.state[param]
+        _C.init_state(rule, group, param, state)
         weight, loaded = local_of(param), local_part(state_dict[name], param)
         values = torch.empty_like(weight, dtype=torch.float32).copy_(loaded)
-        if groups[param]["master"] != "none":
-            set_master(groups[param]["master"], param, state, values)
+        if group["master"] != "none":
+            set_master(group["master"], param, state, values)
             drop_original(param, forget=True)
-    optimizer.forget()
+    stepper_of(optimizer).forget()
     return result
-
-
-def _placed(master: Tensor, param: Tensor) -> Tensor:
-    """A parameter's float32 values as a DTensor where the parameter is one."""
-    return master if is_dtensor(master) else like(master, param)

@@ -3,8 +3,7 @@
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.selection import is_marked, is_normalisation
+from amp_mp.model.selection import is_marked, is_normalisation, named_tensors
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
 # the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
@@ -21,18 +20,11 @@ MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 # The attribute of a tensor that was cast for a kept module: the module's id, and the dtype that it
 # had. The id, because the tensor may go to a kept module inside the first as it is.
 CAST_FROM = "_amp_mp_cast_from"
-# The attribute of a kept module: a LowPrecisionWeight of the same model.
-NEIGHBOUR = "_amp_mp_neighbour"
-# The attribute of a module whose forward converts its inputs and its result itself.
-CONVERTS_ITSELF = "_amp_mp_converts_itself"
 
 
 @dataclasses.dataclass
 class LowPrecisionWeight:
-    """A converted parameter of a model, found by its module and name, so that copies have theirs.
-
-    It is held in this object, not in a module's attribute, which would make it a child.
-    """
+    """A converted parameter of a model, found by module and name, so that copies have theirs."""
 
     module: nn.Module
     name: str
@@ -43,25 +35,25 @@ class LowPrecisionWeight:
         return getattr(getattr(self.module, self.name, None), "dtype", None)
 
 
-def compute_in_float32(modules: Iterable[nn.Module], neighbour: LowPrecisionWeight | None) -> None:
+def compute_in_float32(modules: list[nn.Module], neighbour: LowPrecisionWeight | None) -> None:
     """Makes these modules compute in their weights' dtype and return the dtype they were given.
 
     neighbour: its dtype is what the outermost of these modules return where they are given no
     floating-point tensor, as an embedding is, and what normalisation layers return in any case:
     beside a float32 residual stream, low-precision layers follow them.
     """
-    modules = list(modules)
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     for module in modules:
-        module.__dict__.pop(NEIGHBOUR, None)
-        if neighbour is not None and id(module) not in inner:
-            module.__dict__[NEIGHBOUR] = neighbour
-        if _enter not in module._forward_pre_hooks.values():  # else prepared before
+        hooks = module._forward_hooks
+        leave = next((hook for hook in hooks.values() if isinstance(hook, _Leave)), None)
+        if leave is None:  # else prepared before
+            leave = _Leave()
             module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, with_kwargs=True)
+            module.register_forward_hook(leave, with_kwargs=True)
+        leave.neighbour = None if id(module) in inner else neighbour
 
 
-def return_given_dtype(modules: Iterable[nn.Module]) -> None:
+def return_given_dtype(modules: list[nn.Module]) -> None:
     """Casts what modules with float32 buffers return to the dtype of their first tensor."""
     for module in modules:
         if _leave_rotary not in module._forward_hooks.values():
@@ -73,10 +65,15 @@ def float32_is_kept(module: nn.Module) -> bool:
     return is_marked(module) or _enter in module._forward_pre_hooks.values()
 
 
+def _converts_itself(module: nn.Module) -> bool:
+    """Whether the module's forward casts its inputs and its result, as compat's TypedForward."""
+    return getattr(vars(module).get("forward"), "casts_by_itself", False)
+
+
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Casts low-precision inputs to the weights' dtype, where the module cannot mix dtypes."""
-    inputs = [t for t in _tensors(args, kwargs) if t.dtype in LOW_PRECISION]
-    if not inputs or CONVERTS_ITSELF in vars(module) or _mixes(module, inputs):
+    inputs = [t for t in tensors_in(*args, *kwargs.values()) if t.dtype in LOW_PRECISION]
+    if not inputs or _converts_itself(module) or _mixes(module, inputs):
         return args, kwargs
     dtype = _weight_dtype(module)
     if dtype in LOW_PRECISION:  # the user has converted the module
@@ -89,26 +86,31 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         setattr(cast, CAST_FROM, (id(module), tensor.dtype))
         return cast
 
-    raised = {name: map_arguments(up, value) for name, value in kwargs.items()}
-    return tuple(map_arguments(up, value) for value in args), raised
+    raised = {name: map_tensors(up, value) for name, value in kwargs.items()}
+    return tuple(map_tensors(up, value) for value in args), raised
 
 
-def _leave(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Casts the result back to the dtype of the module's first low-precision input."""
-    if CONVERTS_ITSELF in vars(module):
-        return output
-    given = [t for t in _tensors(args, kwargs) if t.is_floating_point()]
-    casts = (getattr(tensor, CAST_FROM, (0, None)) for tensor in given)
-    dtype = next((dtype for owner, dtype in casts if owner == id(module)), None)
-    if dtype is None and (not given or is_normalisation(module)):
-        dtype = getattr(vars(module).get(NEIGHBOUR), "dtype", None)
-    return _lowered(output, dtype)
+@dataclasses.dataclass
+class _Leave:
+    """A hook that casts the result back to the dtype of the module's first low-precision input."""
+
+    neighbour: LowPrecisionWeight | None = None
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if _converts_itself(module):
+            return output
+        given = [t for t in tensors_in(*args, *kwargs.values()) if t.is_floating_point()]
+        casts = (getattr(tensor, CAST_FROM, (0, None)) for tensor in given)
+        dtype = next((dtype for owner, dtype in casts if owner == id(module)), None)
+        if dtype is None and self.neighbour and (not given or is_normalisation(module)):
+            dtype = self.neighbour.dtype
+        return _lowered(output, dtype)
 
 
 def _leave_rotary(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    if CONVERTS_ITSELF in vars(module):
+    if _converts_itself(module):
         return output
-    given = (t.dtype for t in _tensors(args, kwargs) if t.is_floating_point())
+    given = (t.dtype for t in tensors_in(*args, *kwargs.values()) if t.is_floating_point())
     return _lowered(output, next(given, None))
 
 
@@ -117,7 +119,7 @@ def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
     if dtype not in LOW_PRECISION:
         return output
     wide = (torch.float32, torch.float64)
-    return map_results(lambda t: t.to(dtype) if t.dtype in wide else t, output)
+    return map_tensors(lambda t: t.to(dtype) if t.dtype in wide else t, output, results=True)
 
 
 def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
@@ -128,38 +130,24 @@ def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
 
 def _weight_dtype(module: nn.Module) -> torch.dtype:
     """The widest floating-point dtype of a module's own tensors now, or of its children's."""
-    own = [*module._parameters.values(), *module._buffers.values()]
+    own = [*module._parameters.values(), *module._buffers.values()]  # quicker than named_tensors
     found = {t.dtype for t in own if t is not None and t.is_floating_point()}
     if not found:
-        tensors = chain(module.parameters(), module.buffers())
-        found = {t.dtype for t in tensors if t.is_floating_point()}
+        found = {t.dtype for t in named_tensors(module).values() if t.is_floating_point()}
     return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
-def map_results(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any, results: bool = False) -> Any:
     """A value with the function applied to its tensors; the value itself if that changes none.
 
-    Looks into what torch's pytrees know (tuples, lists, dicts, named tuples, the outputs of
-    transformers and diffusers), and into dataclasses and packed sequences.
+    Looks into tuples, lists, dicts and packed sequences. results: also into dataclasses and what
+    torch's pytrees know (outputs of transformers and diffusers). Among a module's arguments such
+    objects stay: a cache that it writes to must not be a copy.
     """
-    return _mapped(value, lambda leaf: _map_result(function, leaf), None)
-
-
-def map_arguments(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """As map_results, but only into tuples, lists, dicts and packed sequences.
-
-    Other objects stay the caller's own: a cache that the module writes to must not be a copy.
-    """
-    return _mapped(value, lambda leaf: _map_tensor(function, leaf), _is_object)
-
-
-def _mapped(
-    value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None
-) -> Any:
     if isinstance(value, Tensor):
         return function(value)
-    leaves, spec = tree_flatten(value, is_leaf=is_leaf)
-    mapped = [function(leaf) for leaf in leaves]
+    leaves, spec = tree_flatten(value, is_leaf=None if results else _is_object)
+    mapped = [_map_leaf(function, leaf, results) for leaf in leaves]
     same = all(new is old for new, old in zip(mapped, leaves, strict=True))
     return value if same else tree_unflatten(mapped, spec)
 
@@ -168,18 +156,16 @@ def _is_object(value: Any) -> bool:
     return not isinstance(value, tuple) and type(value) not in (list, dict, OrderedDict)
 
 
-def _map_tensor(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any, results: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
     if isinstance(leaf, nn.utils.rnn.PackedSequence):
         data = function(leaf.data)
         return leaf if data is leaf.data else leaf._replace(data=data)
-    return function(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _map_result(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return _map_tensor(function, leaf)
+    if not results or not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
     old = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    new = {name: map_results(function, value) for name, value in old.items()}
+    new = {name: map_tensors(function, value, results) for name, value in old.items()}
     if all(new[name] is value for name, value in old.items()):
         return leaf
     result = copy.copy(leaf)
@@ -188,14 +174,14 @@ def _map_result(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     return result
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that map_arguments finds in a module's arguments, in order."""
+def tensors_in(*values: Any, results: bool = False) -> list[Tensor]:
+    """The tensors that map_tensors finds in these values, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    for value in (*args, *kwargs.values()):
-        map_arguments(note, value)
+    for value in values:
+        map_tensors(note, value, results)
     return found

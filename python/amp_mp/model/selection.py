@@ -46,14 +46,10 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
     The marks add to those functions' own keep_fp32 arguments and defaults. They sit on the modules:
     copies and pickles have them, and so does a module that becomes part of another model.
 
-    Args:
-        model: where to look. Nothing in it is converted.
-        patterns_or_types: one or several nn.Module types, and fnmatch patterns over the names of
-            modules, parameters and buffers ("decoder.*", "*.table"). A marked module computes in
-            float32 and returns the dtype it was given. A parameter alone is marked for modules
-            that mix dtypes themselves; torch's Linear does not.
-
-    Errors in patterns_or_types as for `prepare`'s keep_fp32; nothing is marked then.
+    model: where to look. Nothing in it is converted. patterns_or_types: one or several nn.Module
+    types, and fnmatch patterns over the names of modules, parameters and buffers ("decoder.*",
+    "*.table"), with `prepare`'s errors. A marked module computes in float32 and returns the dtype
+    it was given. Mark a parameter alone where its module mixes dtypes itself; Linear does not.
     """
     if patterns_or_types is None:  # which is the default elsewhere
         raise TypeError("keep_fp32 takes nn.Module types and strings, found None")
@@ -86,10 +82,9 @@ def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None
             modules |= more
             kept |= tensors
     for module in model.modules():
-        marks = vars(module).get(MARKS, ())
         if is_marked(module):
             modules[id(module)] = module
-        kept |= {id(getattr(module, name, None)) for name in marks if name}
+        kept |= {id(getattr(module, name, None)) for name in vars(module).get(MARKS, ()) if name}
     inside = _add_sharing(model, modules)
     rotary = [module for module in rotary if id(module) not in modules]
     return Selection(list(modules.values()), rotary, kept | inside)
@@ -98,10 +93,7 @@ def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None
 def matching(
     model: nn.Module, wanted: Kept, argument: str
 ) -> tuple[dict[int, nn.Module], set[int]]:
-    """The modules, by id, and the ids of single tensors that types and patterns name.
-
-    Raises ValueError or TypeError naming the argument.
-    """
+    """Modules by id, and ids of single tensors, that types and patterns name; or an error."""
     modules: dict[int, nn.Module] = {}
     kept: set[int] = set()
     tensors = named_tensors(model)
@@ -112,9 +104,8 @@ def matching(
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
             names = fnmatch.filter(tensors, entry)
             if not found and not names:
-                raise ValueError(
-                    f"{argument}: {entry!r} matches no module or parameter of the model"
-                )
+                text = f"{argument}: {entry!r} matches no module or parameter of the model"
+                raise ValueError(text)
             modules |= found
             kept |= {id(tensors[name]) for name in names}
         else:

@@ -18,14 +18,9 @@ def update_units(model: nn.Module) -> None:
 
 
 def check_units(
-    function: str,
-    model: nn.Module,
-    targets: Mapping[int, tuple[Tensor, torch.dtype]],
+    function: str, model: nn.Module, targets: Mapping[int, tuple[Tensor, torch.dtype]]
 ) -> None:
-    """Raises ValueError where FSDP2 could not go on with the new dtypes.
-
-    targets: by id, the tensors that get another dtype, and that dtype.
-    """
+    """Raises ValueError where FSDP2 could not go on with the new dtypes, given by tensors' ids."""
     names = {id(module): name for name, module in model.named_modules()}
     owned: set[int] = set()
     for name, state, group in _groups(model):
@@ -104,16 +99,8 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 yield name and "." + name, state, group
 
 
-def local_values(tensor: Tensor) -> Tensor:
-    """The float32 values of a tensor's memory on this process, detached."""
-    return local_of(tensor).detach().float()
-
-
 def local_part(value: Any, param: Any) -> Tensor:
-    """The part of a whole or a sharded tensor that a parameter has on this process.
-
-    A DTensor that is sharded otherwise is gathered as far as needed: on all processes alike.
-    """
+    """The part of a whole tensor, or of a DTensor placed in any way, that a parameter has here."""
     if is_dtensor(value) and is_dtensor(param):
         value = value.redistribute(param.device_mesh, param.placements)
     return local_of(value)

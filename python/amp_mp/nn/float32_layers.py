@@ -30,8 +30,7 @@ class Fp32LayerNorm(nn.LayerNorm):
 class Fp32RMSNorm(nn.RMSNorm):
     """nn.RMSNorm in float32: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019).
 
-    Dtypes, shapes and errors are those of Fp32LayerNorm. eps=None is the epsilon of the dtype it
-    computes in, 2^-23 for float32.
+    As Fp32LayerNorm. eps=None is the epsilon of the dtype it computes in, 2^-23 for float32.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,12 +57,20 @@ def fp32_softmax(x: Tensor, dim: int = -1) -> Tensor:
     the last; ValueError if x has no such dimension. Elements that are all -inf give NaN, as with
     torch; `attention_weights` gives 0.
     """
-    return _in_float32(torch.softmax, x, _check_dim(x, dim))
+    return _softmax(torch.softmax, x, dim)
 
 
 def fp32_log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """log(fp32_softmax(x, dim)) by torch.log_softmax; arguments and errors are fp32_softmax's."""
-    return _in_float32(torch.log_softmax, x, _check_dim(x, dim))
+    return _softmax(torch.log_softmax, x, dim)
+
+
+def _softmax(function: Callable[..., Tensor], x: Tensor, dim: int) -> Tensor:
+    _compute_dtype("x", x)
+    dims = max(x.dim(), 1)  # torch lets a tensor without dimensions have one
+    if not -dims <= dim < dims:
+        raise ValueError(f"dim must be a dimension of x, of shape {tuple(x.shape)}, found {dim}")
+    return _in_float32(function, x, dim)
 
 
 def attention_weights(
@@ -71,19 +78,14 @@ def attention_weights(
 ) -> Tensor:
     """softmax(query key^T * scale + mask) in float32 (Vaswani et al., 2017, equation 1).
 
-    The logits are computed in float32, also inside autocast: a float16 product would overflow
-    above 65504, and -1e9 in a float16 mask would be -inf. A row that is masked everywhere is 0,
-    where softmax gives NaN, and its gradient is 0. float64 is computed in float64.
+    The logits are float32, also inside autocast, and float64 for float64: float16 overflows above
+    65504. A row that is masked everywhere is 0, not softmax's NaN, and its gradient is 0.
 
-    Args:
-        query: (..., L, E).
-        key: (..., S, E); the leading dimensions broadcast against query's.
-        mask: broadcasts to (..., L, S). Boolean: True takes part, as in torch's
-            scaled_dot_product_attention. Floating point: added to the logits, -inf masks.
-        scale: default: 1 / sqrt(E).
-
-    Returns (..., L, S) in query's dtype. Raises TypeError for tensors that are not floating-point
-    (a mask may be boolean), ValueError for shapes that do not fit.
+    query: (..., L, E). key: (..., S, E); the leading dimensions broadcast against query's. mask:
+    broadcasts to (..., L, S); boolean: True takes part, as in torch's
+    scaled_dot_product_attention; floating point: added to the logits, -inf masks. scale: default:
+    1 / sqrt(E). Returns (..., L, S) in query's dtype. Raises TypeError for tensors that are not
+    floating-point (a mask may be boolean), ValueError for shapes that do not fit.
     """
     dtype = torch.promote_types(_compute_dtype("query", query), _compute_dtype("key", key))
     _check_shapes(query, key, mask)
@@ -124,7 +126,7 @@ def attention(
     rows = weights.size(-1)
     fits = value.dim() >= 2 and value.size(-2) == rows
     _check_shape("value", value, fits, "...", rows, "D", why=f" for key's {rows} rows")
-    _leading_dimensions("value", value, "the weights'", weights)
+    _broadcast("value", value, "the weights'", weights)
     return weights.to(value.dtype) @ value
 
 
@@ -159,21 +161,13 @@ def _check_shape(name: str, x: Tensor, fits: bool, *shape: object, why: str = ""
         raise ValueError(f"{name} must have shape ({wanted}){why}, found {tuple(x.shape)}")
 
 
-def _check_dim(x: Tensor, dim: int) -> int:
-    _compute_dtype("x", x)
-    dims = max(x.dim(), 1)  # torch lets a tensor without dimensions have one
-    if not -dims <= dim < dims:
-        raise ValueError(f"dim must be a dimension of x, of shape {tuple(x.shape)}, found {dim}")
-    return dim
-
-
 def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key)):
         if x.dim() < 2:
             raise ValueError(f"{name} must have at least two dimensions, found {tuple(x.shape)}")
     if (size := query.size(-1)) != key.size(-1):
         raise ValueError(f"key must have query's last dimension, {size}, found {tuple(key.shape)}")
-    wanted = (*_leading_dimensions("key", key, "query's", query), query.size(-2), key.size(-2))
+    wanted = (*_broadcast("key", key, "query's", query), query.size(-2), key.size(-2))
     if mask is None:
         return
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -185,13 +179,11 @@ def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
         raise ValueError(message) from None
 
 
-def _leading_dimensions(name: str, tensor: Tensor, others: str, other: Tensor) -> torch.Size:
+def _broadcast(name: str, x: Tensor, others: str, other: Tensor) -> torch.Size:
     """The dimensions of both tensors but the last two, broadcast."""
-    own, leading = tensor.shape[:-2], other.shape[:-2]
+    leading = other.shape[:-2]
     try:
-        return torch.Size(torch.broadcast_shapes(own, leading))  # type: ignore[no-untyped-call]
+        return torch.Size(torch.broadcast_shapes(x.shape[:-2], leading))  # type: ignore[no-untyped-call]
     except RuntimeError:
-        raise ValueError(
-            f"{name}'s leading dimensions must broadcast with {others}, {tuple(leading)}, "
-            f"found {tuple(tensor.shape)}"
-        ) from None
+        wanted = f"{name}'s leading dimensions must broadcast with {others}, {tuple(leading)}"
+        raise ValueError(f"{wanted}, found {tuple(x.shape)}") from None

@@ -21,21 +21,19 @@ _lock = threading.Lock()
 def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, with the weight's gradient accumulated in float32.
 
-    Returns input weight^T + bias, bit for bit what F.linear returns. The backward computes
-    weight.grad += grad_output^T input over all rows in float32; autograd would round each
-    micro-batch's gradient, and their sum, to the weight's dtype. The call sets `weight.grad_dtype =
-    torch.float32`. The bias' gradient is summed in float32 and has the bias' own grad_dtype; the
-    input's gradient is F.linear's.
+    Returns what F.linear does, bit for bit. The backward computes weight.grad += grad_output^T
+    input over all rows in float32; autograd would round each micro-batch's gradient, and their sum,
+    to the weight's dtype. Sets `weight.grad_dtype = torch.float32`. The bias' gradient is summed in
+    float32 and has the bias' own grad_dtype; the input's is F.linear's.
 
-    If the weight has a hook (`register_hook`, `register_post_accumulate_grad_hook`), in
+    With a hook on the weight (`register_hook`, `register_post_accumulate_grad_hook`), in
     `torch.autograd.grad`, and on a CUDA stream other than the default one, autograd adds a float32
     gradient of the micro-batch: the same sum, with one more pass and buffer. A hook on the weight's
     AccumulateGrad node gets None instead of the gradient.
 
-    The call is plain F.linear, with F.linear's gradients, for weights of other dtypes, frozen
-    weights, no_grad, torch.compile, torch.func, tensor subclasses as input, input and weight of
-    different dtypes outside autocast, and a bias of another dtype than the weight's. It cannot be
-    differentiated twice.
+    It is plain F.linear for weights of other dtypes, frozen weights, no_grad, torch.compile,
+    torch.func, tensor subclasses as input, input and weight of different dtypes outside autocast,
+    and a bias of another dtype than the weight's. It cannot be differentiated twice.
 
     input: [..., in], floating-point, of the weight's dtype unless autocast is on. weight:
     [out, in], a leaf; only float16 and bfloat16 weights accumulate in float32. bias: [out], of the
@@ -89,7 +87,7 @@ def accumulating_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it is a strided torch tensor, no subclass, with memory on a CPU or CUDA device."""
+    """Whether it is a dense torch tensor, not of a subclass, on a CPU or CUDA device."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return plain and tensor.device.type in ("cpu", "cuda")
 
@@ -120,8 +118,7 @@ class _Linear(torch.autograd.Function):
 
 def _weight_grad(weight: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
     """The gradient for autograd to add or return; None if it is added already or unwanted."""
-    accumulates = _C.accumulates(weight)
-    if accumulates is None:
+    if (accumulates := _C.accumulates(weight)) is None:
         return None
     if not (accumulates and _may_write(weight)):
         grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

@@ -10,12 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.nn.functional import accumulating_linear, is_plain
 
-# Class names, because importing torch.distributed.fsdp takes a second.
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-
 
 class MainGrads(AbstractContextManager["MainGrads"]):
-    """What attach_main_grads returns."""
+    """The handle of attach_main_grads. `remove`, or the end of a `with` block, undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
         low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
@@ -42,9 +39,8 @@ class MainGrads(AbstractContextManager["MainGrads"]):
 def attach_main_grads(model: nn.Module) -> MainGrads:
     """Keeps the gradients of a model's float16 and bfloat16 parameters in float32.
 
-    `param.grad` itself is float32 (torch's `grad_dtype`), 4 bytes a parameter instead of 2, so
-    optimizers, clipping, scalers and zero_grad work on it as on any gradient. Present gradients are
-    converted.
+    `param.grad` itself is float32 (torch's `grad_dtype`), 4 bytes a parameter instead of 2; it is
+    used as any gradient is. Present gradients are converted.
 
     - The weight of a low-precision nn.Linear: each micro-batch's gradient is made in float32 and
       added to `.grad` in the same product (amp_mp.nn.functional.linear_accumulate lists the
@@ -53,11 +49,9 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
       micro-batch's gradient is rounded once to the parameter's dtype, and added in float32.
     - float32 parameters: nothing changes.
 
-    Works with accumulation, activation checkpointing, tied weights, hooks, loss scaling, autocast
-    and optimizer.attach. Under torch.compile a Linear's weight is treated as any other parameter. A
-    deep copy of the model is not attached. torch's DistributedDataParallel has buckets of the
-    parameters' dtypes and does not take float32 gradients: do not wrap the model in it, but average
-    `.grad` before each step with torch.distributed.all_reduce.
+    Under torch.compile a Linear's weight is treated as any other parameter. A deep copy of the
+    model is not attached. torch's DistributedDataParallel takes no float32 gradients for these
+    parameters: do not wrap the model in it, but average `.grad` before each step with all_reduce.
 
     The model is changed in place. `remove()` of the handle returned, which need not be kept, or the
     end of a `with` block undoes it all.
@@ -70,7 +64,7 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
     for name, module in model.named_modules():
-        if WRAPPERS & {kind.__name__ for kind in type(module).__mro__}:
+        if is_wrapper(module):
             raise ValueError(
                 f"model{name and '.' + name} is a {type(module).__name__}, whose buckets have the "
                 "parameters' dtypes and take no float32 gradients; pass the plain model and "
@@ -85,6 +79,13 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
                 "parameters on a CPU or a CUDA device can have float32 gradients"
             )
     return MainGrads(model)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is a DistributedDataParallel or FSDP1 module, around another one."""
+    # By the class's name, because importing torch.distributed.fsdp takes a second.
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint(("DistributedDataParallel", "FullyShardedDataParallel"))
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ arguments that all share; the optimizers are in files named as in csrc/core/rule
 from amp_mp.optim.adadelta import Adadelta
 from amp_mp.optim.adam import Adam, AdamW, NAdam, RAdam
 from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.larc import LARC
+from amp_mp.optim.base import FusedOptimizer, forget
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.muon.muon import Muon
 from amp_mp.optim.sgd import LARS, SGD
@@ -17,7 +16,6 @@ from amp_mp.optim.state.memory_report import MemoryReport
 
 __all__ = [
     "LAMB",
-    "LARC",
     "LARS",
     "SGD",
     "Adadelta",
@@ -33,4 +31,5 @@ __all__ = [
     "NovoGrad",
     "RAdam",
     "RMSprop",
+    "forget",
 ]

@@ -32,7 +32,7 @@ class Adadelta(FusedOptimizer):
     State: square_avg (v) and acc_delta (u).
     """
 
-    rules = (Rule("adadelta_", NUMBERS, STATES),)
+    _rules = (Rule("adadelta_", NUMBERS, STATES),)
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class AdamW(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v), beta_powers, and max_exp_avg_sq with amsgrad.
     """
 
-    rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
+    _rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class AdamW(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "amsgrad": amsgrad}, options)
 
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""
-        return self.rules[same_in_all_groups(self.param_groups, "amsgrad")]
+        return self._rules[same_in_all_groups(self.param_groups, "amsgrad")]
 
 
 class Adam(AdamW):
@@ -75,7 +75,7 @@ class Adam(AdamW):
     State: as AdamW's.
     """
 
-    rules = (Rule("adam_", NUMBERS, MOMENTS), Rule("amsgrad_adam_", NUMBERS, AMSGRAD_STATES))
+    _rules = (Rule("adam_", NUMBERS, MOMENTS), Rule("amsgrad_adam_", NUMBERS, AMSGRAD_STATES))
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class NAdam(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v), mu_product (p_t, one number per tensor) and beta_powers.
     """
 
-    rules = (Rule("nadam_", NADAM_NUMBERS, MOMENTS, own=OwnNumber("mu_product", 1.0)),)
+    _rules = (Rule("nadam_", NADAM_NUMBERS, MOMENTS, own=OwnNumber("mu_product", 1.0)),)
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class RAdam(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
 
-    rules = (Rule("radam_", RADAM_NUMBERS, MOMENTS),)
+    _rules = (Rule("radam_", RADAM_NUMBERS, MOMENTS),)
 
     def __init__(
         self,

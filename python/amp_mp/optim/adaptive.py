@@ -33,7 +33,7 @@ class Adagrad(FusedOptimizer):
     State: sum (s).
     """
 
-    rules = (Rule("adagrad_", ADAGRAD_NUMBERS, (SUM,)),)
+    _rules = (Rule("adagrad_", ADAGRAD_NUMBERS, (SUM,)),)
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class RMSprop(FusedOptimizer):
     grad_avg with centered.
     """
 
-    rules = (
+    _rules = (
         Rule("plain_rmsprop_", RMSPROP_NUMBERS, (SQUARE,)),
         Rule("rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE)),
         Rule(
@@ -100,9 +100,9 @@ class RMSprop(FusedOptimizer):
         defaults = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "momentum": momentum, "centered": centered}, options)
 
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         """Centered or not, which must be the same in all groups; with momentum if any group has."""
-        plain, with_momentum, centered = self.rules
+        plain, with_momentum, centered = self._rules
         if same_in_all_groups(self.param_groups, "centered"):
             return centered
         return with_momentum if has_momentum(self.param_groups) else plain
@@ -125,7 +125,7 @@ class Adamax(FusedOptimizer):
     State: exp_avg (m), exp_inf (u) and beta_powers.
     """
 
-    rules = (Rule("adamax_", ADAMAX_NUMBERS, (EXP_AVG, EXP_INF)),)
+    _rules = (Rule("adamax_", ADAMAX_NUMBERS, (EXP_AVG, EXP_INF)),)
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Lion(FusedOptimizer):
     State: exp_avg (m).
     """
 
-    rules = (Rule("lion_", numbers("lr", "betas", "weight_decay"), (EXP_AVG,)),)
+    _rules = (Rule("lion_", numbers("lr", "betas", "weight_decay"), (EXP_AVG,)),)
 
     def __init__(
         self,

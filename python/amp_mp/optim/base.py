@@ -9,29 +9,28 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
-from amp_mp.optim.backward.attachment import Attachment
-from amp_mp.optim.backward.release import Release
-from amp_mp.optim.new_group import check_last_group
-from amp_mp.optim.options import SHARED_ARGUMENTS, Options, check_group, check_options
-from amp_mp.optim.rule import Rule, Shape, kinds_of
-from amp_mp.optim.state.checkpoint import rename_states
-from amp_mp.optim.state.formats import resolve, resolve_group
-from amp_mp.optim.state.init import init_states
-from amp_mp.optim.state.saves_state import SavesState
-from amp_mp.optim.step.capture import refuse_new_state
-from amp_mp.optim.step.gather import param_infos
-from amp_mp.optim.step.handed import Handed, Measured, handed_to
-from amp_mp.optim.step.outside_graphs import outside_graphs
-from amp_mp.optim.step.protocols import Scaler
-from amp_mp.optim.step.refuse import refuse_param, refuse_state, refuse_zero
-from amp_mp.optim.step.run import StepRunner
-from amp_mp.optim.step.step_report import ReportsSteps, StepLog
+from amp_mp.optim.backward.attachment import Attachment, Scaler
+from amp_mp.optim.options import (
+    SHARED_ARGUMENTS,
+    Options,
+    check_group,
+    check_options,
+    full_signature,
+)
+from amp_mp.optim.rule import Group, Rule, kinds_of
+from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
+from amp_mp.optim.state.loading import load_state
+from amp_mp.optim.state.memory_report import MemoryReport, report_memory
+from amp_mp.optim.state.saving import shown_state, torch_state_dict
+from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.refuse import refuse_param, refuse_zero
+from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.sharding.reduction import checked_groups
-from amp_mp.sharding.shards import local_of
 
 # Attributes in a pickle besides torch's own.
 PICKLED = (
@@ -39,7 +38,7 @@ PICKLED = (
 )
 
 
-class FusedOptimizer(ReportsSteps, SavesState, ABC):
+class FusedOptimizer(torch.optim.Optimizer, ABC):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout, or DTensors (FSDP2,
@@ -48,9 +47,7 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
     `last_report()`.
     """
 
-    rules: ClassVar[tuple[Rule, ...]]  # all that the class may use; rule() is the first by default
-    handed: Handed | None = None  # by a loss scaler, to the step under way
-    attachment: Attachment | None = None
+    _rules: ClassVar[tuple[Rule, ...]]  # all that the class may use
     process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -59,7 +56,7 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         defaults: the rule's own numbers. options: the arguments that all fused optimizers take, and
         how single states are stored.
         """
-        kinds = kinds_of(self.rules)
+        kinds = kinds_of(self._rules)
         choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
         check_options(type(self).__name__, choosable, options)
         check_group({**defaults, **options})
@@ -74,23 +71,38 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         shared = {"maximize": False, "rounding": "nearest", "seed": 0}
         defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
-        self._runner = StepRunner()
+        self._make_stepper()
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
-        """Adds the shared arguments to the class's docstring, so that help() explains them all."""
+        """Adds the shared arguments to what help() shows: the docstring and the signature."""
         super().__init_subclass__()
+        kinds = kinds_of(getattr(cls, "_rules", ()))
+        choosable = [name for name, kind in kinds.items() if kind != "exact"]
+        cls.__signature__ = full_signature(cls, choosable)  # type: ignore[attr-defined]
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED_ARGUMENTS}"
 
-    def forget(self) -> None:
-        """Drops what is derived from param_groups and state, and the last step's report.
+    def _rule(self) -> Rule:
+        """The rule for the param_groups as they are now; the class's first by default."""
+        return self._rules[0]
 
-        Call it after writing into `state` by hand where tensors were exchanged for others.
-        """
-        self._runner.forget()
-        if self.attachment is not None:
-            self.attachment.forget()
+    def _group_rules(self) -> list[Rule]:
+        """The rule of each param_group."""
+        return [self._rule()] * len(self.param_groups)
+
+    @classmethod
+    def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
+        """The rules that a param_group may have, which may be one of a file."""
+        return cls._rules
+
+    def _make_stepper(self) -> None:
+        self._stepper = Stepper(self, self._rules, self._rules_of, self._group_rules)
+
+    def _complete(self, group: Group) -> None:
+        """Gives a param_group the numbers and formats that it lacks."""
+        for name in self._own_defaults:
+            group.setdefault(name, self.defaults[name])
 
     def _patch_step_function(self) -> None:
         """torch's, which adds hooks to the class's step; with them it stays outside of graphs."""
@@ -111,71 +123,20 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        handed = handed_to(self)
-        if isinstance(self.attachment, Release):
-            if self._runner.replaced.is_due():
-                self.refuse_replaced()
-            self.attachment.finish(handed)
-        else:
-            self._runner.run(self, handed)
+        self._stepper.run(self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
         super().zero_grad(set_to_none)
-        if self.handed is not None and self.handed.marks is not None:
-            self.handed = None  # no gradient carries a scale any more
-
-    def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
-        """`step`, with what a loss scaler passes to it."""
-        before, self.handed = self.handed, handed
-        try:
-            return self.step(*args, **kwargs)
-        finally:
-            self.handed = before
-
-    @property
-    def log(self) -> StepLog:
-        """The verdicts of the steps."""
-        return self._runner.log
-
-    def hyper(self, index: int, shape: Shape | None = None) -> _C.Hyper:
-        """The numbers of one param_group, and of matrices of a shape, for the native step."""
-        return self._runner.hyper(self.group_rules()[index], self.param_groups, index, shape)
-
-    def measures(self) -> bool:
-        """Whether a step needs the gradients' norms, or whether they overflow."""
-        clips = self.max_grad_norm is not None
-        return clips or self.check_overflow or any(r.needs_norms for r in self.group_rules())
-
-    def measure(self) -> Measured:
-        """Reads the gradients once, for a step that is handed the result."""
-        return self._runner.measure(self)
-
-    def measure_gradients(self) -> dict[torch.device, Tensor]:
-        """Measures the gradients as they are, in one read.
-
-        Returns, per device, float64 [3]: sum of squares, largest finite |g|, number of elements
-        that are inf or NaN, of all gradients together. Attached with release=True: of the gradients
-        released since the last step; RuntimeError where nothing asked for measuring them.
-        """
-        if isinstance(self.attachment, Release):
-            return self.attachment.totals()
-        return self.measure().totals()
+        handed = self._stepper.handed
+        if handed is not None and handed.marks is not None:
+            self._stepper.handed = None  # no gradient carries a scale any more
 
     @property
     def amp_scaling(self) -> bool:
         """Whether the step takes over unscaling and skipping from a loss scaler."""
         return self._step_supports_amp_scaling
-
-    @property
-    def releases(self) -> bool:
-        """Whether gradients are stepped and freed during backward (attach)."""
-        return isinstance(self.attachment, Release)
-
-    def refuse_replaced(self) -> None:
-        """Raises ValueError, by name, for parameters whose modules have DTensors in their place."""
-        self._runner.replaced.check(self.param_groups)
 
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.
@@ -184,15 +145,8 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
         parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
         """
-        trained = [(p, info) for p, info in param_infos(self.param_groups) if p.requires_grad]
-        refuse_new_state({local_of(param).device for param, _ in trained})
-        rules = self.group_rules()
-        self.refuse_replaced()
-        for param, info in trained:
-            refuse_param(param, info.label)
-            refuse_state(rules[info.group], param, self.state.get(param, {}), info.label)
-        with torch.no_grad():
-            init_states(rules, self.param_groups, self.state)
+        self._stepper.hooks.check_replaced(self.param_groups)
+        _C.init_states(self._group_rules(), self.param_groups, self.state)
 
     def attach(
         self,
@@ -219,8 +173,10 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        self.attachment = attach(self, model, release, measure, scaler, clip)
-        return self.attachment
+        made = self._stepper.attachment = attach(
+            self._stepper, model, release, measure, scaler, clip
+        )
+        return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group's parameters get their state at the next step.
@@ -228,21 +184,114 @@ class FusedOptimizer(ReportsSteps, SavesState, ABC):
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
         naming a parameter or number that cannot be; the group is then not added.
         """
-        resolve_group(param_group, self._chosen, kinds_of(self.rules))
+        resolve_group(param_group, self._chosen, kinds_of(self._rules))
         super().add_param_group(param_group)
-        check_last_group(self.param_groups)
-        self.forget()
+        try:
+            check_group(self.param_groups[-1])
+            for param, info in param_infos(self.param_groups):
+                if param.requires_grad or param.is_meta:  # frozen ones may have any dtype
+                    refuse_param(param, info.label)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._stepper.forget()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of weights, gradients, masters and states now, counted from their storages."""
+        return report_memory(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; docs/formats.md lists the entries of a parameter's state.
+
+        16-bit integers (entries `remainder16` and `NAME_ue8m8`) are shown as their bytes, uint8
+        with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. All
+        tensors share the state's memory, as torch's do. Post-hooks see them so.
+        """
+        return shown_state(self, self._rules, super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep the precision they were saved with.
+
+        torch casts every state to its parameter's dtype, which would round masters and moments of
+        low-precision parameters. States in another format than this optimizer's are converted. Load
+        the model first: a split master is stored partly in the weights. Reads checkpoints of
+        torch.optim too: a missing master is made from the parameter. Post-hooks see the state as it
+        will be, and their edits stay. Raises ValueError, before anything is changed, naming an
+        entry that is missing, or of a shape, dtype or value that does not fit.
+        """
+        load, formats = super().load_state_dict, tuple(self._chosen)
+        rules = self._group_rules()
+        load_state(self, self._rules, self._rules_of, rules, formats, state_dict, load)
+        self._stepper.forget()
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state dict for the optimizer of torch.optim with the same name and float32 weights.
+
+        States are decoded to float32. The float32 weights themselves are the masters:
+        amp_mp.float32_state_dict.
+        """
+        own = {*self._chosen, "rounding", "seed"}
+        return torch_state_dict(self, self._group_rules(), own)
+
+    def last_report(self, wait: bool = False) -> StepReport | None:
+        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
+
+        wait: wait for the device until the last step's report is on the host. Otherwise the report
+        is of the last step that has arrived there.
+        """
+        found = self._stepper.native.report(wait)
+        return None if found is None else StepReport(*found)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
+        report = self.last_report(wait=True)
+        return report is not None and report.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """2-norm of the last step's true gradients (unscaled, before clipping); waits for the step.
+
+        inf after an overflow; None where the gradients were not measured.
+        """
+        report = self.last_report(wait=True)
+        return report.grad_norm if report is not None else None
+
+    def __repr__(self) -> str:
+        stored = [{n: g.get(n) for n in self._chosen} for g in self.param_groups]
+        default, kinds = dict.fromkeys(self._chosen), kinds_of(self._rules)
+        presets = [p for p in PRESETS if all(s == resolve(p, default, kinds) for s in stored)]
+        numbers = f"memory={presets[0] if presets else 'mixed'!r}, "
+        numbers += f"max_grad_norm={self.max_grad_norm}, check_overflow={self.check_overflow}"
+        return super().__repr__().replace(" (", f" ({numbers})", 1)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles, or as torch does it, reloads; derived data is made anew."""
+        """Called by torch when it unpickles the optimizer, and when it loads a state dict."""
         super().__setstate__(state)
-        if "_runner" not in vars(self):  # being unpickled
-            self._runner = StepRunner()
-            rename_states(self)
+        if "_stepper" not in vars(self):  # being unpickled
+            self._make_stepper()
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
-            self.complete(group)
-        self.forget()
+            self._complete(group)
+        self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}
+
+
+def stepper_of(optimizer: FusedOptimizer) -> Stepper:
+    """What a fused optimizer keeps for the other files of this package."""
+    return optimizer._stepper
+
+
+def rules_of(kind: type[FusedOptimizer]) -> tuple[Rule, ...]:
+    """The rules that optimizers of a class may use."""
+    return kind._rules
+
+
+def forget(optimizer: FusedOptimizer) -> None:
+    """Drops what an optimizer derives from its param_groups and state, and its last report.
+
+    Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does.
+    """
+    optimizer._stepper.forget()

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, OwnNumber, Rule, State, numbers
+from amp_mp.optim.rule import Number, OwnNumber, Rule, State, numbers
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
+NOVOGRAD_NUMBERS = (*numbers(*NUMBERS), Number("dampening", "betas", 0, when="grad_averaging"))
 LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
 
 
@@ -33,7 +34,7 @@ class LAMB(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
 
-    rules = (Rule("lamb_", numbers(*NUMBERS, "always_adapt"), MOMENTS, needs_norms=True),)
+    _rules = (Rule("lamb_", numbers(*NUMBERS, "always_adapt"), MOMENTS, needs_norms=True),)
 
     def __init__(
         self,
@@ -48,12 +49,6 @@ class LAMB(FusedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "always_adapt": always_adapt}, options)
-
-
-def _novograd_numbers(group: Group) -> dict[str, Any]:
-    found = numbers(*NUMBERS)(group)
-    found["dampening"] = found["beta1"] if group["grad_averaging"] else 0.0
-    return found
 
 
 class NovoGrad(FusedOptimizer):
@@ -74,7 +69,7 @@ class NovoGrad(FusedOptimizer):
     State: exp_avg (m) and layer (v, one number per tensor).
     """
 
-    rules = (Rule("novograd_", _novograd_numbers, MOMENTS[:1], needs_norms=True, own=LAYER),)
+    _rules = (Rule("novograd_", NOVOGRAD_NUMBERS, MOMENTS[:1], needs_norms=True, own=LAYER),)
 
     def __init__(
         self,

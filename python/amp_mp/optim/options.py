@@ -1,59 +1,46 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from inspect import Parameter, Signature, signature
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from torch import Tensor
 
-from amp_mp.optim.choices import check_choice
-from amp_mp.optim.muon.numbers import check_numbers
-from amp_mp.optim.state.formats import ROUNDINGS
+from amp_mp.optim.state.formats import ROUNDINGS, check_choice
 
 # What help() of every fused optimizer ends with.
 SHARED_ARGUMENTS = """
-    All fused optimizers also take:
+    All fused optimizers also take (docs/formats.md has the formats in full):
         params: parameters or param_groups.
         maximize: True ascends. Default False.
-        max_grad_norm: clip inside the step by the gradients' global 2-norm over all groups, as
-            torch.nn.utils.clip_grad_norm_ does. Default None: no clipping.
-        check_overflow: True skips a step with an inf or NaN gradient. Clipping, loss scalers, LAMB,
-            LARS and NovoGrad measure the gradients anyway and then skip too. A skipped step leaves
-            every byte as it was. Default False. 25 skipped steps in a row give one warning, which
-            names the parameters.
-        amp_scaling: True lets the step take over unscaling and skipping from torch.amp.GradScaler,
-            which then accepts float16 gradients. False is for frameworks that need unscaled
-            gradients (Lightning's clipping, Accelerate's step_was_skipped). Default True.
-        memory: how masters and states are stored with bfloat16 weights: "exact" (12 bytes per
-            parameter besides the gradient, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1,
-            for beta2 <= .99) or "float32" (14: float32 masters and states). Default "exact".
-            float32 parameters have no master.
-        master: how masters alone are stored. "split32", "split24": the parameter and a remainder of
-            2 or 1 bytes together are the master (nearest, ties away from zero). "float32": the
-            parameter is the copy of a float32 tensor, rounded to the nearest even value (float16 is
-            clamped to +-65504). "none": the parameter itself is updated and rounded; updates below
-            half a unit in its last place are lost unless rounding is "stochastic". With any of
-            them the parameter is the truth: what is written into it is what the next step starts
-            from. Default None: as memory says.
-        exp_avg="bfloat16" and the like, by a state's name: how that state alone is stored. Averages
-            of gradients are "float32", "bfloat16", "float16" or "m8", averages and sums of squares
-            "float32", "bfloat16", "float16", "float16_root", "ue8m8" or "log8": see
-            amp_mp.formats. Default None: as memory says. max_exp_avg_sq, exp_inf and grad_avg are
-            always float32.
-        rounding: "nearest" or "stochastic", of weights without a master. Default "nearest".
+        max_grad_norm: clip by the gradients' global 2-norm, as torch.nn.utils.clip_grad_norm_.
+            Default None: no clipping.
+        check_overflow: True skips a step with an inf or NaN gradient; so do clipping, loss scalers,
+            LAMB, LARS and NovoGrad, which measure the gradients anyway. A skipped step leaves every
+            byte as it was. 25 in a row give one warning, which names the parameters. Default False.
+        amp_scaling: True lets the step unscale and skip for torch.amp.GradScaler, which then takes
+            float16 gradients. False is for frameworks that need unscaled gradients. Default True.
         process_groups: torch.distributed process groups, or a device mesh, whose processes hold
-            other parameters of the same model: pipeline stages, or the rest of the parameters under
-            ZeroRedundancyOptimizer. The norm and the decision to skip are then those of all of
-            them. Groups over which DTensors are sharded are known already. Default None.
-        seed: of stochastic rounding, a whole number in [0, 2^64). Saved in the state dict; must be
-            the same on all replicas. Default 0.
-        foreach, fused, capturable: torch's arguments, accepted without effect: every step is fused,
-            and a CUDA graph can capture it. lr may be a tensor of one element.
-
-    Every state also has step, and for low-precision parameters master, remainder16 or remainder8.
-    Codes have names of their own: exp_avg_m8v2, exp_avg_sq_ue8m8 (docs/formats.md).
+            other parameters of the model (pipeline stages, ZeroRedundancyOptimizer): the norm and
+            the decision to skip are of all. Groups of DTensors are known already. Default None.
+        memory: bytes per low-precision parameter with two states, besides its gradient: "exact"
+            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99) or
+            "float32" (14). Default "exact". float32 parameters have no master.
+        master: how masters alone are stored: "split32", "split24" (the parameter and a remainder of
+            2 or 1 bytes are the master), "float32", or "none": the parameter itself is updated.
+            What a script writes into a parameter counts with any of them. Default: as memory.
+        exp_avg="bfloat16" and the like: how the state of that name alone is stored. Averages of
+            gradients: "float32", "bfloat16", "float16", "m8"; squares: "float32", "bfloat16",
+            "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
+        rounding: "nearest" or "stochastic", of parameters without a master. Default "nearest".
+        seed: of stochastic rounding, in [0, 2^64); the same on all replicas. Default 0.
+        foreach, fused, capturable: torch's arguments, accepted without effect.
+    Every state also has step, and low-precision parameters master, remainder16 or remainder8.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
+
+Preset = Literal["exact", "lean", "tiny", "micro", "float32"]
 
 
 class Options(TypedDict, total=False):
@@ -64,7 +51,7 @@ class Options(TypedDict, total=False):
     check_overflow: bool
     amp_scaling: bool
     process_groups: Any
-    memory: str | None
+    memory: Preset | None
     master: str | None
     rounding: str
     seed: int
@@ -81,12 +68,19 @@ class Options(TypedDict, total=False):
     sum: str | None
 
 
+# Accepted without effect, and left out of signatures.
+WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 NOT_NEGATIVE = (
     *("lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay"),
     *("initial_accumulator_value", "trust_coefficient"),
 )
+DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
+DEFAULTS |= {"rounding": "nearest", "seed": 0}
 NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
+
+
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
@@ -129,7 +123,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
     if not 0 <= group.get("rho", 0.0) <= 1:
         raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
-    check_numbers(group)
+    check_muon(group)
     dampens = "dampening" in group  # Muon has none
     if dampens and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
@@ -138,6 +132,28 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
     check_rounding(group)
     check_seed(group)
+
+
+def check_muon(group: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a number of Muon's that a param_group has and that cannot be."""
+    if "use_muon" in group and not isinstance(group["use_muon"], bool):
+        raise ValueError(f"use_muon must be True or False, found {group['use_muon']!r}")
+    if "ns_steps" not in group:
+        return
+    coefficients, steps = group.get("ns_coefficients"), group["ns_steps"]
+    listed = coefficients if isinstance(coefficients, tuple | list) else ()
+    if len(listed) != 3 or not all(isinstance(c, Real) for c in listed):
+        raise ValueError(f"ns_coefficients must be three numbers, found {coefficients!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps must be a whole number of [0, 100), found {steps!r}")
+    if group.get("adjust_lr_fn") not in ADJUSTMENTS:
+        known = ", ".join(repr(each) for each in ADJUSTMENTS)
+        raise ValueError(f"adjust_lr_fn must be one of {known}; found {group['adjust_lr_fn']!r}")
+    split = group.get("split", 1)
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
+    if not isinstance(group.get("flatten", False), bool):
+        raise ValueError(f"flatten must be True or False, found {group['flatten']!r}")
 
 
 def check_rounding(group: Mapping[str, Any]) -> None:
@@ -161,3 +177,18 @@ def _check_number(name: str, value: Any, optional: bool = False) -> None:
             raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, found {value!r}")
+
+
+def full_signature(kind: type, states: Collection[str]) -> Signature:
+    """The signature of an optimizer class with the shared arguments in place of **options.
+
+    states: those whose format may be chosen.
+    """
+    init: Any = kind.__init__  # type: ignore[misc]
+    own = [p for p in signature(init).parameters.values() if p.name != "self"]
+    shared = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=annotation)
+        for name, annotation in get_type_hints(Options).items()
+        if name not in WITHOUT_EFFECT and (name not in STATES or name in states)
+    ]
+    return Signature([p for p in own if p.kind is not Parameter.VAR_KEYWORD] + shared)

@@ -4,13 +4,11 @@ An optimizer class lists its rules; the step, the state, the checkpoints and gra
 the rule in force and never ask for the class.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-
-from amp_mp.optim.state.entries import is_held
 
 Group = dict[str, Any]  # one of torch's param_groups
 
@@ -40,14 +38,15 @@ Shape = tuple[int, int]
 class Directions:
     """How a rule whose update is a whole matrix turns directions into updates.
 
-    shape_of gives the shape of the matrices that a parameter of a group consists of; parameters
-    with equal ones lie side by side; refuse raises ValueError, with a label, for a parameter that
-    consists of none. Both look at the group's entries `options`. numbers: what Hyper has for
-    matrices of a shape. make returns the function for these parameters, each with its group, in the
-    order of the slots.
+    options: the group's entries that the other members look at. check raises ValueError for one
+    that cannot be. shape_of gives the shape of the matrices that a parameter of a group consists
+    of; parameters with equal ones lie side by side; refuse raises ValueError, with a label, for a
+    parameter that consists of none. numbers: what Hyper has for matrices of a shape. make returns
+    the function for these parameters, each with its group, in the order of the slots.
     """
 
     options: tuple[str, ...]
+    check: Callable[[Group], None]
     refuse: Callable[[Group, Tensor, str], None]
     shape_of: Callable[[Group, Tensor], Shape]
     numbers: Callable[[Group, Shape], dict[str, Any]]
@@ -62,18 +61,42 @@ class OwnNumber:
     start: float
 
 
+class Number(NamedTuple):
+    """A number of the native step (core/rules/base.h, Hyper) and the group's entry that gives it.
+
+    at: its place in an entry of several numbers. when: it is 0 where this entry is false.
+    """
+
+    native: str
+    key: str
+    at: int | None = None
+    when: str | None = None
+
+
+def numbers(*names: str, **renamed: str) -> tuple[Number, ...]:
+    """The numbers of these names; `alpha="beta2"` passes the group's alpha as Hyper's beta2.
+
+    A group's betas become beta1 and beta2.
+    """
+    found = []
+    for name in names:
+        betas = [Number("beta1", "betas", 0), Number("beta2", "betas", 1)]
+        found += betas if name == "betas" else [Number(name, name)]
+    return (*found, *(Number(native, name) for name, native in renamed.items()))
+
+
 @dataclass(frozen=True)
 class Rule:
     """An update rule.
 
-    operator is the native operator's name in csrc/core/rules.h, numbers turns a param_group into
-    the keyword arguments of _C.Hyper, states are in the operator's order, and needs_norms says
-    whether the rule uses the gradients' norms. own is what it keeps in Clock::own, if anything.
-    directions is for rules that take two passes.
+    operator is the native operator's name in csrc/core/rules.h, numbers what it reads of a
+    param_group, states are in the operator's order, and needs_norms says whether the rule uses the
+    gradients' norms. own is what it keeps in Clock::own, if anything. directions is for rules that
+    take two passes.
     """
 
     operator: str
-    numbers: Callable[[Group], dict[str, Any]]
+    numbers: tuple[Number, ...]
     states: tuple[State, ...] = ()
     needs_norms: bool = False
     own: OwnNumber | None = None
@@ -83,34 +106,6 @@ class Rule:
     def names(self) -> tuple[str, ...]:
         """The states' names, torch's, in the operator's order."""
         return tuple(state.name for state in self.states)
-
-
-def missing_states(rules: Iterable[Rule], state: Mapping[str, Any]) -> list[str]:
-    """What every parameter keeps after a step under any of the rules, and this one lacks.
-
-    state: a parameter's state. One that has taken no step lacks nothing: its states are made.
-    """
-    named = []
-    for rule in rules:
-        kept = {each.name for each in rule.states if not each.late}
-        named.append(kept | ({rule.own.name} if rule.own is not None else set()))
-    missing = sorted(name for name in set.intersection(*named) if not is_held(state, name))
-    return missing if missing and float(state.get("step") or 0) > 0 else []
-
-
-def numbers(*names: str, **renamed: str) -> Callable[[Group], dict[str, Any]]:
-    """Picks a group's numbers by name; `alpha="beta2"` passes the group's alpha as Hyper's beta2.
-
-    A group's betas become beta1 and beta2.
-    """
-
-    def of(group: Group) -> dict[str, Any]:
-        found = {name: group[name] for name in names if name != "betas"}
-        if "betas" in names:
-            found["beta1"], found["beta2"] = group["betas"]
-        return found | {native: group[name] for name, native in renamed.items()}
-
-    return of
 
 
 def kinds_of(rules: Iterable[Rule]) -> dict[str, str]:

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, Rule, State, has_momentum, numbers
+from amp_mp.optim.rule import Number, Rule, State, has_momentum, numbers
 
-NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-LARS_NUMBERS = numbers(*NUMBERS, "clip", "eps", trust_coefficient="trust")
+LARS_NUMBERS = numbers(
+    *("lr", "momentum", "dampening", "weight_decay", "nesterov", "clip", "eps"),
+    trust_coefficient="trust",
+)
+# A group without momentum in an optimizer that has some is not dampened.
+NUMBERS = (
+    *numbers("lr", "momentum", "weight_decay", "nesterov"),
+    Number("dampening", "dampening", when="momentum"),
+)
 BUFFER = (State("momentum_buffer", "moment", late=True),)
-
-
-def _numbers(group: Group) -> dict[str, Any]:
-    found = numbers(*NUMBERS)(group)
-    if not group["momentum"]:
-        found["dampening"] = 0.0  # a group without momentum in an optimizer that has some
-    return found
 
 
 class SGD(FusedOptimizer):
@@ -46,10 +46,10 @@ class SGD(FusedOptimizer):
     State: momentum_buffer (b), if a group has momentum.
     """
 
-    rules = (
-        Rule("plain_sgd_", _numbers),
-        Rule("sgd_", _numbers, BUFFER),
-        Rule("scaled_sgd_", _numbers, BUFFER),
+    _rules = (
+        Rule("plain_sgd_", NUMBERS),
+        Rule("sgd_", NUMBERS, BUFFER),
+        Rule("scaled_sgd_", NUMBERS, BUFFER),
     )
 
     def __init__(
@@ -71,12 +71,13 @@ class SGD(FusedOptimizer):
         if momentum_form == "scaled" and dampening != 0:
             raise ValueError(f'momentum_form="scaled" has no dampening, found {dampening=!r}')
         self.momentum_form = momentum_form
-        values = (lr, momentum, dampening, weight_decay, nesterov)
-        super().__init__(params, dict(zip(NUMBERS, values, strict=True)), options)
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, options)
 
-    def rule(self) -> Rule:
+    def _rule(self) -> Rule:
         """With a momentum buffer if any group has momentum, in the form of momentum_form."""
-        plain, unscaled, scaled = self.rules
+        plain, unscaled, scaled = self._rules
         if not has_momentum(self.param_groups):
             return plain
         return unscaled if self.momentum_form == "unscaled" else scaled
@@ -107,7 +108,7 @@ class LARS(FusedOptimizer):
     State: momentum_buffer (b).
     """
 
-    rules = (Rule("lars_", LARS_NUMBERS, BUFFER, needs_norms=True),)
+    _rules = (Rule("lars_", LARS_NUMBERS, BUFFER, needs_norms=True),)
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class LARS(FusedOptimizer):
         eps: float = 1e-8,
         **options: Unpack[Options],
     ) -> None:
-        values = (lr, momentum, dampening, weight_decay, nesterov)
-        more = {"clip": clip, "eps": eps, "trust_coefficient": trust_coefficient}
-        super().__init__(params, {**dict(zip(NUMBERS, values, strict=True)), **more}, options)
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        defaults |= {"clip": clip, "eps": eps, "trust_coefficient": trust_coefficient}
+        super().__init__(params, defaults, options)

@@ -1,8 +1,8 @@
 """Loss-scale policies: when the loss scale grows and shrinks.
 
 A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
-csrc/core/scale.h, so that a policy runs on the host or on a device. It imports no other package of
-amp_mp: GradScaler is in grad_scaler/, scale_loss and FP16_Optimizer are in apex/.
+csrc/core/scale.h, so that a policy runs on the host or on a device. `overflows` counts overflows in
+a row and warns.
 """
 
 from amp_mp.scaling.dynamic import (

@@ -1,4 +1,7 @@
-"""Dynamic loss scales, each a class over a state machine of csrc/core/scale.h, and their names."""
+"""Dynamic loss scales, each a class over a state machine of csrc/core/scale.h, and their names.
+
+Each of them raises ValueError for an argument that is out of range, naming it.
+"""
 
 from typing import Any
 
@@ -10,8 +13,7 @@ class Backoff(ScalePolicy):
 
     OpenSeq2Seq's rule, which is Apex's as well: at iteration i, counted from 0, the scale grows if
     (i - iteration of the last overflow, at first -1) is a multiple of step_window. The scale stays
-    in [scale_min, scale_max] and starts at init_scale, by default scale_max. ValueError names an
-    argument that is out of range.
+    in [scale_min, scale_max] and starts at init_scale, by default scale_max.
     """
 
     _kind = "backoff"
@@ -33,17 +35,14 @@ class Hysteresis(ScalePolicy):
     """torch.amp's rule with patience: only the `hysteresis`-th overflow lowers the scale.
 
     An overflow reduces the patience by 1; at 0 it multiplies the scale by backoff_factor.
-    growth_interval clean steps in a row multiply it by growth_factor. ValueError names an argument
-    that is out of range.
+    growth_interval clean steps in a row multiply it by growth_factor.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval: as torch.amp.GradScaler.
-        hysteresis: the patience; 1 is torch's rule.
+        hysteresis: the patience; 1 is torch's rule, whose arguments the first four are.
         refill: when the patience is full again: "clean_step", after any step without overflow
             (Apex's update_scale_hysteresis), or "growth", only when the scale grows (Megatron-LM's
             DynamicGradScaler).
-        scale_min, scale_max: bounds of the scale; the larger one keeps its reciprocal a normal
-            float32.
+        scale_min, scale_max: bounds of the scale.
     """
 
     _kind = "hysteresis"
@@ -76,8 +75,7 @@ class LogMax(ScalePolicy):
         scale = 2^(log_max - (mu + overflow_std_dev sigma)), within [scale_min, scale_max]
 
     so that overflow_std_dev = 3.09 means an overflow in a thousand steps. The first step is taken
-    at scale 1. An overflow enters as x = log_max; a step whose gradients are all zero leaves the
-    state alone. ValueError names an argument that is out of range.
+    at scale 1. An overflow enters as x = log_max; gradients that are all zero change nothing.
     """
 
     _kind = "log_max"
@@ -101,7 +99,7 @@ class AdaptiveGradScale(ScalePolicy):
     """NVCaffe's global_grad_scale_adaptive: keeps the largest scaled gradient at 4 target.
 
     scale = 4 target / max |g| of the step before, or target where all gradients were zero, within
-    [scale_min, scale_max]. It starts at target. ValueError names an argument that is out of range.
+    [scale_min, scale_max]. It starts at target.
     """
 
     _kind = "adaptive"
@@ -119,7 +117,6 @@ class Tolerance(ScalePolicy):
     On overflow the scale is divided by step_factor only if overflows / steps >= tolerance, counted
     since the scale last changed. It is multiplied by step_factor after step_window steps without
     overflow, and stays in [scale_min, scale_max]. A tolerance of 0 lowers it at every overflow.
-    ValueError names an argument that is out of range.
     """
 
     _kind = "tolerance"
@@ -146,14 +143,11 @@ NAMES: dict[str, type[ScalePolicy]] = {
 def make_policy(
     loss_scale: float | str | ScalePolicy, dynamic: ScalePolicy | None = None
 ) -> ScalePolicy:
-    """The policy of a `loss_scale=` argument: a number, a policy, or a name.
+    """The policy of a `loss_scale=` argument.
 
-    Args:
-        loss_scale: a number makes a Static policy, a policy is taken as it is; "Backoff", "LogMax"
-            (or "LogNormal") with their defaults, "dynamic".
-        dynamic: the policy that "dynamic" stands for; default: Backoff with its defaults.
-
-    Raises ValueError for an unknown name, or a number that is not finite and above 0.
+    loss_scale: a number makes a Static policy, a policy is taken as it is; "Backoff", "LogMax" (or
+    "LogNormal") with their defaults, "dynamic". dynamic: what that stands for; default: Backoff
+    with its defaults. ValueError for an unknown name, or a number not finite or not above 0.
     """
     if isinstance(loss_scale, ScalePolicy):
         return loss_scale
@@ -170,11 +164,30 @@ def make_policy(
     return NAMES[name]()
 
 
-def from_state_dict(state_dict: dict[str, Any]) -> ScalePolicy:
-    """The policy of a snapshot, in the state it had.
+def apex_policy(
+    static: float,
+    dynamic: bool,
+    arguments: dict[str, Any] | None,
+    loss_scale: float | str | ScalePolicy | None,
+) -> ScalePolicy:
+    """The policy that the scale arguments of FP16_Optimizer describe."""
+    given = dict(arguments or {})
+    start = check_scale(given.pop("init_scale", 2.0**32), "dynamic_loss_args['init_scale']")
+    factor, window = given.pop("scale_factor", 2.0), given.pop("scale_window", 1000)
+    if given:
+        known = "init_scale, scale_factor, scale_window"
+        raise ValueError(f"dynamic_loss_args: unknown {sorted(given)}; known are {known}")
+    try:
+        preset = Backoff(min(1.0, start), NO_CEILING, factor, window, init_scale=start)
+    except ValueError as error:  # it names Backoff's arguments, not Apex's
+        raise ValueError(f"dynamic_loss_args: {error}") from None
+    if loss_scale is not None:
+        return make_policy(loss_scale, preset)
+    return preset if dynamic else make_policy(check_scale(static, "static_loss_scale"))
 
-    Raises ValueError for an unknown policy, or a number that is missing or out of range.
-    """
+
+def from_state_dict(state_dict: dict[str, Any]) -> ScalePolicy:
+    """The policy of a snapshot, in its state; ValueError: unknown, a number missing or wrong."""
     name = state_dict.get("policy")
     kinds = {kind.__name__: kind for kind in ScalePolicy.__subclasses__()}
     if name not in kinds:

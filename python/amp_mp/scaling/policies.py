@@ -17,11 +17,10 @@ NO_CEILING = 2.0**126
 # The smallest normal float32. No scale is below it: 1 / scale has to be finite.
 FLOOR = 2.0**-126
 
-SCALES = ("scale", "scale_min", "scale_max")
 WHOLE = "step_window growth_interval hysteresis"
 COUNTS = "iteration last_overflow last_rescale overflows growth_tracker"  # -1 is "not yet"
 
-# What the other fields of a state must be, in the words of the error and as a test.
+# What the fields of a state but the scales must be, in the words of the error and as a test.
 REQUIREMENTS: dict[str, tuple[str, Callable[[float], bool]]] = {
     field: (words, holds)
     for fields, words, holds in (
@@ -38,10 +37,10 @@ REQUIREMENTS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 class ScalePolicy:
-    """A loss scale and how it moves: `scale`, `update(found_inf, max_abs)`, `state_dict()`.
+    """A loss scale and how it moves.
 
-    `state_tensor`, float64, is the whole state: the kind, the scale, then the kind's other numbers.
-    It is on the CPU unless `to` has moved it.
+    `state_tensor`, float64, on the CPU unless `to` has moved it, is the whole state: the kind, the
+    scale, then the kind's other numbers.
     """
 
     _kind: ClassVar[str]  # the name in csrc/core/scale.h
@@ -82,16 +81,13 @@ class ScalePolicy:
     def update(self, found_inf: bool | Tensor, max_abs: float | Tensor | None = None) -> None:
         """Moves the scale after a step.
 
-        Args:
-            found_inf: whether a gradient was inf or NaN: a bool or a tensor of one element.
-            max_abs: largest finite unscaled |g| of the step, for policies that look at it;
-                ValueError if they miss it after a step without overflow.
+        found_inf: whether a gradient was inf or NaN: a bool or a tensor of one element. max_abs:
+        largest finite unscaled |g| of the step, for policies that look at it; ValueError if they
+        miss it after a step without overflow.
         """
         if max_abs is None and self.needs_max_abs and not bool(found_inf):
-            raise ValueError(
-                f"max_abs: {type(self).__name__} follows the largest unscaled gradient; "
-                "pass it to update"
-            )
+            follows = f"{type(self).__name__} follows the largest unscaled gradient"
+            raise ValueError(f"max_abs: {follows}; pass it to update")
         state = self.state_tensor
         largest = None if max_abs is None else _number(max_abs, state.device)
         _C.update_scale_(_C.ScaleUpdate(policy=state), _number(found_inf, state.device), largest)
@@ -106,8 +102,7 @@ class ScalePolicy:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where the snapshot was taken.
 
-        Raises ValueError, before anything is changed, for another policy's snapshot, or a number
-        that is missing or out of range.
+        ValueError, before any change: another policy's snapshot, a number missing or out of range.
         """
         name = state_dict.get("policy")
         missing = [field for field in self._fields if field not in state_dict]
@@ -123,7 +118,9 @@ class ScalePolicy:
 
     def _check(self, values: dict[str, Any]) -> None:
         """Raises ValueError for a number that is out of range, naming it."""
-        for name in (name for name in self._fields if name not in SCALES):
+        for name in self._fields:
+            if name in ("scale", "scale_min", "scale_max"):
+                continue
             x = values[name]
             words, holds = REQUIREMENTS.get(name, ("a finite number", math.isfinite))
             is_number = isinstance(x, int | float) and not isinstance(x, bool)

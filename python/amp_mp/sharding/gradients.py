@@ -1,6 +1,6 @@
-"""The gradients of DTensors and plain tensors on this process."""
+"""The reader of gradients: those on this process, of DTensors and plain tensors, and statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,29 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.sharding.reduction import Reduction
 from amp_mp.sharding.shards import is_dtensor, local_of
+
+
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    """The tensors' indices, device by device: a native pass takes the tensors of one device."""
+    indices: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(i)
+    return indices
+
+
+def measure(tensors: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """The totals of plain tensors, one native read per device.
+
+    float64 [3] per device: sum of squares, largest finite |x|, number of inf and NaN.
+    """
+    indices = by_device(tensors)
+    return {d: _C.measure([tensors[i] for i in own])[-1] for d, own in indices.items()}
+
+
+def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
+    """Whether totals count an inf or NaN, and their largest |x| / scale; waits for the device."""
+    overflow = any(bool(total[2] > 0) for total in totals.values())
+    return overflow, max((float(total[1]) for total in totals.values()), default=0.0) / scale
 
 
 def local_gradient(param: Any, label: str) -> Tensor | None:
@@ -21,19 +44,26 @@ def local_gradient(param: Any, label: str) -> Tensor | None:
     return None if param.grad is None else local_of(_placed(param, label))
 
 
-def place_gradient(param: Any, label: str | None = None) -> None:
-    """Replaces a gradient that is placed otherwise than its parameter; as local_gradient."""
-    if param.grad is not None and is_dtensor(param):
-        placed = _placed(param, label or f"a parameter of shape {tuple(param.shape)}")
-        if placed is not param.grad:
-            param.grad = placed
+def writable_gradient(param: Any, label: str | None = None) -> Tensor | None:
+    """As local_gradient, but what is written into it is written into `.grad`.
+
+    A gradient that is placed otherwise than its parameter is replaced.
+    """
+    if param.grad is None or not is_dtensor(param):
+        grad: Tensor | None = param.grad
+        return grad
+    placed = _placed(param, label)
+    if placed is not param.grad:
+        param.grad = placed
+    return local_of(placed)
 
 
-def _placed(param: Any, label: str) -> Any:
+def _placed(param: Any, label: str | None) -> Any:
     grad = param.grad
     if not is_dtensor(param):
         return grad
     if not is_dtensor(grad):
+        label = label or f"a parameter of shape {tuple(param.shape)}"
         raise TypeError(
             f"the gradient of {label} is a plain tensor, but the parameter is a DTensor; set "
             ".grad to a DTensor with the parameter's mesh and placements"
@@ -60,6 +90,13 @@ class GradientStatistics:
         """Whether other processes hold a part of anything."""
         return self._reduction.is_needed
 
+    def totals(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
+        """As `measure`, of all processes; where several have a part, on one device."""
+        if not self.is_needed:
+            return measure([grad for grad in grads if grad is not None])
+        total = self.total(grads)
+        return {total.device: total}
+
     def total(self, grads: Sequence[Tensor | None]) -> Tensor:
         """float64 [3]. grads: of each parameter, this process's part, or None."""
         return self._reduction.total(self._measured(grads))
@@ -84,3 +121,14 @@ class GradientStatistics:
             own = [g if g is not None and g.device == device else None for g in grads]
             rows += _C.measure(own)[:-1].to(self._device)
         return rows
+
+
+def statistics_of(
+    known: GradientStatistics | None,
+    groups: list[dict[str, Any]],
+    process_groups: Sequence[Any] = (),
+) -> GradientStatistics:
+    """The statistics of an optimizer's gradients; `known`, if it is of the same parameters."""
+    if known is not None and known.is_of(groups):
+        return known
+    return GradientStatistics([p for group in groups for p in group["params"]], process_groups)

@@ -129,9 +129,8 @@ class Reduction:
         return total
 
     def _selection(self, indices: list[int], count: int) -> Tensor | None:
-        if len(indices) == count:
-            return None
-        return torch.tensor(indices, dtype=torch.long, device=self._device)
+        same = len(indices) == count
+        return None if same else torch.tensor(indices, dtype=torch.long, device=self._device)
 
 
 def _warn_of_copies(rows: Tensor) -> None:

@@ -108,9 +108,12 @@ def like(local: Tensor, param: Any, shape: tuple[int, ...] | None = None) -> Ten
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    shape = tuple(param.shape) if shape is None else shape
-    same = shape == tuple(param.shape)
-    strides = param.stride() if same else tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    shape = tuple(param.shape) if shape is None else tuple(shape)
+    strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    if shape == tuple(param.shape):
+        strides = param.stride()
+    elif shape == tuple(local.shape):  # not cut, so of any layout
+        strides = local.stride()
     meta = TensorMeta(type(param.shape)(shape), strides, local.dtype)
     spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -6,24 +6,24 @@ the sources; all else is linked as it was built without the mistake.
 
 import re
 import shutil
+import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_on_cpu.build import arguments, build, gcc, link, objects_of, shim_objects
+from cuda_on_cpu.build import arguments, build, link, objects_of
+from made import compiled
 
-DEFINES = ["AMP_MP_ISA=baseline"]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mutant:
     """A mistake, and what notices it."""
 
     file: str  # of csrc/cuda, or from there
     text: str  # occurs there exactly once
     replacement: str
-    shown_by: str  # pattern of the files to compile with it, of csrc/cuda
-    variant: str  # of build.VARIANTS; tsan needs all kernels, which have other shared memory there
+    shown_by: str = "apply.cu"  # pattern of the files to compile with it, of csrc/cuda
+    variant: str = "plain"  # of build.VARIANTS; tsan needs all kernels: shared memory differs there
     says: str  # part of the output
 
     def of(self, source: str) -> str:
@@ -35,6 +35,15 @@ class Mutant:
                 "adapt the mutant to the changed source"
             )
         return source.replace(self.text, self.replacement)
+
+
+def read_mutants(folder: Path) -> dict[str, Mutant]:
+    """The mutants of all .toml files in a folder, by what is wrong with them."""
+    return {
+        name: Mutant(**fields)
+        for file in sorted(folder.glob("*.toml"))
+        for name, fields in tomllib.loads(file.read_text()).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,12 @@ def build_original(
 
     Raises ValueError for a rule that is not in core/rules.h.
     """
-    copy = out / "csrc"
-    shutil.copytree(csrc, copy)
+    copy = _copied(csrc, out / "csrc")
     header = copy / "core/rules.h"
     header.write_text(with_rules(header.read_text(), rules))
     sources = [copy / s.relative_to(csrc) if s.is_relative_to(csrc) else s for s in sources]
-    program = build(sources, out, "plain", [copy], DEFINES)
-    return Original(copy, out, program, objects_of(sources, out, "plain"))
+    program = build(sources, out, "plain", [copy])
+    return Original(copy, out, program, objects_of(sources, "plain", [copy]))
 
 
 def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
@@ -69,8 +77,7 @@ def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
     Raises ValueError where its text has gone, or no file is to be compiled with it.
     """
     folder = original.out / re.sub(r"\W+", "-", name)
-    csrc, program = folder / "csrc", folder / "program"
-    shutil.copytree(original.csrc, csrc)
+    csrc = _copied(original.csrc, folder / "csrc")
     file = csrc / "cuda" / mutant.file
     file.write_text(mutant.of(file.read_text()))
     shown_by = sorted((csrc / "cuda").glob(mutant.shown_by))
@@ -78,11 +85,15 @@ def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
         raise ValueError(f"shown_by: {mutant.shown_by!r} has to name kernels, with tsan '*.cu'")
     objects = dict(original.objects)
     for source in shown_by:
-        target = folder / f"{source.name}.o"
-        gcc([*arguments(source, target, mutant.variant, [csrc], DEFINES), "-w"])
-        objects[original.csrc / source.relative_to(csrc)] = target
-    link([*shim_objects(original.out), *objects.values()], program, mutant.variant)
-    return program
+        made = compiled(source, [*arguments(source, mutant.variant, [csrc]), "-w"])
+        objects[original.csrc / source.relative_to(csrc)] = made
+    return link(list(objects.values()), folder / "program", mutant.variant)
+
+
+def _copied(csrc: Path, copy: Path) -> Path:
+    """A copy of the sources, in place of one that may be there."""
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(csrc, copy))
 
 
 def with_rules(header: str, rules: Collection[str]) -> str:

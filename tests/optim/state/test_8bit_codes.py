@@ -336,6 +336,7 @@ def test_every_element_draws_a_new_byte_in_every_step() -> None:
         assert ((blocks[:, :, partner] - blocks[:, :, 0]) % 256 == 64 * partner).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", ["bfloat16", "m8", "ue8m8", "log8"])
 def test_sums_over_rows_are_as_good_as_with_independent_bytes(device: str, format: str) -> None:
     """The error of the sums, at most a tenth larger.
@@ -412,7 +413,7 @@ def test_states_without_rows_of_32_have_no_groups(device: str) -> None:
     for param in params.values():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    codes = {"exp_avg_m8v2": torch.int8, "exp_avg_m8v2_scale": torch.bfloat16}
+    codes = {"exp_avg_m8": torch.int8, "exp_avg_m8_scale": torch.bfloat16}
     codes |= dict.fromkeys(("exp_avg_sq_log8", "exp_avg_sq_log8_scale"), torch.uint8)
     plain = {"exp_avg": torch.bfloat16, "exp_avg_sq_ue8m8": torch.int16}
     for name, param in params.items():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raw_bytes
+from helpers import raw_bytes, state_names
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How far a format's numbers may be from what was stored, relative to the number itself, or for m8
 # to the largest of its group: one step, because rounding is stochastic. log8 has a floor besides.
 STEP = {"float32": 0.0, "bfloat16": 2.0**-7, "ue8m8": 2.0**-8, "m8": 3 / 64, "log8": 1 / 8}
-SUFFIXES = {"m8": "_m8v2", "log8": "_log8", "ue8m8": "_ue8m8"}
+SUFFIXES = {"m8": "_m8", "log8": "_log8", "ue8m8": "_ue8m8"}
 GROUPED = ("m8", "log8")
 
 
@@ -99,8 +99,8 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
         for entry, value in state.items():
             assert value.dtype not in (torch.int16, torch.uint16), entry
             if not value.dtype.is_floating_point:
-                ends = ("_m8v2", "_log8", "_log8_scale")
-                assert entry.startswith("remainder8") or entry.endswith(ends), entry
+                ends = ("_m8", "_log8", "_log8_scale", "_ue8m8")
+                assert entry.startswith("remainder") or entry.endswith(ends), entry
     saved = through_a_file(saved)
 
     for memory in (source, target):
@@ -112,7 +112,7 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
         for param, twin in zip(params, twins, strict=True):
             old, new = optimizer.state[param], other.state[twin]
             assert new["step"] == old["step"]
-            for name in optimizer.rule().names:
+            for name in state_names(optimizer):
                 (before, wanted), (after, found) = decoded(old, name), decoded(new, name)
                 if before == after:
                     assert torch.equal(found, wanted)
@@ -128,21 +128,62 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
         other.step()
 
 
-def test_state_dicts_show_16_bit_integers_as_bfloat16_of_the_same_memory(device: str) -> None:
-    (param,), optimizer = stepped("AdamW", [(2, 32)], [torch.bfloat16], "lean", device)
-    (state,) = optimizer.state_dict()["state"].values()
-    own = optimizer.state[param]["exp_avg_sq_ue8m8"]
-    assert own.dtype == torch.int16
-    assert state["exp_avg_sq_ue8m8"].dtype == torch.bfloat16
-    assert state["exp_avg_sq_ue8m8"].data_ptr() == own.data_ptr()
-    (param,), optimizer = stepped("AdamW", [(2, 32)], [torch.float16], "exact", device)
-    (state,) = optimizer.state_dict()["state"].values()
-    assert state["remainder16_float16"].dtype == torch.bfloat16
-    seen: list[torch.dtype] = []
-    hook = lambda _, found: seen.append(found["state"][0]["remainder16_float16"].dtype)  # noqa: E731
+LAYOUTS = {
+    "row-major": torch.randn(2, 3, 4, 8),
+    "channels_last": torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(6, 32).t(),
+    "no dimension": torch.tensor(0.3),
+    "one element": torch.randn(1, 1),
+    "no element": torch.randn(0, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", PRESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_healthy_state_dict_has_finite_numbers_and_reads_back(
+    device: str, layout: str, memory: str, dtype: torch.dtype
+) -> None:
+    values = LAYOUTS[layout].to(device, dtype)
+    param = nn.Parameter(values.detach())
+    optimizer = optimizer_of("AdamW", [param], memory)
+    for sign in (1, -1):
+        param.grad = sign * torch.randn_like(param)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    (state,), (own,) = saved["state"].values(), optimizer.state.values()
+    for entry, value in state.items():
+        assert torch.equal(value, value.clone()), entry
+        assert bool(value.isfinite().all()), entry
+        held = own[entry]
+        assert value.data_ptr() == held.data_ptr(), entry
+        if held.dtype == torch.int16:
+            assert (value.dtype, tuple(value.shape)) == (torch.uint8, (*param.shape, 2)), entry
+            low_first = value.to(torch.int32)  # of a little-endian machine
+            wanted = held.to(torch.int32) & 0xFFFF
+            assert torch.equal(low_first[..., 0] | low_first[..., 1] << 8, wanted), entry
+        else:
+            assert value is held, entry
+    twin = nn.Parameter(param.detach().clone())
+    other = optimizer_of("AdamW", [twin], memory)
+    other.load_state_dict(through_a_file(saved))
+    assert raw_bytes(other.state_dict()) == raw_bytes(saved)
+    for entry, value in other.state[twin].items():
+        assert value.dtype == own[entry].dtype, entry
+        assert value.stride() == own[entry].stride(), entry
+        assert value.numel() == 0 or value.data_ptr() != own[entry].data_ptr(), entry
+
+
+def test_hooks_see_bytes_in_a_state_dict(device: str) -> None:
+    _, optimizer = stepped("AdamW", [(2, 32)], [torch.float16], "exact", device)
+    seen: list[Tensor] = []
+    hook = lambda _, found: seen.append(found["state"][0]["remainder16_float16"])  # noqa: E731
     optimizer.register_state_dict_post_hook(hook)
     optimizer.state_dict()
-    assert seen == [torch.bfloat16], "a user's hook sees what is saved"
+    assert [(each.dtype, tuple(each.shape)) for each in seen] == [(torch.uint8, (2, 32, 2))]
+    wanted = raw_bytes(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert raw_bytes(optimizer.state_dict()) == wanted
 
 
 def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
@@ -154,18 +195,18 @@ def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
         (2, 1, 1, 32): (2, 1, 1, 1),
     }
     params, optimizer = stepped("Lion", [*wanted], [torch.bfloat16] * 5, "tiny", device)
-    found = [optimizer.state[p]["exp_avg_m8v2_scale"] for p in params]
+    found = [optimizer.state[p]["exp_avg_m8_scale"] for p in params]
     assert [tuple(s.shape) for s in found] == [*wanted.values()]
     turned = nn.Parameter(torch.ones(8, 32, 4, 4, device=device))
     turned.data = turned.data.to(memory_format=torch.channels_last)
     optimizer = amp.optim.Lion([turned], memory="tiny")
     turned.grad = torch.ones_like(turned)
     optimizer.step()
-    assert tuple(optimizer.state[turned]["exp_avg_m8v2_scale"].shape) == (128,)
+    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
     saved = optimizer.state_dict()
-    saved["state"][0]["exp_avg_m8v2_scale"] = saved["state"][0]["exp_avg_m8v2_scale"].view(4, 2, 16)
+    saved["state"][0]["exp_avg_m8_scale"] = saved["state"][0]["exp_avg_m8_scale"].view(4, 2, 16)
     optimizer.load_state_dict(saved)
-    assert tuple(optimizer.state[turned]["exp_avg_m8v2_scale"].shape) == (128,)
+    assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
@@ -174,7 +215,7 @@ def test_another_format_of_a_group_replaces_the_entry(device: str, format: str) 
     wanted = decoded(optimizer.state[param], "exp_avg")[1]
     optimizer.param_groups[0].update(lr=0.0, betas=(1 - 2**-20, 0.999), exp_avg=format)
     optimizer.param_groups[0]["master"] = "split32"
-    optimizer.forget()
+    amp.optim.forget(optimizer)
     param.grad = torch.zeros_like(param)
     optimizer.step()
     state = optimizer.state[param]
@@ -191,8 +232,8 @@ def test_another_format_of_a_group_replaces_the_entry(device: str, format: str) 
 def test_a_state_held_twice_is_refused_by_name(device: str) -> None:
     (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
     optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
-    optimizer.forget()
-    message = "parameter 0 of group 0 holds 'exp_avg' twice, as 'exp_avg' and as 'exp_avg_m8v2'"
+    amp.optim.forget(optimizer)
+    message = "parameter 0 of group 0 holds 'exp_avg' twice, as 'exp_avg' and as 'exp_avg_m8'"
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     del optimizer.state[param]["exp_avg"]

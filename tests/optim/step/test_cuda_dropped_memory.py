@@ -16,6 +16,7 @@ from streams import hold_up, late, take_memory
 from torch import Tensor, nn
 
 import amp_mp as amp
+from amp_mp.optim.base import stepper_of
 
 DEVICE = "cuda"
 ORDERS = range(4) if PRETEND_GPU else range(1)
@@ -158,7 +159,7 @@ def test_statistics_that_a_user_asks_for_on_another_stream() -> None:
     def part(here: Any, beside: Any) -> list[Tensor]:
         model, optimizer = low_precision()
         fill_gradients(model)
-        measured = optimizer.measure()
+        measured = stepper_of(optimizer).measure()
         with on(beside, here):
             found = next(iter(measured.totals().values()))
             optimizer.step()

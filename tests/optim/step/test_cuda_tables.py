@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRETEND_GPU
+from tiers import full
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from twins import Twins, shapes_of
 from watching import Seen
 
 import amp_mp as amp
+from amp_mp.optim.base import stepper_of
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -34,7 +36,9 @@ def launches(seen: Seen) -> int:
     return seen.kernels
 
 
-@pytest.mark.parametrize(("tensors", "groups"), [(1, 1), (8, 2), (9, 1), (146, 146), (2000, 3)])
+@pytest.mark.parametrize(
+    ("tensors", "groups"), [(1, 1), (8, 2), (9, 1), (146, 146), full((2000, 3))]
+)
 def test_a_list_of_any_usual_length_is_three_launches(tensors: int, groups: int) -> None:
     """Layer-wise rates have 146 groups."""
     twins = Twins([(5,)] * tensors, groups=groups, max_grad_norm=1.0)
@@ -45,6 +49,7 @@ def test_a_list_of_any_usual_length_is_three_launches(tensors: int, groups: int)
     twins.check()
 
 
+@pytest.mark.full
 def test_longer_lists_are_four_launches() -> None:
     """One launch of measure takes 2,036 tensors; apply and decide take any number."""
     twins = Twins([(2,)] * 2100, max_grad_norm=1.0)
@@ -55,6 +60,7 @@ def test_longer_lists_are_four_launches() -> None:
     twins.check()
 
 
+@pytest.mark.full
 def test_gradients_of_the_longest_lists_are_uploaded_where_they_are_new() -> None:
     """The arguments of a launch hold some 4,000 pointers."""
     twins = Twins([(1,)] * 4100)
@@ -269,7 +275,7 @@ def test_a_step_with_nothing_to_do_gives_kernels_no_memory_of_the_host(
         none.grad = torch.ones_like(none)
     with HostMemory() as host:
         optimizer.step()
-        optimizer.measure_gradients()
+        stepper_of(optimizer).totals()
     torch.cuda.synchronize()
     assert host.made == 0
     assert (weight == 1).all()

@@ -62,15 +62,15 @@ def gathered(of: _C.Measurement) -> _C.Measurement:
 
 
 def step_parts(parts: Blocks, skip: bool = False) -> list[Tensor]:
-    """A step with all norms gathered; returns what gather_updates was called with."""
+    """A step with all norms gathered; returns what sum_updates was called with."""
     calls: list[Tensor] = []
 
-    def gather_updates(rows: Tensor) -> Tensor:
+    def sum_updates(rows: Tensor) -> Tensor:
         calls.append(rows.clone())
         return whole_rows(rows)
 
     measured, weights = gathered(parts.slots.measure()), gathered(parts.slots.measure_weights())
-    parts.step(skip, measured=measured, weights=weights, gather_updates=gather_updates)
+    parts.step(skip, measured=measured, weights=weights, sum_updates=sum_updates)
     return calls
 
 
@@ -129,11 +129,11 @@ def test_a_skipped_step_gathers_once_and_changes_nothing(device: str, decided: b
         inputs["inputs"] = _C.DecideInputs(found_inf=torch.ones(1, device=device))
     calls: list[Tensor] = []
 
-    def gather_updates(rows: Tensor) -> Tensor:
+    def sum_updates(rows: Tensor) -> Tensor:
         calls.append(rows.clone())
         return rows
 
-    halves.step(not decided, measure=True, gather_updates=gather_updates, **inputs)
+    halves.step(not decided, measure=True, sum_updates=sum_updates, **inputs)
     assert [c.tolist() for c in calls] == [[[0.0] * 3] * 2]
     if device == "cpu":  # a GPU does not tell the host
         assert [p._version for p in halves.params] == versions
@@ -168,14 +168,14 @@ def test_what_is_gathered_is_checked(device: str) -> None:
         ),
         (torch.zeros(2, 3, device=device), TypeError, "must be Double"),
     ):
-        with pytest.raises(error, match=f"result of gather_updates.*{message}"):
-            halves.step(measure=True, gather_updates=lambda rows, wrong=wrong: wrong)
+        with pytest.raises(error, match=f"result of sum_updates.*{message}"):
+            halves.step(measure=True, sum_updates=lambda rows, wrong=wrong: wrong)
 
     def fails(rows: Tensor) -> Tensor:
         raise KeyError("the other process is gone")
 
     with pytest.raises(KeyError, match="the other process is gone"):
-        halves.step(measure=True, gather_updates=fails)
+        halves.step(measure=True, sum_updates=fails)
     short = _C.Measurement(torch.zeros(2, 3, dtype=torch.float64, device=device))
     with pytest.raises(ValueError, match="weights has 1 rows and a total, the slots are 2"):
         halves.step(measure=True, weights=short)

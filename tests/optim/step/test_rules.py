@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes
+from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes, state_names
 from rules import RULES, STORAGES, Expected, found_master, found_state
+from tiers import paired, tiered
 
 import amp_mp as amp
 
@@ -19,6 +21,12 @@ STEPS = 3
 TO_RECTIFY = 7  # RAdam's first five steps are without its second moment
 LAYERWISE = [r for r in RULES if r.startswith(("lar", "lamb", "novograd"))]
 ELEMENTWISE = [r for r in RULES if r not in LAYERWISE]
+PLACES = {"aligned": 0, "unaligned": 3}  # elements from an aligned address
+HALVES = ["float16", "bfloat16"]
+COMPACT = ["exact", "lean", "tiny", "micro"]
+KINDS = list(itertools.product(DTYPES, PLACES))
+MILLIONS = [(rule, *kind) for rule in ELEMENTWISE for kind in KINDS]
+SOME_MILLIONS = [(rule, *KINDS[n % len(KINDS)]) for n, rule in enumerate(ELEMENTWISE)]
 SHAPES = [*((n,) for n in RAGGED[:-1]), (5, 64), (33, 31), (3, 32)]
 
 
@@ -42,7 +50,7 @@ def check(
     params = [torch.nn.Parameter(w) for w in weights]
     kind, numbers = RULES[rule]
     optimizer = kind(params, **numbers, **storage)
-    states = optimizer.rule().names
+    states = state_names(optimizer)
     expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
     steps = TO_RECTIFY if kind is amp.optim.RAdam else STEPS
     for step in range(steps):
@@ -67,19 +75,14 @@ def check(
             assert state["mu_product"].item() == pytest.approx(want.clock.mu_product, rel=1e-14)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("weight", DTYPES)
-@pytest.mark.parametrize("grad", DTYPES)
-@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("rule", "weight", "grad", "place"), paired(RULES, DTYPES, DTYPES, PLACES))
 def test_rule_equals_the_reference_bit_for_bit(
-    device: str, rule: str, weight: str, grad: str, shift: int
+    device: str, rule: str, weight: str, grad: str, place: str
 ) -> None:
-    check(device, rule, weight, grad, SHAPES, shift=shift, master="float32")
+    check(device, rule, weight, grad, SHAPES, shift=PLACES[place], master="float32")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
-@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rule", "memory", "weight"), paired(RULES, COMPACT, HALVES))
 def test_every_preset_equals_the_reference_bit_for_bit(
     device: str, rule: str, memory: str, weight: str
 ) -> None:
@@ -100,7 +103,7 @@ def test_norms_are_of_whole_tensors(device: str, rule: str, storage: dict[str, A
     param = torch.nn.Parameter(on(device, random(2500 * 64, 1), torch.bfloat16).view(2500, 64))
     kind, numbers = RULES[rule]
     optimizer = kind([param], **numbers, **storage)
-    want = Expected(rule, param, states=optimizer.rule().names, **storage)
+    want = Expected(rule, param, states=state_names(optimizer), **storage)
     for step in range(STEPS):
         param.grad = on(device, random(param.numel(), step, 10.0), param.dtype).view(param.shape)
         want.step(array(param.grad), np.float32(1 / 1024))
@@ -114,14 +117,12 @@ def test_norms_are_of_whole_tensors(device: str, rule: str, storage: dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ELEMENTWISE)
-@pytest.mark.parametrize("weight", DTYPES)
-@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("rule", "weight", "place"), tiered(MILLIONS, SOME_MILLIONS))
 def test_a_million_elements_equal_the_reference(
-    device: str, rule: str, weight: str, shift: int
+    device: str, rule: str, weight: str, place: str
 ) -> None:
     for grad in ("float32", "bfloat16") if weight != "float16" else ("float16",):
-        check(device, rule, weight, grad, [RAGGED[-1:]], shift=shift, master="float32")
+        check(device, rule, weight, grad, [RAGGED[-1:]], shift=PLACES[place], master="float32")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -139,9 +140,7 @@ def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
     check(device, rule, weight, "float32", [(65,), (4097,)], special=True, master="float32")
 
 
-@pytest.mark.parametrize("rule", ELEMENTWISE)
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
-@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rule", "memory", "weight"), paired(ELEMENTWISE, COMPACT, HALVES))
 def test_compact_formats_keep_infinities_and_nans(
     device: str, rule: str, memory: str, weight: str
 ) -> None:
@@ -263,7 +262,7 @@ STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+@pytest.mark.parametrize("weight", HALVES)
 @pytest.mark.parametrize("name", STORAGE)
 def test_every_storage_rounds_once_and_saturates(device: str, name: str, weight: str) -> None:
     rule, storage = STORAGE[name]

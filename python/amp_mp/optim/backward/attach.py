@@ -5,22 +5,22 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_mp.optim.backward.attachment import Attachment
+from amp_mp.optim.backward.attachment import Attachment, Scaler
 from amp_mp.optim.backward.measure import Measure
-from amp_mp.optim.backward.refuse_shards import refuse_shards
-from amp_mp.optim.backward.release import Release
-from amp_mp.optim.choices import check_choice
-from amp_mp.optim.step.protocols import Scaler, Steppable
+from amp_mp.optim.backward.release import Release, refuse_shards
+from amp_mp.optim.state.formats import check_choice
+from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.shards import is_dtensor
 
 CLIPS = ("parameter", "previous")
 
 
 def attach(
-    optimizer: Steppable, model: Any, release: bool, measure: bool, scaler: Any, clip: str
+    stepper: Stepper, model: Any, release: bool, measure: bool, scaler: Any, clip: str
 ) -> Attachment:
     """See FusedOptimizer.attach. Every argument is checked before anything is changed."""
-    if optimizer.attachment is not None:
+    optimizer = stepper.optimizer
+    if stepper.attachment is not None:
         raise RuntimeError("the optimizer is attached already; remove() that attachment first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
@@ -58,7 +58,7 @@ def attach(
             "have no gradient is known only after the last one has been averaged"
         )
     if release and any(is_dtensor(p) and p in own for p in model.parameters()):
-        refuse_shards(optimizer, scaler, clip)
+        refuse_shards(stepper, scaler, clip)
     if release:
-        return Release(optimizer, model, scaler, clip)
-    return Measure(optimizer, model)
+        return Release(stepper, model, scaler, clip)
+    return Measure(stepper, model)

@@ -2,14 +2,24 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.optim.step.gather import Bucket
-from amp_mp.optim.step.protocols import Scaler, Steppable
+from amp_mp.optim.step.stepper import Stepper
+
+
+@runtime_checkable
+class Scaler(Protocol):
+    """A loss scaler that an optimizer can ask for the scale during the backward pass."""
+
+    def is_enabled(self) -> bool:
+        """Whether it scales losses."""
+
+    def scale_on(self, device: torch.device) -> Tensor | None:
+        """The factor of the losses, float32 [] on the device, without waiting; None for 1."""
 
 
 class Attachment(ABC):
@@ -18,8 +28,9 @@ class Attachment(ABC):
     releases: ClassVar[bool] = False  # whether gradients are stepped and freed
     scaler: Scaler | None = None
 
-    def __init__(self, optimizer: Steppable) -> None:
-        self._optimizer = optimizer
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._optimizer: Any = stepper.optimizer
         self._handles: list[Any] = []
 
     def _hook(self, model: nn.Module) -> None:
@@ -41,9 +52,9 @@ class Attachment(ABC):
     def _arrive(self, param: Tensor) -> None:
         """Called with a parameter whose gradient has been accumulated."""
 
-    def read(self, bucket: Bucket) -> _C.Measurement:
+    def read(self, bucket: _C.Bucket) -> _C.Measurement:
         """The statistics of a bucket's gradients."""
-        return bucket.slots.measure()
+        return bucket.measure()
 
     def has_released(self) -> bool:
         """Whether gradients were stepped and freed since the last step."""
@@ -57,8 +68,8 @@ class Attachment(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._optimizer.attachment is self:
-            self._optimizer.attachment = None
+        if self._stepper.attachment is self:
+            self._stepper.attachment = None
 
     def __enter__(self) -> Self:
         return self

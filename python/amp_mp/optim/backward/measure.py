@@ -7,15 +7,14 @@ from torch.utils.weak import TensorWeakRef
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
-from amp_mp.optim.step.gather import Bucket
-from amp_mp.optim.step.protocols import Steppable
+from amp_mp.optim.step.stepper import Stepper
 
 
 class Measure(Attachment):
     """Reads each gradient in its hook, so that the step need not."""
 
-    def __init__(self, optimizer: Steppable, model: nn.Module) -> None:
-        super().__init__(optimizer)
+    def __init__(self, stepper: Stepper, model: nn.Module) -> None:
+        super().__init__(stepper)
         # The gradient that was read, its memory and version then, and what was found.
         self._rows: dict[Tensor, tuple[TensorWeakRef, int, int, Tensor]] = {}
         self._hook(model)
@@ -42,13 +41,14 @@ class Measure(Attachment):
         fresh = ref() is grad and grad.data_ptr() == memory and grad._version == version
         return row if fresh else None
 
-    def read(self, bucket: Bucket) -> _C.Measurement:
-        """As bucket.slots.measure(), bit for bit; reads only gradients that changed since."""
-        rows = [self._row(param) for param in bucket.params]
+    def read(self, bucket: _C.Bucket) -> _C.Measurement:
+        """As bucket.measure(), bit for bit; reads only gradients that changed since."""
+        params = bucket.params
+        rows = [self._row(param) for param in params]
         stale = [i for i, row in enumerate(rows) if row is None]
-        grads = [bucket.params[i].grad for i in stale]
+        grads = [params[i].grad for i in stale]
         if len(stale) == len(rows) or not all(g is not None and _is_plain(g) for g in grads):
-            return bucket.slots.measure()
+            return bucket.measure()
         if grads:
             for i, row in zip(stale, _C.measure(grads), strict=False):
                 rows[i] = row

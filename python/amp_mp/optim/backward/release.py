@@ -1,6 +1,8 @@
 """Gradient release: steps each parameter, and frees its gradient, as soon as it is complete."""
 
 import threading
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,16 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
-from amp_mp.optim.backward.attachment import Attachment, no_gradient_on
+from amp_mp.optim.backward.attachment import Attachment, Scaler, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
 from amp_mp.optim.backward.previous_norm import PreviousNorm
-from amp_mp.optim.backward.refuse_shards import refuse_shards, warn_of_nonfinite
-from amp_mp.optim.rule import Rule
-from amp_mp.optim.step.decide import decide, decide_inputs, new_verdict
-from amp_mp.optim.step.gather import Bucket, ParamInfo, param_infos
-from amp_mp.optim.step.group_options import refuse_formats
 from amp_mp.optim.step.handed import Handed
-from amp_mp.optim.step.protocols import Scaler, Steppable
+from amp_mp.optim.step.params import ParamInfo, param_infos
+from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import GradientStatistics, local_gradient
 from amp_mp.sharding.shards import is_dtensor, local_of
 
@@ -28,16 +26,16 @@ class Release(Attachment):
     releases = True
 
     def __init__(
-        self, optimizer: Steppable, model: nn.Module, scaler: Scaler | None, clip: str
+        self, stepper: Stepper, model: nn.Module, scaler: Scaler | None, clip: str
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(stepper)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip
         # Gradients of several devices, and of gloo's threads, come at the same time.
         self._lock = threading.Lock()
         self._infos: dict[Tensor, ParamInfo] = {}
         self._located = False  # whether _infos is known to be right in this iteration
-        self._buckets: dict[Tensor, Bucket] = {}  # each of one parameter
+        self._buckets: dict[Tensor, _C.Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
         self._stepped: set[Tensor] = set()  # those whose gradient is still there
         self._previous = PreviousNorm()
@@ -93,25 +91,17 @@ class Release(Attachment):
         optimizer, device = self._optimizer, local_of(param).device
         is_shard = is_dtensor(param)
         if is_shard:
-            refuse_shards(optimizer, self.scaler, self._clip)
+            refuse_shards(self._stepper, self.scaler, self._clip)
             if self._postpones():
                 return
-        rules = optimizer.group_rules()
-        bucket = self._gather(param, info, rules)
+        bucket = self._bucket(param, info)
         bucket.find_gradients()
-        slots = bucket.slots
-        measured = slots.measure() if self._measures() else None
-        hypers = [optimizer.hyper(*kind) for kind in bucket.kinds]
+        measured = bucket.measure() if self._measures() else None
         max_norm = None if measured is None else optimizer.max_grad_norm
-        scale = self._scale(device)
-        inputs = decide_inputs(device, scale=scale, max_norm=max_norm)
-        operator = _C.operators[bucket.rule.operator]
-        if measured is None or max_norm is None or not self._previous.is_there():
-            verdict, own = new_verdict(device), inputs
-        else:
+        scale, total = self._scale(device), None
+        if measured is not None and max_norm is not None and self._previous.is_there():
             total = self._previous.statistics(measured.rows[1], scale, is_shard)
-            verdict, own = decide(device, [total], inputs), None
-        operator(slots, hypers, verdict, measured, own, gather_updates=bucket.updates)
+        bucket.step(optimizer.param_groups, measured, scale, max_norm, total)
         if measured is not None:
             self._add(param, measured.rows[0])
         if self._ddp_hook is None:
@@ -120,7 +110,7 @@ class Release(Attachment):
             self._stepped.add(param)
 
     def _measures(self) -> bool:
-        return self._optimizer.measures() or self.scaler is not None
+        return self._stepper.measures() or self.scaler is not None
 
     def _scale(self, device: torch.device) -> Tensor | None:
         """The factor of the losses on the device, read without waiting; None for 1."""
@@ -135,19 +125,16 @@ class Release(Attachment):
 
     # Where things are.
 
-    def _gather(self, param: Tensor, info: ParamInfo, rules: list[Rule]) -> Bucket:
-        """The bucket of one parameter, made anew only where one of its tensors was replaced."""
+    def _bucket(self, param: Tensor, info: ParamInfo) -> _C.Bucket:
+        """The bucket of one parameter, made where one of its tensors was replaced."""
         optimizer, bucket = self._optimizer, self._buckets.get(param)
-        groups, states = optimizer.param_groups, optimizer.state
-        if bucket is None or not bucket.is_of(states, rules, groups):
-            if bucket is not None:
-                bucket.refuse_new_memory(groups)
-            rule, group = rules[info.group], groups[info.group]
-            refuse_formats(rule, group, info.group)
+        rules, groups, states = self._stepper.group_rules(), optimizer.param_groups, optimizer.state
+        if bucket is None or not bucket.is_of(rules, groups, states):
+            self._stepper.hooks.check(rules, groups)
+            rule = rules[info.group]
             if rule.directions is not None:
-                rule.directions.refuse(group, param, info.label)
-            bucket = Bucket(local_of(param).device, [(param, info)], rule, groups, states)
-            self._buckets[param] = bucket
+                rule.directions.refuse(groups[info.group], param, info.label)
+            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, param, *info)
         return bucket
 
     def _locate(self) -> None:
@@ -189,7 +176,7 @@ class Release(Attachment):
                 own = rows.setdefault(param.device, [])
                 if param in self._rows:
                     own.append(self._rows[param])
-                elif self._optimizer.state.get(param):  # counts, as in Gathered
+                elif self._optimizer.state.get(param):  # counts, as in a step
                     own.append(no_gradient_on(param.device))
             return {
                 device: _C.combine(torch.stack(own))[-1] if own else no_gradient_on(device)
@@ -219,24 +206,21 @@ class Release(Attachment):
 
     def finish(self, handed: Handed) -> None:
         """Ends the iteration, in place of the optimizer's step."""
-        log = self._optimizer.log
+        native = self._stepper.native
         if self.scaler is None and handed.scale is not None:
             raise RuntimeError(
                 "release=True has stepped with scaled gradients: attach with scaler=, an "
                 "amp_mp.GradScaler; other loss scalers come too late"
             )
-        log.forget()
+        native.forget_report()
         if self._measures():
             totals = self.totals()
             device = next(iter(totals))
-            reports = log.reports_on(device)
-            inputs = decide_inputs(device, scale=self._scale(device), reports=reports)
-            verdict = decide(device, [total[None] for total in totals.values()], inputs)
-            log.add(verdict, True)
-            log.warn_of_skips(type(self._optimizer).__name__, self._describe)
+            verdict = native.decide(device, list(totals.values()), self._scale(device))
+            self._stepper.warn(native.skipped(), self._describe)
             if self._clip == "previous" and self._rows:
                 if self._whole.is_needed and self._previous.known is None:
-                    warn_of_nonfinite(log.newest(wait=False))
+                    warn_of_nonfinite(native.report(wait=False))
                 self._previous.take(verdict)
         else:
             with self._lock, torch.no_grad():
@@ -244,3 +228,43 @@ class Release(Attachment):
         self._rows.clear()
         self._stepped.clear()
         self._located = False
+
+
+def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
+    """Raises ValueError where a shard's step would depend on gradients of other processes.
+
+    A step in a gradient's hook knows this process's shard alone. It would clip by a part of the
+    norm, and skip where another process does not.
+    """
+    optimizer, rules = stepper.optimizer, stepper.group_rules()
+    wrong = ""
+    if scaler is not None:
+        wrong = "scaler= checks each gradient for overflow"
+    elif optimizer.check_overflow:
+        wrong = "check_overflow=True checks each gradient"
+    elif any(rule.needs_norms for rule in rules):
+        wrong = f"{type(optimizer).__name__} needs the norms of whole tensors"
+    elif any(rule.directions is not None for rule in rules):
+        wrong = f"{type(optimizer).__name__} needs whole matrices"
+    elif optimizer.max_grad_norm is not None and clip == "parameter":
+        wrong = 'clip="parameter" clips by the norm of a whole tensor'
+    if wrong:
+        raise ValueError(
+            f"release=True: {wrong}, and a hook sees only this process's shard of a DTensor; take "
+            'clip="previous" to clip by the last step\'s norm, leave it out, or attach without '
+            "release"
+        )
+
+
+def warn_of_nonfinite(report: tuple[Any, ...] | None) -> None:
+    """Warns where gradients of the reported step were inf or NaN: the shards were stepped before.
+
+    report: StepReport's fields of the last step that has reached the host, or None.
+    """
+    if report is not None and report[1]:
+        warnings.warn(
+            f"amp_mp: gradients were inf or NaN in step {report[0]}, and release=True has "
+            "stepped shards with them: a hook cannot know what other processes find. Load the last "
+            "checkpoint, and train without release where this may happen",
+            stacklevel=5,
+        )

@@ -1,8 +1,8 @@
 """The matrices in parameters, and in a step's directions."""
 
-from collections.abc import Container, Sequence
-from math import prod
-from typing import NamedTuple
+from collections.abc import Container, Mapping, Sequence
+from math import prod, sqrt
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,6 +41,14 @@ def refuse_shape(group: Group, param: Tensor, label: str) -> None:
         wrong = f"has {rows} rows, which do not fall into {split} equal blocks; change split"
     if wrong:
         raise ValueError(f"{label} of shape {shape} {wrong}")
+
+
+def factor_of_rate(group: Mapping[str, Any], shape: tuple[int, int]) -> float:
+    """What the learning rate is multiplied by for matrices of a shape, as torch.optim.Muon's."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, columns))
+    return sqrt(max(1.0, rows / columns)) if columns else 1.0
 
 
 class Run(NamedTuple):

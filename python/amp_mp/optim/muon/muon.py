@@ -8,30 +8,25 @@ from torch import Tensor, nn
 from amp_mp.optim.adam import MOMENTS
 from amp_mp.optim.adam import NUMBERS as OF_ADAMW
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.muon.matrices import refuse_shape, shape_of
-from amp_mp.optim.muon.numbers import check_numbers, factor_of_rate
+from amp_mp.optim.muon.matrices import factor_of_rate, refuse_shape, shape_of
 from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.muon.sharded import make_updates
-from amp_mp.optim.options import Options, check_group
+from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
-from amp_mp.optim.step.gather import param_infos
+from amp_mp.optim.step.params import param_infos
 
 # The numbers of Muon's groups that AdamW's do not have.
 OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split", "flatten")
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
-def _numbers(group: Group) -> dict[str, Any]:
-    check_numbers(group)  # what a script wrote since the last step
-    return numbers("lr", "weight_decay", "momentum", "nesterov")(group)
-
-
 MUON = Rule(
     "muon_",
-    _numbers,
+    numbers("lr", "weight_decay", "momentum", "nesterov"),
     (State("momentum_buffer", "moment"),),
     directions=Directions(
-        ("split", "flatten"),
+        (*OWN[2:], "use_muon"),
+        check_muon,
         refuse_shape,
         shape_of,
         lambda group, shape: {"trust": factor_of_rate(group, shape)},
@@ -74,7 +69,7 @@ class Muon(FusedOptimizer):
     State: momentum_buffer (m); with use_muon=False exp_avg, exp_avg_sq and beta_powers as AdamW's.
     """
 
-    rules = (MUON, ADAMW)
+    _rules = (MUON, ADAMW)
 
     def __init__(
         self,
@@ -115,12 +110,13 @@ class Muon(FusedOptimizer):
         }
         super().__init__(params, defaults, options)
 
-    def group_rules(self) -> list[Rule]:
+    def _group_rules(self) -> list[Rule]:
         """Muon's rule, or AdamW's in groups with use_muon=False."""
-        return [self.rules_of(group)[0] for group in self.param_groups]
+        return [self._rules_of(group)[0] for group in self.param_groups]
 
-    def rules_of(self, group: Group) -> tuple[Rule, ...]:
-        """As group_rules, of one that may be a file's."""
+    @classmethod
+    def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
+        """Muon's rule, or AdamW's with use_muon=False."""
         return (MUON if group.get("use_muon", True) else ADAMW,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,19 +124,19 @@ class Muon(FusedOptimizer):
         if not param_group.get("use_muon", True):
             param_group = {**self._others, **param_group}
         super().add_param_group(param_group)
-        self.complete(self.param_groups[-1])
+        self._complete(self.param_groups[-1])
         try:
             self._refuse_shapes()
         except ValueError:
             self.param_groups.pop()
             raise
 
-    def complete(self, group: Group) -> None:
+    def _complete(self, group: Group) -> None:
         """See FusedOptimizer; AdamW's groups have AdamW's numbers alone."""
         if not group.get("use_muon", True):
             for name, value in self._others.items():
                 group.setdefault(name, value)
-        super().complete(group)
+        super()._complete(group)
         for name in () if group["use_muon"] else OWN:
             group.pop(name, None)
 

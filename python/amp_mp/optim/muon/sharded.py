@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_mp.optim.muon.matrices import WholeMatrices, shape_of
 from amp_mp.optim.muon.newton_schulz import orthogonalise_
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
-from amp_mp.optim.state.parts import part
+from amp_mp.sharding.parts import part
 from amp_mp.sharding.shards import like, local_of, split_groups
 
 Members = Sequence[tuple[Tensor, Group]]

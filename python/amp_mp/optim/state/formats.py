@@ -1,7 +1,6 @@
 """How masters and states are stored: the formats' names, presets and arrays."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -9,9 +8,6 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.choices import check_choice
-from amp_mp.optim.state.old_codes import OLD_FORMATS, decode_old, stored_like
 from amp_mp.sharding.shards import local_of, shards_of
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
@@ -31,8 +27,9 @@ SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
 # The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
-DTYPES |= {old: DTYPES[new] for old, new in OLD_FORMATS.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
+# Formats whose elements share scales, which are an entry of their own.
+GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 WITHOUT_GROUPS = {"moment": "bfloat16", "square": "ue8m8"}  # where groups do not fit, by kind
 ROUNDINGS = ("nearest", "stochastic")
@@ -52,50 +49,10 @@ def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _suffix(format: str) -> str:
-    plain = short_name(DTYPES[format])
-    return "" if format == plain else f"_{format.removeprefix(f'{plain}_')}"
-
-
-# What an entry's name adds to the state's name: nothing where the tensor holds the numbers
-# themselves. Codes have names of their own, because some ways of loading convert dtypes in silence:
-# torch's distributed checkpoint would make a code a number.
-SUFFIXES = {format: _suffix(format) for format in DTYPES}
-# Codes under "_m8" were cubes. They would be read wrong in silence if today's had the same name.
-SUFFIXES |= {"m8": "_m8v2", "m8_cubed": "_m8"}
-CODES = {suffix: format for format, suffix in SUFFIXES.items() if suffix}
-
-
-# Each entry's name is one object (sys.intern): a step looks entries up by the thousand, and a dict
-# compares other objects letter by letter.
-def entry_name(name: str, format: str) -> str:
-    """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8v2`."""
-    return sys.intern(name + SUFFIXES[format])
-
-
-def scale_name(entry: str) -> str:
-    """The entry that holds the scales of a grouped format's entry."""
-    return sys.intern(f"{entry}_scale")
-
-
-def rest_name(format: str, dtype: torch.dtype) -> str:
-    """The entry that holds the remainders of a split master beside weights of a dtype.
-
-    Beside weights of the other dtype they are other numbers, hence another name.
-    """
-    beside = "" if dtype == torch.bfloat16 else f"_{short_name(dtype)}"
-    return sys.intern(f"remainder{8 * _SPLITS[format]['rest_width']}{beside}")
-
-
-def rest_dtype(entry: str) -> torch.dtype:
-    """The dtype of the remainders that an entry holds."""
-    return torch.int16 if entry.startswith("remainder16") else torch.int8
-
-
-# The remainders' entries by the weight's dtype, and all entries that make a low-precision parameter
-# a master.
-REMAINDERS = {dtype: tuple(rest_name(f, dtype) for f in _SPLITS) for dtype in LOW_PRECISION}
-MASTER_ENTRIES = ("master", *(name for names in REMAINDERS.values() for name in names))
+def check_choice(name: str, found: Any, known: Collection[str]) -> None:
+    """Raises ValueError naming the argument and what it may be."""
+    if found not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
 
 
 def resolve(
@@ -150,14 +107,9 @@ def has_groups(param: Tensor) -> bool:
 
 def format_of(declared: str, param: Tensor) -> str:
     """The format in which a state of the declared format is stored for this parameter."""
-    if not is_grouped(declared) or has_groups(param):
+    if declared not in GROUPED or has_groups(param):
         return declared
     return next(f for kind, f in WITHOUT_GROUPS.items() if declared in KINDS[kind])
-
-
-def is_grouped(format: str) -> bool:
-    """Whether a state's elements share scales, which are an entry of their own."""
-    return bool(NATIVE_FORMATS[stored_like(format)]["group"] > 1)
 
 
 def native_name(format: str) -> str:
@@ -171,10 +123,7 @@ def split_name(format: str, dtype: torch.dtype) -> str:
 
 
 def new_state(format: str, param: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A zero state in the format, shaped like the parameter, and its scales if it has them.
-
-    Of a DTensor the parts on this process, as plain tensors.
-    """
+    """A zero state of the parameter's shape and its scales if it has them; a DTensor's shards."""
     entry, local = NATIVE_FORMATS[format], local_of(param)
     data = torch.zeros_like(local, dtype=entry["dtype"])
     if entry["rest_dtype"] is None:
@@ -205,15 +154,6 @@ def new_rest(format: str, param: Tensor) -> Tensor:
     return torch.zeros_like(local_of(param), dtype=_SPLITS[format]["rest_dtype"])
 
 
-def beside(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """What makes a parameter a master: a float32 master, remainders, or None for neither.
-
-    Of a DTensor what is on this process, a plain tensor.
-    """
-    names = ("master", *REMAINDERS.get(param.dtype, ()))
-    return next((local_of(state[name]) for name in names if state.get(name) is not None), None)
-
-
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -221,6 +161,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether elements of equal index have equal offsets in memory; the shapes are equal."""
+    if a.stride() == b.stride():
+        return True
     pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(x == y for n, x, y in pairs if n > 1)
 
@@ -233,18 +175,17 @@ def placed(value: Tensor, param: Tensor) -> Tensor:
 
 
 def put(values: Tensor, data: Tensor, rest: Tensor | None, native: str, **random: int) -> None:
-    """Stores float32 values of data's layout in arrays of a format."""
-    like = torch.empty_like(data, dtype=torch.float32).copy_(values)
+    """Stores values of data's shape in arrays of a format."""
+    if values.dtype != torch.float32 or values.stride() != data.stride():
+        values = torch.empty_like(data, dtype=torch.float32).copy_(values)
+    given = flat(values.detach())
     if native in ("ue8m8", "log8"):
-        like += 0.0  # these formats have no sign: -0.0 would become a NaN
+        given = given + 0.0  # these formats have no sign: -0.0 would become a NaN
     second = None if rest is None else flat(rest)
-    _C.encode_(flat(like), flat(data), second, native, **random)
+    _C.encode_(given, flat(data), second, native, **random)
 
 
 def get(data: Tensor, rest: Tensor | None, native: str) -> Tensor:
     """The float32 values, in data's layout."""
-    values = torch.empty_like(data, dtype=torch.float32)
     second = None if rest is None else flat(rest)
-    decode = decode_old if native in OLD_FORMATS else _C.decode
-    flat(values).copy_(decode(flat(data), second, native))
-    return values
+    return _C.decode(flat(data), second, native).as_strided(data.shape, data.stride())

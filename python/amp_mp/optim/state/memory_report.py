@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_mp.optim.state.init import CLOCK
-from amp_mp.optim.state.original_values import entry_of
+from amp_mp.optim.state.first_values import first_values
+from amp_mp.optim.state.schema import CLOCK
 from amp_mp.sharding.shards import local_of
 
 
@@ -53,9 +53,8 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     found: dict[str, int] = {}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
-        entry = entry_of(param)
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
-        tensors += [("original", tensor) for tensor in entry.tensors] if entry is not None else []
+        tensors += [("original", tensor) for tensor in first_values.tensors_of(param)]
         for name, value in tensors:
             if not isinstance(value, Tensor):
                 continue

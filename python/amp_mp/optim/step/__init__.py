@@ -1,6 +1,7 @@
-"""One step of an optimizer: gather the tensors, then measure, decide and apply in one native call.
+"""One step of an optimizer: measure, decide and apply in one native call.
 
-`gather` collects and checks the tensors, `decide` makes the inputs of the decision, `handed` is
-what a loss scaler passes to a step, `run` makes the native call, and `step_report` tells the host
-what a step did. The passes themselves are csrc/cpu and csrc/cuda.
+`stepper` makes the call, `handed` is what a loss scaler passes to a step, `refuse` names parameters
+that cannot be stepped, `whole` adds statistics over processes, and `step_report` tells the host
+what a step did. Gathering and checking the tensors is csrc/torch/step, the passes themselves are
+csrc/cpu and csrc/cuda.
 """

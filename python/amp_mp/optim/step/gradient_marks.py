@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from amp_mp.scaling.observe import measure
-from amp_mp.sharding.gradients import GradientStatistics, local_gradient
+from amp_mp.sharding.gradients import GradientStatistics, local_gradient, measure
 from amp_mp.sharding.shards import is_dtensor
 
 

@@ -1,32 +1,12 @@
 """What a loss scaler passes to one step of an optimizer."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group
-from amp_mp.optim.step.gather import Bucket
 from amp_mp.optim.step.gradient_marks import GradientMarks
-
-
-@dataclass
-class Measured:
-    """The gradients' statistics, device by device, read before the step that uses them.
-
-    weights: of the masters, where the rule needs them and other processes hold a part.
-    """
-
-    buckets: list[Bucket]
-    found: list[_C.Measurement]
-    weights: list[_C.Measurement] | None = None
-
-    def totals(self) -> dict[torch.device, Tensor]:
-        """float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN."""
-        pairs = zip(self.buckets, self.found, strict=True)
-        return {bucket.device: each.rows[-1] for bucket, each in pairs}
 
 
 @dataclass
@@ -40,14 +20,14 @@ class Handed:
     # Read the gradients for the verdict even if the optimizer itself needs no statistics.
     measure: bool = False
     # Statistics that were read already; the step then reads the gradients only once.
-    measured: Measured | None = None
+    measured: _C.Measured | None = None
     # Clip to this norm instead of the optimizer's max_grad_norm.
     max_norm: float | None = None
     # Where the loss scale goes next. The step applies it where all parameters are on one device,
     # and then sets scale_updated.
     scale_update: _C.ScaleUpdate | None = None
     scale_updated: bool = False
-    # The gradients that carry the scale, where it is handed before the step; see handed_to.
+    # The gradients that carry the scale, where it is handed before the step.
     marks: GradientMarks | None = None
     # Whether it is from a torch.amp.GradScaler, which does not know all processes.
     from_stock: bool = False
@@ -55,25 +35,17 @@ class Handed:
     used: bool = False
 
 
-class TakesHanded(Protocol):
-    """An optimizer that a loss scaler can hand something to."""
-
-    handed: Handed | None
-    param_groups: list[Group]
-
-
-def carries_scale(optimizer: TakesHanded) -> bool:
-    """Whether gradients of the optimizer carry the scale of `handed` since handle.scale_loss.
+def carries_scale(handed: Handed | None, groups: list[Group]) -> bool:
+    """Whether gradients in the param_groups carry the scale of `handed` since handle.scale_loss.
 
     Raises RuntimeError where they were written or replaced by hand before the step.
     """
-    handed = optimizer.handed
     if handed is None or handed.marks is None:
         return False
     kept = handed.marks.kept()
     if handed.used and not kept:
         return False
-    changed = handed.marks.changed(p for g in optimizer.param_groups for p in g["params"])
+    changed = handed.marks.changed(p for group in groups for p in group["params"])
     if changed:
         raise RuntimeError(
             "gradients were written after handle.scale_loss, among them that of a parameter of "
@@ -83,16 +55,3 @@ def carries_scale(optimizer: TakesHanded) -> bool:
             "in place"
         )
     return bool(kept)
-
-
-def handed_to(optimizer: TakesHanded) -> Handed:
-    """What the step under way was handed; a stock torch.amp.GradScaler sets two attributes instead.
-
-    Raises RuntimeError as carries_scale.
-    """
-    handed = optimizer.handed
-    if handed is not None and (handed.marks is None or carries_scale(optimizer)):
-        handed.used = True
-        return handed
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    return Handed(scale, found_inf, from_stock=found_inf is not None)

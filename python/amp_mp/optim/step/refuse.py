@@ -1,16 +1,11 @@
-"""Errors, by name, for parameters and states that no fused optimizer can step."""
+"""Errors, by name, for parameters that no fused optimizer can step."""
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from amp_mp.dtypes import NATIVE
-from amp_mp.optim.rule import Rule, missing_states
-from amp_mp.optim.state.entries import entries_of, held_twice
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.parts import is_placed_as
 from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
 
 
@@ -64,33 +59,3 @@ def refuse_zero(optimizer: Any) -> None:
                 "ZeroRedundancyOptimizer(..., process_groups=torch.distributed.group.WORLD): each "
                 "process would clip by its own part of the norm, and skip alone"
             )
-
-
-def refuse_state(rule: Rule, param: Tensor, state: Mapping[str, Any], label: str) -> None:
-    """Raises ValueError for state of another shape, held twice, or lacking a tensor after steps."""
-    for name in rule.names:
-        twice = held_twice(state, name)
-        if twice:
-            raise ValueError(
-                f"the state of {label} holds {name!r} twice, as {twice[0]!r} and as {twice[1]!r}; "
-                "remove one of them"
-            )
-    for name in (*MASTER_ENTRIES, *(e for n in rule.names for e in entries_of(n))):
-        held = state.get(name)
-        if isinstance(held, Tensor) and held.shape != param.shape:
-            raise ValueError(
-                f"{label} has shape {tuple(param.shape)}, but its {name} has shape "
-                f"{tuple(held.shape)}: a parameter of another shape starts anew, so drop its state "
-                "with `del optimizer.state[param]`"
-            )
-        if isinstance(held, Tensor) and not is_placed_as(held, param):
-            raise ValueError(
-                f"{label} and its {name} are not split over processes in the same way; put the "
-                "state in with load_state_dict, which moves it to where the parameter is"
-            )
-    missing = missing_states([rule], state)
-    if missing:
-        raise ValueError(
-            f"the state of {label} has no {missing[0]!r}, though the parameter has taken steps; "
-            "put it back, or clear the parameter's whole state to start it anew"
-        )

@@ -1,6 +1,6 @@
 """Statistics of a step's tensors over all processes that hold a part of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,11 +63,15 @@ class WholeStatistics:
         total = self._reduction.total_of_whole(grads)
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
-    def updates(self, bucket: int, rows: Tensor) -> Tensor:
-        """The rows [n, 3] of a bucket's whole tensors, from those of its shards."""
+    def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
+        """A function that makes the rows [n, 3] of a bucket's whole tensors of its shards'."""
         place = self._places[bucket]
-        whole = self._reduction.of_tensors(self._spread(rows, place))
-        return (whole if place is None else whole[place]).to(rows.device)
+
+        def updates(rows: Tensor) -> Tensor:
+            whole = self._reduction.of_tensors(self._spread(rows, place))
+            return (whole if place is None else whole[place]).to(rows.device)
+
+        return updates
 
     def _place(self, indices: list[int]) -> Tensor | None:
         """A bucket's parameters among all; None where it has all of them in their order."""

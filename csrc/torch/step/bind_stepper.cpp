@@ -1,0 +1,199 @@
+// What Python sees of the door of the step: the layouts of rules, buckets, the stepper.
+#include <ATen/ops/empty.h>
+
+#include "torch/ops.h"
+#include "torch/step/load.h"
+#include "torch/step/stepper.h"
+
+namespace amp_mp {
+namespace {
+
+// A parameter that a caller steps or fills by itself, with its state's dict.
+Member member_of(const py::object& param, py::dict state, int64_t group = 0,
+                 int64_t tensor_index = 0, std::string label = "the parameter") {
+  return {param,        local_of(param.ptr()), is_dtensor(param.ptr()), group,
+          tensor_index, std::move(label),      std::move(state)};
+}
+
+std::vector<MasterEntry> master_entries(const py::list& masters) {
+  const py::list none;
+  const py::tuple clock = py::make_tuple("", "", "");
+  return make_layout("", none, masters, clock, 0, false, none, none, py::none(), false).masters;
+}
+
+// Masters with the table that they look entries up in.
+struct OwnMasters {
+  std::vector<MasterEntry> entries;
+  Masters masters() const { return Masters(entries); }
+};
+
+// The bucket of one parameter, with state that is made here where it is missing.
+std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
+                                  const py::dict& states, const py::object& param, int64_t group,
+                                  int64_t tensor_index, std::string label) {
+  const GroupRule rule = rules_of(rules)[size_t(group)];
+  PyObject* found = item_of(states.ptr(), param.ptr());
+  py::dict state = found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
+  Member member = member_of(param, std::move(state), group, tensor_index, std::move(label));
+  refuse_param(member, count_sharded_modules() > 0);
+  refuse_state(*rule.layout, member);
+  if (!found) states[param] = member.state;
+  const at::Device device = member.local.device();
+  std::vector<Member> members;
+  members.push_back(std::move(member));
+  return std::make_shared<Bucket>(rule, device, std::move(members), groups);
+}
+
+// Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
+void step_bucket(Bucket& bucket, const py::list& groups,
+                 const std::shared_ptr<Measurement>& measured, const py::object& scale,
+                 std::optional<double> max_norm, const std::optional<at::Tensor>& total) {
+  const at::Device device = bucket.device();
+  DecideTensors inputs;
+  inputs.scale = scalar_on(device, scale);
+  inputs.max_norm = max_norm.value_or(0.0);
+  at::Tensor verdict = total ? decide_on(device, {*total}, inputs)
+                             : at::empty({sizeof(Verdict) / sizeof(double)},
+                                         at::TensorOptions().dtype(at::kDouble).device(device));
+  apply_bucket(bucket, bucket.hypers(groups), verdict, measured.get(), total ? nullptr : &inputs,
+               false, nullptr, py::none());
+}
+
+}  // namespace
+
+void bind_stepper(py::module_& m) {
+  py::class_<RuleLayout, Layout>(m, "RuleLayout")
+      .def(py::init([](const std::string& op, const py::list& states, const py::list& masters,
+                       const py::tuple& clock, double own_start, bool own_is_kept,
+                       const py::list& numbers, const py::list& options,
+                       const py::object& directions, bool needs_norms) {
+             return std::make_shared<RuleLayout>(make_layout(op, states, masters, clock, own_start,
+                                                             own_is_kept, numbers, options,
+                                                             directions, needs_norms));
+           }),
+           py::kw_only(), py::arg("op"), py::arg("states"), py::arg("masters"), py::arg("clock"),
+           py::arg("own_start"), py::arg("own_is_kept"), py::arg("numbers"), py::arg("options"),
+           py::arg("directions"), py::arg("needs_norms"));
+
+  py::class_<OwnMasters>(m, "Masters")
+      .def(py::init([](const py::list& masters) { return OwnMasters{master_entries(masters)}; }),
+           py::arg("entries"))
+      .def(
+          "set",
+          [](const OwnMasters& own, const std::string& format, const py::object& param,
+             const py::dict& state, const py::object& values) {
+            const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
+            own.masters().set(format, param.ptr(), state.ptr(), given);
+          },
+          py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none())
+      .def(
+          "of",
+          [](const OwnMasters& own, const py::object& param, const py::dict& state) -> py::object {
+            const at::Tensor found =
+                own.masters().values(local_of(param.ptr()).detach(), state.ptr());
+            return found.defined() ? like(found, param.ptr()) : py::none();
+          },
+          py::arg("param"), py::arg("state"));
+
+  py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket")
+      .def(py::init(&bucket_of), py::arg("rules"), py::arg("groups"), py::arg("states"),
+           py::arg("param"), py::arg("group"), py::arg("tensor_index"), py::arg("label"))
+      .def_property_readonly("params",
+                             [](const Bucket& bucket) {
+                               py::list params;
+                               for (const Member& member : bucket.members())
+                                 params.append(member.param);
+                               return params;
+                             })
+      .def(
+          "is_of",
+          [](const Bucket& bucket, const py::list& rules, const py::list& groups,
+             const py::dict& states) { return bucket.is_of(states, rules_of(rules), groups); },
+          py::arg("rules"), py::arg("groups"), py::arg("states"))
+      .def("find_gradients", &Bucket::find_gradients)
+      .def("measure",
+           [](Bucket& bucket) {
+             const py::gil_scoped_release release;
+             return std::make_shared<Measurement>(measure(bucket.slots()));
+           })
+      .def("step", &step_bucket, py::arg("groups"), py::arg("measured"), py::arg("scale"),
+           py::arg("max_norm"), py::arg("total") = py::none());
+
+  py::class_<Measured, std::shared_ptr<Measured>>(m, "Measured").def("totals", &Measured::totals);
+
+  py::class_<Stepper>(m, "Stepper")
+      .def(py::init<py::object>(), py::arg("hooks"))
+      .def("forget", &Stepper::forget)
+      .def(
+          "step",
+          [](Stepper& stepper, const py::list& rules, const py::list& groups,
+             const py::dict& states, py::object scale, py::object found_inf, bool measure,
+             std::optional<double> max_norm, std::shared_ptr<ScaleUpdateTensors> scale_update,
+             std::shared_ptr<Measured> measured, bool from_stock, const py::object& read) {
+            Handing handing{std::move(scale),
+                            std::move(found_inf),
+                            max_norm,
+                            std::move(scale_update),
+                            std::move(measured),
+                            measure,
+                            from_stock};
+            return stepper.step(rules, groups, states, handing, read);
+          },
+          py::arg("rules"), py::arg("groups"), py::arg("states"), py::kw_only(),
+          py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
+          py::arg("measure") = false, py::arg("max_norm") = py::none(),
+          py::arg("scale_update") = py::none(), py::arg("measured") = py::none(),
+          py::arg("from_stock") = false, py::arg("read") = py::none())
+      .def("measure", &Stepper::measure, py::arg("rules"), py::arg("groups"), py::arg("states"),
+           py::arg("read") = py::none())
+      .def("decide", &Stepper::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))
+      .def_property_readonly("count", [](Stepper& stepper) { return stepper.log().count(); })
+      .def_property_readonly("reports", [](Stepper& stepper) { return stepper.log().reports(); })
+      .def_property_readonly("verdict",
+                             [](Stepper& stepper) -> std::optional<at::Tensor> {
+                               const at::Tensor& verdict = stepper.log().verdict();
+                               return verdict.defined() ? std::optional(verdict) : std::nullopt;
+                             })
+      .def("forget_report", [](Stepper& stepper) { stepper.log().forget(); })
+      .def(
+          "report", [](Stepper& stepper, bool wait) { return stepper.log().newest(wait); },
+          py::arg("wait"))
+      .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
+
+  m.def("has_form", &has_form, py::arg("saved"), py::arg("form"), py::arg("param"));
+  m.def("copy_of_form", &copy_of_form, py::arg("saved"), py::arg("form"), py::arg("step"));
+  m.def("tensors_measured", &tensors_measured);
+  m.def(
+      "param_label",
+      [](const py::dict& group, int64_t number, int64_t position) {
+        return param_label(group.ptr(), number, position);
+      },
+      py::arg("group"), py::arg("number"), py::arg("position"));
+  m.def(
+      "init_states",
+      [](const py::list& rules, const py::list& groups, const py::dict& states) {
+        init_states(rules_of(rules), groups, states);
+      },
+      py::arg("rules"), py::arg("groups"), py::arg("states"));
+  m.def(
+      "init_state",
+      [](const py::object& rule, const py::dict& group, const py::object& param,
+         const py::dict& state) {
+        init_state(*layout_of(rule), group.ptr(), member_of(param, state));
+      },
+      py::arg("rule"), py::arg("group"), py::arg("param"), py::arg("state"));
+  m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
+  m.def(
+      "decide",
+      [](const at::Device& device, const std::vector<at::Tensor>& totals, const py::object& scale,
+         std::optional<double> max_norm) {
+        DecideTensors inputs;
+        inputs.scale = scalar_on(device, scale);
+        inputs.max_norm = max_norm.value_or(0.0);
+        return decide_on(device, totals, inputs);
+      },
+      py::arg("device"), py::arg("totals"), py::kw_only(), py::arg("scale") = py::none(),
+      py::arg("max_norm") = py::none());
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,181 @@
+#include "torch/step/bucket.h"
+
+#include <algorithm>
+
+namespace amp_mp {
+namespace {
+
+bool is_stochastic_rounding(PyObject* group) {
+  static PyObject* const rounding = PyUnicode_InternFromString("rounding");
+  return PyUnicode_CompareWithASCIIString(number_of(group, rounding), "stochastic") == 0;
+}
+
+}  // namespace
+
+Bucket::Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
+               const py::list& groups)
+    : rule_(std::move(rule)), device_(device), members_(std::move(members)), slots_([&] {
+        const std::vector<int64_t> kinds = sort_by_kind(groups);
+        return make_slots(groups, kinds);
+      }()) {
+  remember(groups);
+  make_updates_ = py::none();
+  if (layout().directions.is_none()) return;
+  py::list pairs;
+  for (const Member& member : members_)
+    pairs.append(py::make_tuple(member.param, groups[size_t(member.group)]));
+  make_updates_ = layout().directions.attr("make")(pairs);
+}
+
+// Sorts the members by their kinds and returns the number of each one's kind.
+std::vector<int64_t> Bucket::sort_by_kind(const py::list& groups) {
+  const py::object& directions = layout().directions;
+  std::vector<std::pair<Kind, size_t>> found;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Kind kind{members_[i].group, {}, {}};
+    if (!directions.is_none()) {
+      const py::object group = groups[size_t(kind.group)];
+      kind.shape = py::cast<std::pair<int64_t, int64_t>>(
+          directions.attr("shape_of")(group, members_[i].param));
+    }
+    found.emplace_back(kind, i);
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<Member> sorted;
+  std::vector<int64_t> numbers;
+  for (auto& [kind, i] : found) {
+    if (kinds_.empty() || kinds_.back() < kind) {
+      if (!directions.is_none()) {
+        const py::object group = groups[size_t(kind.group)];
+        const py::dict of_shape = directions.attr("numbers")(group, kind.shape);
+        for (const auto& [name, number] : of_shape)
+          kind.of_shape.emplace_back(hyper_number(text_of(name)), py::cast<double>(number));
+      }
+      kinds_.push_back(kind);
+    }
+    numbers.push_back(int64_t(kinds_.size()) - 1);
+    sorted.push_back(std::move(members_[i]));
+  }
+  members_ = std::move(sorted);
+  return numbers;
+}
+
+Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kinds) {
+  const auto group_of = [&](const Member& member) { return groups[size_t(member.group)].ptr(); };
+  for (const Member& member : members_) refuse_state(layout(), member);
+  for (const Member& member : members_) follow(layout(), group_of(member), member);
+  Slots::Lists lists;
+  lists.device = device_;
+  lists.groups = kinds;
+  const size_t states = layout().states.size();
+  lists.states.resize(states);
+  lists.scales.resize(states);
+  lists.formats.resize(states);
+  const Masters masters(layout().masters);
+  for (const Member& member : members_) {
+    lists.clocks.push_back(init_state(layout(), group_of(member), member));
+    lists.params.push_back(member.local);
+    lists.masters.push_back(masters.beside(member.local, member.state.ptr()));
+    for (size_t k = 0; k < states; ++k) {
+      const KeptState& kept = layout().states[k];
+      const std::optional<HeldState> held = held_state(kept, member.state.ptr());
+      lists.states[k].push_back(held ? held->data : at::Tensor());
+      lists.scales[k].push_back(held ? held->scales : at::Tensor());
+      lists.formats[k].push_back(format_of(kept, group_of(member), member));
+    }
+    lists.stochastic.push_back(is_stochastic_rounding(group_of(member)));
+    lists.tensor_indices.push_back(member.tensor_index);
+    lists.names.push_back(member.label);
+    lists.dtensors.push_back(member.is_dtensor ? THPVariable_Unpack(member.param.ptr())
+                                               : at::Tensor());
+    Origin origin = {};
+    if (member.is_dtensor) {
+      const py::tuple found = python_functions().origin_of(member.param);
+      origin = {py::cast<int64_t>(found[0]), py::cast<int64_t>(found[1]),
+                py::cast<int64_t>(found[2])};
+    }
+    lists.firsts.push_back(origin.first);
+    lists.row_lengths.push_back(origin.row_length);
+    lists.row_strides.push_back(origin.row_stride);
+  }
+  return Slots(std::move(lists));
+}
+
+void Bucket::remember(const py::list& groups) {
+  for (const py::object& key : layout().keys()) {
+    std::vector<py::object> values;
+    bool is_there = false;
+    for (const Member& member : members_) {
+      PyObject* found = item_of(member.state.ptr(), key.ptr());
+      is_there = is_there || found;
+      values.push_back(found ? py::reinterpret_borrow<py::object>(found) : py::none());
+    }
+    if (!is_there) continue;
+    keys_.push_back(key);
+    seen_.insert(seen_.end(), values.begin(), values.end());
+  }
+  for (const Member& member : members_) {
+    if (!options_.empty() && options_.back().first == member.group) continue;
+    std::vector<py::object> values;
+    for (const py::object& option : layout().options) {
+      PyObject* found = item_of(groups[size_t(member.group)].ptr(), option.ptr());
+      values.push_back(found ? py::reinterpret_borrow<py::object>(found) : py::none());
+    }
+    options_.emplace_back(member.group, std::move(values));
+  }
+}
+
+bool Bucket::is_current(const std::vector<GroupRule>& rules, const py::list& groups) const {
+  for (const auto& [group, values] : options_) {
+    if (size_t(group) >= rules.size() || !rules[size_t(group)].rule.is(rule_.rule)) return false;
+    PyObject* dict = groups[size_t(group)].ptr();
+    for (size_t i = 0; i < values.size(); ++i) {
+      PyObject* found = item_of(dict, layout().options[i].ptr());
+      if ((found ? found : Py_None) != values[i].ptr()) return false;
+    }
+  }
+  // Raw calls, since they run at every step; and the dicts, which have left the cache since the
+  // last one, are asked for ahead.
+  const size_t count = members_.size();
+  for (const Member& member : members_) __builtin_prefetch(member.state.ptr());
+  for (const Member& member : members_) {
+    const char* keys =
+        reinterpret_cast<char*>(reinterpret_cast<PyDictObject*>(member.state.ptr())->ma_keys);
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
+  }
+  for (size_t k = 0; k < keys_.size(); ++k)
+    for (size_t i = 0; i < count; ++i) {
+      PyObject* found = PyDict_GetItemWithError(members_[i].state.ptr(), keys_[k].ptr());
+      if (!found && PyErr_Occurred()) throw py::error_already_set();
+      if ((found ? found : Py_None) != seen_[k * count + i].ptr()) return false;
+    }
+  return slots_.fit();
+}
+
+bool Bucket::is_of(const py::dict& states, const std::vector<GroupRule>& rules,
+                   const py::list& groups) const {
+  for (const Member& member : members_)
+    if (item_of(states.ptr(), member.param.ptr()) != member.state.ptr()) return false;
+  return is_current(rules, groups);
+}
+
+void Bucket::find_gradients() {
+  for (const int64_t i : slots_.find_gradients()) {  // those that are placed otherwise
+    const Member& member = members_[size_t(i)];
+    const py::object local = python_functions().local_gradient(member.param, member.label);
+    if (!local.is_none()) slots_.set_gradient(i, THPVariable_Unpack(local.ptr()));
+  }
+}
+
+std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {
+  std::vector<HyperTensors> found;
+  for (const Kind& kind : kinds_) {
+    HyperTensors numbers = read_group(layout(), groups[size_t(kind.group)].ptr());
+    for (const auto& [row, number] : kind.of_shape) numbers.hyper.*row.number = number;
+    found.push_back(std::move(numbers));
+  }
+  return found;
+}
+
+}  // namespace amp_mp

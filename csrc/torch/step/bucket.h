@@ -1,0 +1,72 @@
+#pragma once
+// Parameters of one device and rule that have state, and the slots that hold all their tensors.
+#include <memory>
+
+#include "torch/step/state.h"
+
+namespace amp_mp {
+
+using Layout = std::shared_ptr<RuleLayout>;
+
+// A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
+struct GroupRule {
+  py::object rule;
+  Layout layout;
+};
+
+class Bucket {
+ public:
+  // Makes the missing state, and brings the rest to where the parameters are now; the slots check
+  // every tensor. Raises ValueError or TypeError naming the parameter. Needs the GIL, as all.
+  Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
+         const py::list& groups);
+
+  const RuleLayout& layout() const { return *rule_.layout; }
+  const py::object& rule() const { return rule_.rule; }
+  const at::Device& device() const { return device_; }
+  const std::vector<Member>& members() const { return members_; }
+  Slots& slots() { return slots_; }
+
+  // Whether the state and the groups hold the objects that the slots were made of, and these fit.
+  bool is_current(const std::vector<GroupRule>& rules, const py::list& groups) const;
+  // As is_current; false also where a parameter's state was deleted or replaced.
+  bool is_of(const py::dict& states, const std::vector<GroupRule>& rules,
+             const py::list& groups) const;
+
+  // The shards of DTensors' gradients as they are now, for measuring and the step.
+  void find_gradients();
+
+  // The numbers of the param_groups, one for each group and shape of matrices.
+  std::vector<HyperTensors> hypers(const py::list& groups) const;
+
+  // Of a rule with directions: what turns them into updates; else None.
+  const py::object& make_updates() const { return make_updates_; }
+
+ private:
+  // Numbers that some members share: those of a group, and of matrices of a shape.
+  struct Kind {
+    int64_t group;
+    std::pair<int64_t, int64_t> shape;
+    std::vector<std::pair<HyperNumber, double>> of_shape;
+    bool operator<(const Kind& other) const {
+      return std::tie(group, shape) < std::tie(other.group, other.shape);
+    }
+  };
+  std::vector<int64_t> sort_by_kind(const py::list& groups);
+  Slots make_slots(const py::list& groups, const std::vector<int64_t>& kinds);
+  void remember(const py::list& groups);
+
+  GroupRule rule_;
+  at::Device device_;
+  std::vector<Member> members_;
+  std::vector<Kind> kinds_;
+  Slots slots_;
+  // What was seen, to notice what a script exchanges: the values of these keys in each state, and
+  // of the rule's options in each group. Entries that no state has are left out: each costs a
+  // look-up for every parameter in every step.
+  std::vector<py::object> keys_, seen_;
+  std::vector<std::pair<int64_t, std::vector<py::object>>> options_;
+  py::object make_updates_;
+};
+
+}  // namespace amp_mp

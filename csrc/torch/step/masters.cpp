@@ -1,0 +1,143 @@
+// Float32 masters of low-precision parameters, and arrays of formats as float32 values.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+
+#include "torch/device.h"
+#include "torch/ops.h"
+#include "torch/step/state.h"
+
+namespace amp_mp {
+namespace {
+
+at::Tensor flat(const at::Tensor& t) { return t.as_strided({t.numel()}, {1}); }
+
+}  // namespace
+
+bool is_low_precision(const at::Tensor& t) {
+  return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+}
+
+bool lies_like(const at::Tensor& a, const at::Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
+}
+
+at::Tensor placed(const at::Tensor& value, const at::Tensor& param) {
+  if (value.device() == param.device() && lies_like(value, param)) return value;
+  return at::empty_like(param, param.options().dtype(value.scalar_type())).copy_(value);
+}
+
+at::Tensor Masters::beside(const at::Tensor& weight, PyObject* state) const {
+  for (const MasterEntry& each : entries_) {
+    if (each.weight ? *each.weight != weight.scalar_type() : false) continue;
+    if (PyObject* found = item_of(state, each.entry.ptr())) return local_of(found);
+  }
+  return {};
+}
+
+at::Tensor Masters::values(const at::Tensor& weight, PyObject* state) const {
+  at::Tensor second = beside(weight, state);
+  if (!second.defined()) return {};
+  const at::NoGradGuard no_grad;
+  second = placed(second, weight);
+  const std::optional<Format> format = format_of_master(weight, second);
+  TORCH_CHECK_VALUE(format, "amp_mp: the master (", describe(second),
+                    ") does not go with the weight (", describe(weight), ")");
+  const bool whole = second.scalar_type() == at::kFloat;
+  const at::Tensor own = weight.detach();
+  return whole ? values_of(second, own, *format) : values_of(own, second, *format);
+}
+
+void Masters::set(const std::string& format, PyObject* param, PyObject* state,
+                  at::Tensor values) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor weight = local_of(param).detach();
+  const bool is_given = values.defined();
+  if (!is_given) {
+    if (format == "none") return drop(state);
+    if (item_of(state, entry_of(format, weight.scalar_type()))) return;
+    values = this->values(weight, state);
+    if (!values.defined()) {
+      const py::object kept = python_functions().first_values.attr("take")(py::handle(param));
+      if (!kept.is_none()) values = local_of(kept.ptr());
+    }
+  }
+  drop(state);
+  const auto set = [&](PyObject* entry, const at::Tensor& made) {
+    set_item(state, py::reinterpret_borrow<py::object>(entry), like(made, param));
+  };
+  if (format == "none") return;
+  PyObject* entry = entry_of(format, weight.scalar_type());
+  at::Tensor second;
+  if (format == "float32") {
+    second = at::empty_like(weight, weight.options().dtype(at::kFloat));
+  } else {
+    const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const MasterEntry& each) {
+      return each.entry.ptr() == entry;
+    });
+    second = at::zeros_like(weight, weight.options().dtype(found->dtype));
+  }
+  set(entry, second);
+  const Format native = *format_of_master(weight, second);
+  if (!values.defined()) {  // the weight itself is the master: remainders of it are 0
+    if (format == "float32") second.copy_(weight);
+  } else if (format == "float32") {
+    store_values(values, second, weight, native);
+  } else {
+    store_values(values, weight, second, native);
+  }
+  if (values.defined() && is_dtensor(param))
+    bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
+}
+
+void Masters::follow(PyObject* param, const at::Tensor& weight, PyObject* state) const {
+  const bool low = is_low_precision(weight);
+  for (const MasterEntry& each : entries_) {
+    PyObject* found = item_of(state, each.entry.ptr());
+    if (!low || (each.weight && *each.weight != weight.scalar_type())) {
+      drop_item(state, each.entry);
+    } else if (is_tensor(found)) {
+      const at::Tensor present = local_of(found), moved = placed(present, weight);
+      if (moved.is_same(present)) continue;
+      used_on_current_stream(present);  // it may be of another, and is dropped
+      set_item(state, each.entry, like(moved, param));
+    }
+  }
+}
+
+PyObject* Masters::entry_of(const std::string& format, at::ScalarType weight) const {
+  for (const MasterEntry& each : entries_)
+    if (each.format == format && (!each.weight || *each.weight == weight)) return each.entry.ptr();
+  throw py::value_error("amp_mp: \"" + format + "\" is not a format of masters");
+}
+
+void Masters::drop(PyObject* state) const {
+  for (const MasterEntry& each : entries_) {
+    // Its memory may be of another stream, whose allocator would give it away while this one reads.
+    if (PyObject* found = item_of(state, each.entry.ptr()); is_tensor(found))
+      used_on_current_stream(local_of(found));
+    drop_item(state, each.entry);
+  }
+}
+
+at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format) {
+  at::Tensor values = at::empty_like(data, data.options().dtype(at::kFloat));
+  const auto second = rest.defined() ? std::optional(flat(rest)) : std::nullopt;
+  flat(values).copy_(decode(flat(data), second, format));
+  return values;
+}
+
+void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
+                  Format format, uint64_t seed, int64_t tensor_index, const Origin& origin) {
+  at::Tensor given = at::empty_like(data, data.options().dtype(at::kFloat)).copy_(values);
+  // These formats have no sign: -0.0 would become a NaN.
+  if (format == Format::ue8m8 || format == Format::log8) given.add_(0.0);
+  const auto second = rest.defined() ? std::optional(flat(rest)) : std::nullopt;
+  encode_(flat(given), flat(data), second, format, seed, 0, tensor_index, origin);
+}
+
+}  // namespace amp_mp

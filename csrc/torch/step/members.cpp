@@ -1,0 +1,99 @@
+// An optimizer's parameters in their groups: their rules, labels, and which can be stepped.
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "torch/device.h"
+#include "torch/step/gathered.h"
+
+namespace amp_mp {
+namespace {
+
+bool is_native(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+}  // namespace
+
+PyObject* params_of(PyObject* group) {
+  static PyObject* const key = PyUnicode_InternFromString("params");
+  PyObject* params = number_of(group, key);
+  if (!PyList_Check(params))
+    throw py::type_error("params of a param_group must be a list, found " + repr_of(params));
+  return params;
+}
+
+Layout layout_of(const py::handle& rule) {
+  // Kept for the life of the process, as are the rules of optimizer classes.
+  static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
+  auto found = known.find(rule.ptr());
+  if (found == known.end()) {
+    const py::object layout = python_functions().layout_of(rule);
+    const std::pair entry{py::reinterpret_borrow<py::object>(rule), py::cast<Layout>(layout)};
+    found = known.emplace(rule.ptr(), entry).first;
+  }
+  return found->second.second;
+}
+
+std::vector<GroupRule> rules_of(const py::list& rules) {
+  std::vector<GroupRule> found;
+  for (const py::handle rule : rules) {
+    const bool is_last = !found.empty() && found.back().rule.is(rule);
+    const Layout layout = is_last ? found.back().layout : layout_of(rule);
+    found.push_back({py::reinterpret_borrow<py::object>(rule), layout});
+  }
+  return found;
+}
+
+std::string param_label(PyObject* group, int64_t number, int64_t position) {
+  static PyObject* const key = PyUnicode_InternFromString("param_names");
+  PyObject* names = item_of(group, key);
+  std::string label =
+      "parameter " + std::to_string(position) + " of group " + std::to_string(number);
+  if (!names || PySequence_Size(names) <= position) return label;
+  return label + " (" + repr_of(owned(PySequence_GetItem(names, Py_ssize_t(position)))) + ")";
+}
+
+std::vector<Member> members_of(const py::list& groups) {
+  std::vector<Member> members;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    PyObject* group = groups[number].ptr();
+    const auto params = py::reinterpret_borrow<py::list>(params_of(group));
+    for (size_t position = 0; position < params.size(); ++position) {
+      std::string label = param_label(group, int64_t(number), int64_t(position));
+      py::object param = params[position];
+      if (!is_tensor(param.ptr()))
+        throw py::type_error(label + " must be a tensor, found " + repr_of(param));
+      const bool dtensor = is_dtensor(param.ptr());
+      members.push_back({param,
+                         local_of(param.ptr()),
+                         dtensor,
+                         int64_t(number),
+                         int64_t(members.size()),
+                         std::move(label),
+                         {}});
+    }
+  }
+  return members;
+}
+
+void refuse_param(const Member& member, bool any_sharded) {
+  const at::Tensor& t = member.local;
+  const bool known = is_plain(member.param.ptr()) && (t.is_cpu() || t.is_cuda()) &&
+                     is_native(t.scalar_type()) && !any_sharded;
+  if (!known) python_functions().refuse_param(member.param, member.label);
+}
+
+void refuse_new_state(const std::vector<at::Device>& devices) {
+  TORCH_CHECK(!c10::InferenceMode::is_enabled(),
+              "the first step, or the first one after a change of the optimizer's tensors, makes "
+              "state, and what torch.inference_mode() makes cannot be updated later; call step "
+              "outside of it");
+  const bool captures = std::any_of(devices.begin(), devices.end(), is_capturing);
+  TORCH_CHECK(!captures,
+              "the optimizer's tensors are not what they were at its last step, and a CUDA graph "
+              "is being captured; take a step before capturing, and change nothing in between");
+}
+
+}  // namespace amp_mp

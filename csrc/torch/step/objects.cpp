@@ -1,0 +1,97 @@
+#include "torch/step/objects.h"
+
+namespace amp_mp {
+
+const PythonFunctions& python_functions() {
+  static const PythonFunctions& functions = *[] {
+    const auto from = [](const char* module, const char* name) -> py::object {
+      return py::module_::import(module).attr(name);
+    };
+    constexpr const char *shards = "amp_mp.sharding.shards", *parts = "amp_mp.sharding.parts",
+                         *formats = "amp_mp.optim.state.formats";
+    return new PythonFunctions{from(shards, "is_dtensor"),
+                               from(shards, "like"),
+                               from(shards, "origin_of"),
+                               from(parts, "is_placed_as"),
+                               from("amp_mp.sharding.gradients", "local_gradient"),
+                               from(formats, "has_groups"),
+                               from(formats, "scale_shape"),
+                               from("amp_mp.optim.step.refuse", "refuse_param"),
+                               from("amp_mp.optim.state.schema", "layout_of"),
+                               from("amp_mp.optim.state.first_values", "first_values")};
+  }();
+  return functions;
+}
+
+PyObject* item_of(PyObject* dict, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(dict, key);
+  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  return found == Py_None ? nullptr : found;
+}
+
+void set_item(PyObject* dict, const py::object& key, const py::object& value) {
+  if (PyDict_SetItem(dict, key.ptr(), value.ptr()) < 0) throw py::error_already_set();
+}
+
+void drop_item(PyObject* dict, const py::object& key) {
+  if (PyDict_GetItemWithError(dict, key.ptr())) PyDict_DelItem(dict, key.ptr());
+}
+
+double number_in(PyObject* object) {
+  if (is_plain(object)) {
+    const at::Tensor& t = THPVariable_Unpack(object);
+    const bool is_here = t.is_cpu() && t.scalar_type() == at::kDouble && t.numel() == 1;
+    return is_here ? *t.const_data_ptr<double>() : t.item().toDouble();
+  }
+  const double number = PyFloat_AsDouble(object);
+  if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return number;
+}
+
+PyObject* number_of(PyObject* group, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(group, key);
+  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  if (!found) throw py::key_error(text_of(key));
+  return found;
+}
+
+bool is_plain(PyObject* object) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == THPVariableClass || type == ParameterClass;
+}
+
+bool is_dtensor(PyObject* object) {
+  return !is_plain(object) && py::cast<bool>(python_functions().is_dtensor(py::handle(object)));
+}
+
+bool is_tensor(PyObject* object) { return object && THPVariable_Check(object); }
+
+at::Tensor local_of(PyObject* tensor) {
+  if (!is_dtensor(tensor)) return THPVariable_Unpack(tensor);
+  return THPVariable_Unpack(py::handle(tensor).attr("_local_tensor").ptr());
+}
+
+py::object like(const at::Tensor& local, PyObject* param, const py::object& shape) {
+  const py::object plain = wrapped(local);
+  return is_dtensor(param) ? python_functions().like(plain, py::handle(param), shape) : plain;
+}
+
+int64_t count_sharded_modules() {
+  static PyObject* const name = PyUnicode_InternFromString("torch.distributed._composable_state");
+  PyObject* module = PyDict_GetItemWithError(PyImport_GetModuleDict(), name);
+  if (!module) return 0;
+  const py::object states = py::getattr(module, "_module_state_mapping", py::none());
+  return states.is_none() ? 0 : int64_t(py::len(states));
+}
+
+std::string shape_text(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }
+std::string repr_of(const py::handle& object) { return py::cast<std::string>(py::repr(object)); }
+std::string quoted(PyObject* name) { return repr_of(py::handle(name)); }
+
+}  // namespace amp_mp

@@ -1,0 +1,184 @@
+#include "torch/step/state.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "torch/arguments.h"
+#include "torch/device.h"
+#include "torch/ops.h"
+
+namespace amp_mp {
+namespace {
+
+const StoredFormat& stored_as(const KeptState& kept, Format format) {
+  for (const StoredFormat& stored : kept.formats)
+    if (stored.format == format) return stored;
+  TORCH_CHECK(false, "amp_mp: a state cannot be stored as ", kFormats[int(format)].name);
+}
+
+// The kernels round bfloat16 states stochastically.
+Format native(Format format) {
+  return format == Format::bfloat16 ? Format::bfloat16_stochastic : format;
+}
+
+// Whether groups fit into the parameter's rows as they lie in memory: optim/state/formats.py.
+bool has_groups(const Member& member) {
+  if (member.is_dtensor) return py::cast<bool>(python_functions().has_groups(member.param));
+  const at::Tensor& t = member.local;
+  int64_t dims = 0, longest = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) <= 1) continue;
+    ++dims;
+    longest = std::max(longest, t.stride(d));
+  }
+  return dims > 1 && t.numel() > 0 && longest % kGroup == 0;
+}
+
+Format stored_format(const KeptState& kept, PyObject* group, const Member& member) {
+  const auto name = py::cast<std::string>(py::handle(number_of(group, kept.name.ptr())));
+  const Format declared = format_named(name);
+  const bool grouped = kFormats[int(declared)].is(kGrouped);
+  return grouped && !has_groups(member) ? kept.without_groups : declared;
+}
+
+// Puts a state's tensors, plain ones, into the parameter's state in place of those before.
+void store(const KeptState& kept, const StoredFormat& stored, const Member& member,
+           const at::Tensor& data, const at::Tensor& scales) {
+  PyObject* state = member.state.ptr();
+  for (const StoredFormat& other : kept.formats) {
+    drop_item(state, other.entry);
+    if (!other.scales.is_none()) drop_item(state, other.scales);
+  }
+  set_item(state, stored.entry, like(data, member.param.ptr()));
+  if (!scales.defined()) return;
+  const py::object shape =
+      member.is_dtensor ? python_functions().scale_shape(member.param) : py::none();
+  set_item(state, stored.scales, like(scales, member.param.ptr(), shape));
+}
+
+// The shape of the groups' scales beside a plain parameter or shard (formats.py, scale_shape).
+at::Tensor new_scales(const StoredFormat& stored, const Member& member) {
+  const at::Tensor& t = member.local;
+  const auto options = t.options().dtype(rest_dtype_of(stored.format));
+  if (member.is_dtensor) {
+    const py::object shape = python_functions().scale_shape(member.param, py::cast(t.sizes()));
+    return at::zeros(py::cast<std::vector<int64_t>>(shape), options);
+  }
+  std::vector<int64_t> shape = {t.numel() / kGroup};
+  if (t.numel() >= kGroup && t.is_contiguous()) {
+    const int64_t row = t.numel() / t.size(0);
+    if (t.size(-1) % kGroup == 0) {
+      shape = t.sizes().vec();
+      shape.back() /= kGroup;
+    } else if (row % kGroup == 0) {
+      shape = {t.size(0), row / kGroup};
+    }
+  }
+  return at::zeros(shape, options);
+}
+
+Origin origin_for(const Member& member, Format format) {
+  if (!member.is_dtensor || !is_stochastic(format)) return {};
+  const py::object origin = python_functions().origin_of(member.param);
+  const auto [first, length, stride] =
+      py::cast<std::tuple<int64_t, int64_t, int64_t>>(py::tuple(origin));
+  return {first, length, stride};
+}
+
+void make_state(const KeptState& kept, PyObject* group, const Member& member) {
+  const StoredFormat& stored = stored_as(kept, stored_format(kept, group, member));
+  const bool grouped = kFormats[int(stored.format)].is(kGrouped);
+  const at::Tensor data = at::zeros_like(member.local, member.local.options().dtype(stored.dtype));
+  const at::Tensor scales = grouped ? new_scales(stored, member) : at::Tensor();
+  store(kept, stored, member, data, scales);
+  if (kept.initial.is_none()) return;
+  const double start = PyFloat_AsDouble(number_of(group, kept.initial.ptr()));
+  if (start == -1 && PyErr_Occurred()) throw py::error_already_set();
+  if (start == 0) return;
+  const Format format = native(stored.format);
+  store_values(at::full_like(data, start, data.options().dtype(at::kFloat)), data, scales, format,
+               0, 0, origin_for(member, format));
+}
+
+// Moves one state; one stored in groups of neighbours is stored again in another layout.
+void bring(const KeptState& kept, const HeldState& held, PyObject* group, const Member& member) {
+  const Format wanted = stored_format(kept, group, member);
+  at::Tensor data, scales;
+  if (held.stored->format == wanted &&
+      (!held.scales.defined() || lies_like(held.data, member.local))) {
+    data = placed(held.data, member.local);
+    if (held.scales.defined()) scales = held.scales.to(member.local.device());
+    const bool moved =
+        !data.is_same(held.data) || (scales.defined() && !scales.is_same(held.scales));
+    if (!moved) return;
+  } else {
+    static PyObject* const seed = PyUnicode_InternFromString("seed");
+    const at::Tensor values =
+        values_of(held.data.detach(), held.scales, native(held.stored->format));
+    const StoredFormat& stored = stored_as(kept, wanted);
+    data = at::zeros_like(member.local, member.local.options().dtype(stored.dtype));
+    if (kFormats[int(wanted)].is(kGrouped)) scales = new_scales(stored, member);
+    store_values(values.to(data.device()), data, scales, native(wanted),
+                 py::cast<uint64_t>(py::handle(number_of(group, seed))), 0,
+                 origin_for(member, native(wanted)));
+  }
+  used_on_current_stream(held.data);
+  used_on_current_stream(held.scales);
+  store(kept, stored_as(kept, wanted), member, data, scales);
+}
+
+}  // namespace
+
+Format format_of(const KeptState& kept, PyObject* group, const Member& member) {
+  return native(stored_format(kept, group, member));
+}
+
+std::optional<HeldState> held_state(const KeptState& kept, PyObject* state) {
+  PyObject* seen = nullptr;
+  for (const StoredFormat& stored : kept.formats) {
+    PyObject* data = item_of(state, stored.entry.ptr());
+    if (!is_tensor(data)) continue;
+    seen = data;
+    const at::Tensor local = local_of(data);
+    if (local.scalar_type() != stored.dtype) continue;
+    at::Tensor scales;
+    if (!stored.scales.is_none())
+      if (PyObject* found = item_of(state, stored.scales.ptr())) scales = local_of(found);
+    return HeldState{&stored, local, scales};
+  }
+  if (!seen) return std::nullopt;
+  return HeldState{nullptr, local_of(seen), {}};
+}
+
+void follow(const RuleLayout& layout, PyObject* group, const Member& member) {
+  if (PyDict_Size(member.state.ptr()) == 0) return;
+  const at::NoGradGuard no_grad;
+  Masters(layout.masters).follow(member.param.ptr(), member.local, member.state.ptr());
+  for (const KeptState& kept : layout.states) {
+    const std::optional<HeldState> held = held_state(kept, member.state.ptr());
+    if (held && held->stored) bring(kept, *held, group, member);
+  }
+}
+
+at::Tensor init_state(const RuleLayout& layout, PyObject* group, const Member& member) {
+  static PyObject* const master = PyUnicode_InternFromString("master");
+  const at::NoGradGuard no_grad;
+  at::Tensor clock = clock_of(layout, group, member);
+  for (const KeptState& kept : layout.states)
+    if (!is_held(kept, member.state.ptr())) make_state(kept, group, member);
+  if (is_low_precision(member.local)) {
+    const auto format = py::cast<std::string>(py::handle(number_of(group, master)));
+    Masters(layout.masters).set(format, member.param.ptr(), member.state.ptr(), {});
+  }
+  return clock;
+}
+
+}  // namespace amp_mp

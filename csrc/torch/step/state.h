@@ -1,0 +1,80 @@
+#pragma once
+// One parameter's state: made where it is missing, brought to where the parameter is, refused where
+// it does not belong to the parameter. Everything here needs the GIL.
+#include "torch/step/state_layout.h"
+
+namespace amp_mp {
+
+// A parameter with its place in the optimizer.
+struct Member {
+  py::object param;
+  at::Tensor local;  // the parameter, of a DTensor the shard on this process
+  bool is_dtensor;
+  int64_t group;         // index of its param_group
+  int64_t tensor_index;  // among all parameters
+  std::string label;     // for messages
+  py::object state;      // its dict in optimizer.state
+};
+
+// How a parameter's state holds one of a rule's states; of DTensors the parts on this process.
+struct HeldState {
+  const StoredFormat* stored;  // null: the tensor under the plain name has a dtype of no format
+  at::Tensor data, scales;     // scales: undefined without groups
+};
+std::optional<HeldState> held_state(const KeptState& kept, PyObject* state);
+
+bool is_held(const KeptState& kept, PyObject* state);
+
+// Raises ValueError for state of another shape or placing, held twice, or lost after steps.
+void refuse_state(const RuleLayout& layout, const Member& member);
+
+// Brings the state to the parameter's present dtype, layout and device, and to the formats that the
+// group names. A master is dropped where the dtype has changed; other values stay.
+void follow(const RuleLayout& layout, PyObject* group, const Member& member);
+
+// Makes what is missing and returns the parameter's clock, float64 [4] (core/rules/base.h).
+at::Tensor init_state(const RuleLayout& layout, PyObject* group, const Member& member);
+
+// The format in which a state is stored for this parameter, as the kernels name it.
+Format format_of(const KeptState& kept, PyObject* group, const Member& member);
+
+// Float32 masters of low-precision parameters.
+class Masters {
+ public:
+  explicit Masters(const std::vector<MasterEntry>& entries) : entries_(entries) {}
+
+  // What makes the parameter a master: a float32 master or remainders; undefined for neither.
+  at::Tensor beside(const at::Tensor& weight, PyObject* state) const;
+  // The parameter's master in float32, a new tensor of its layout; undefined where it has none.
+  at::Tensor values(const at::Tensor& weight, PyObject* state) const;
+  // Gives the parameter a master of the format, holding `values` if they are defined. Without them
+  // an existing master is kept, or converted; "none" drops it. The parameter becomes the rounded
+  // values.
+  void set(const std::string& format, PyObject* param, PyObject* state, at::Tensor values) const;
+  void follow(PyObject* param, const at::Tensor& weight, PyObject* state) const;
+
+ private:
+  PyObject* entry_of(const std::string& format, at::ScalarType weight) const;
+  void drop(PyObject* state) const;
+  const std::vector<MasterEntry>& entries_;
+};
+
+// The parameter's clock, float64 [4] (core/rules/base.h). It is rebuilt where the state's three
+// entries do not lie side by side in memory (after loading, copying or an assignment), or where a
+// file of torch's lacks some.
+at::Tensor clock_of(const RuleLayout& layout, PyObject* group, const Member& member);
+
+bool is_low_precision(const at::Tensor& t);
+// Whether elements of equal index have equal offsets in memory; the shapes are equal.
+bool lies_like(const at::Tensor& a, const at::Tensor& b);
+// The value where its parameter is: itself, or a copy of the parameter's layout and device.
+at::Tensor placed(const at::Tensor& value, const at::Tensor& param);
+
+// The values of an array of a format, float32 in the layout of `data`.
+at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format);
+// Stores float32 values of the shape of `data`. Random bits are those of a seed and a tensor.
+void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
+                  Format format, uint64_t seed = 0, int64_t tensor_index = 0,
+                  const Origin& origin = {});
+
+}  // namespace amp_mp

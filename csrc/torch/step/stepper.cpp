@@ -1,0 +1,227 @@
+// Longer than other files because the whole step is told in one place: gather, measure, decide,
+// apply, report.
+#include "torch/step/stepper.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "torch/device.h"
+#include "torch/ops.h"
+
+namespace amp_mp {
+namespace {
+
+using Apply = void (*)(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*,
+                       const DecideTensors*, bool, Measurement*, const StepCallbacks&);
+
+Apply operator_named(const std::string& name) {
+  static const std::unordered_map<std::string, Apply> operators = {
+#define AMP_MP_OPERATOR(Rule, op) {#op, &apply_<Rule>},
+      AMP_MP_FOR_EACH_RULE(AMP_MP_OPERATOR)
+#undef AMP_MP_OPERATOR
+  };
+  const auto found = operators.find(name);
+  if (found == operators.end()) throw py::value_error("amp_mp: \"" + name + "\" is no operator");
+  return found->second;
+}
+
+// A Python function of one tensor as one of the step's callbacks. `function` must outlive it.
+std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function) {
+  if (function.is_none()) return {};
+  return [&function](const at::Tensor& given) {
+    const py::gil_scoped_acquire acquire;
+    return py::cast<at::Tensor>(function(given));
+  };
+}
+
+py::list measurements(const std::vector<std::shared_ptr<Measurement>>& list) {
+  py::list found;
+  for (const auto& each : list) found.append(py::cast(each));
+  return found;
+}
+
+std::vector<std::shared_ptr<Measurement>> from_python(const py::object& list) {
+  return py::cast<std::vector<std::shared_ptr<Measurement>>>(list);
+}
+
+}  // namespace
+
+py::dict Measured::totals() const {
+  py::dict found;
+  for (size_t i = 0; i < this->found.size(); ++i) {
+    const at::Tensor& rows = this->found[i]->rows();
+    found[py::cast(of->buckets()[i]->device())] = py::cast(rows.select(0, rows.size(0) - 1));
+  }
+  return found;
+}
+
+std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number) {
+  if (number.is_none()) return std::nullopt;
+  if (!is_tensor(number.ptr()))
+    return at::full({}, py::cast<double>(number),
+                    at::TensorOptions().dtype(at::kFloat).device(device));
+  const at::Tensor& t = THPVariable_Unpack(number.ptr());
+  if (t.scalar_type() == at::kFloat && t.device() == device) return t;
+  return t.detach().to(t.options().dtype(at::kFloat).device(device)).reshape({});
+}
+
+at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& totals,
+                     const DecideTensors& inputs) {
+  std::optional<at::Tensor> total;
+  if (totals.size() == 1) total = totals[0];
+  if (totals.size() > 1) {  // parameters on several devices have one norm and one verdict
+    std::vector<at::Tensor> last;
+    for (const at::Tensor& t : totals) last.push_back(t.select(0, t.size(0) - 1).to(device));
+    const at::Tensor rows = at::stack(last);
+    const auto column = [&](int64_t i) { return rows.select(1, i); };
+    total = at::stack({column(0).sum(), column(1).max(), column(2).sum()});
+  }
+  at::Tensor verdict = at::empty({sizeof(Verdict) / sizeof(double)},
+                                 at::TensorOptions().dtype(at::kDouble).device(device));
+  decide_(verdict, inputs, total);
+  return verdict;
+}
+
+void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
+                  Measurement* found, const DecideTensors* inputs, bool measures,
+                  Measurement* weights, const py::object& sum_updates) {
+  const Apply apply = operator_named(bucket.layout().op);
+  const StepCallbacks callbacks = {callback(sum_updates), callback(bucket.make_updates())};
+  const py::gil_scoped_release release;
+  apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
+}
+
+void Stepper::forget() {
+  gathered_.reset();
+  log_.forget();
+}
+
+const std::shared_ptr<Gathered>& Stepper::gather(const std::vector<GroupRule>& rules,
+                                                 const py::list& python_rules,
+                                                 const py::list& groups, const py::dict& states) {
+  const int64_t sharded = count_sharded_modules();
+  if (!gathered_ || sharded != sharded_modules_ || !gathered_->is_current(rules, groups, states)) {
+    hooks_.attr("check")(python_rules, groups);
+    sharded_modules_ = sharded;
+    gathered_ = std::make_shared<Gathered>(rules, groups, states, hooks_);
+  } else if (gathered_->has_no_gradient()) {
+    hooks_.attr("check_replaced")(groups);
+  }
+  gathered_->check_capture();
+  for (const auto& bucket : gathered_->buckets()) bucket->find_gradients();
+  return gathered_;
+}
+
+std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
+  auto result = std::make_shared<Measured>();
+  result->of = gathered_;
+  for (const auto& bucket : gathered_->buckets()) {
+    if (!read.is_none()) {
+      result->found.push_back(py::cast<std::shared_ptr<Measurement>>(read(bucket)));
+      continue;
+    }
+    const py::gil_scoped_release release;
+    result->found.push_back(std::make_shared<Measurement>(amp_mp::measure(bucket->slots())));
+  }
+  const py::object& whole = gathered_->whole();
+  if (whole.is_none()) return result;
+  const py::list found = measurements(result->found);
+  if (!gathered_->needs_norms()) {
+    result->found = from_python(whole.attr("totals")(found));
+    return result;
+  }
+  for (const auto& bucket : gathered_->buckets()) {
+    const py::gil_scoped_release release;
+    result->weights.push_back(
+        std::make_shared<Measurement>(bucket->slots().weights(), bucket->device()));
+  }
+  const py::tuple both = whole.attr("of_tensors")(found, measurements(result->weights));
+  result->found = from_python(both[0]);
+  result->weights = from_python(both[1]);
+  return result;
+}
+
+std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
+                                           const py::dict& states, const py::object& read) {
+  gather(rules_of(rules), rules, groups, states);
+  const std::shared_ptr<Measured> found = measured(read);
+  // There may be no step, and zero_grad should free them.
+  for (const auto& bucket : gathered_->buckets()) bucket->slots().drop_gradients();
+  return found;
+}
+
+py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
+                        const Handing& handing, const py::object& read) {
+  const std::vector<GroupRule> group_rules = rules_of(rules);
+  const std::shared_ptr<Gathered> gathered = gather(group_rules, rules, groups, states);
+  const auto& buckets = gathered->buckets();
+  const py::object& whole = gathered->whole();
+  if (handing.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
+  const bool one_bucket = buckets.size() == 1;
+  const at::Device device = buckets.empty() ? at::Device(at::kCPU) : buckets[0]->device();
+  const bool one_device = std::all_of(buckets.begin(), buckets.end(),
+                                      [&](const auto& each) { return each->device() == device; });
+  const bool measures =
+      handing.measure || std::any_of(group_rules.begin(), group_rules.end(),
+                                     [](const GroupRule& r) { return r.layout->needs_norms; });
+  std::shared_ptr<Measured> known = handing.measured;
+  // Masters may have been written since another call has read them.
+  const bool stale = !whole.is_none() && gathered->needs_norms();
+  if (!known || known->of != gathered || stale) {
+    const bool alone = one_bucket && whole.is_none() && read.is_none();
+    known = alone || !measures ? nullptr : measured(read);
+  }
+  // What may raise comes before the first bucket is stepped.
+  std::vector<std::vector<HyperTensors>> hypers;
+  for (const auto& bucket : buckets) hypers.push_back(bucket->hypers(groups));
+  if (!one_bucket)
+    for (const auto& bucket : buckets) bucket->slots().check_gradients();
+  const bool scale_is_here =
+      is_tensor(handing.scale.ptr()) && THPVariable_Unpack(handing.scale.ptr()).device() == device;
+  const bool updates_scale = handing.scale_update && scale_is_here && one_device;
+  const DecideTensors inputs = {
+      scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
+      handing.max_norm.value_or(0.0), updates_scale ? handing.scale_update : nullptr,
+      log_.reports_on(device)};
+  at::Tensor verdict;
+  if (one_bucket) {
+    verdict = log_.verdict_on(device);
+  } else {
+    std::vector<at::Tensor> totals;
+    for (size_t i = 0; known && i < known->found.size(); ++i)
+      totals.push_back(known->found[i]->rows());
+    verdict = decide_on(device, totals, inputs);
+  }
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    Bucket& bucket = *buckets[i];
+    at::Tensor local = one_device ? verdict : verdict.to(bucket.device());
+    Measurement* found = known ? known->found[i].get() : nullptr;
+    Measurement* weights = known && !known->weights.empty() ? known->weights[i].get() : nullptr;
+    const bool sums = !whole.is_none() && bucket.layout().needs_norms;
+    const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
+    apply_bucket(bucket, hypers[i], local, found, one_bucket ? &inputs : nullptr,
+                 one_bucket && measures && !found, weights, sum_updates);
+  }
+  const bool seen = known ? !known->found.empty() : measures && one_bucket;
+  log_.add(verdict, seen);
+  const bool may_skip = seen || !handing.found_inf.is_none();
+  return py::make_tuple(updates_scale, may_skip ? log_.skipped() : py::none());
+}
+
+at::Tensor Stepper::decide(const at::Device& device, const py::list& totals,
+                           const py::object& scale) {
+  std::vector<at::Tensor> rows;
+  for (const py::handle total : totals) rows.push_back(py::cast<at::Tensor>(total).unsqueeze(0));
+  DecideTensors inputs;
+  inputs.scale = scalar_on(device, scale);
+  inputs.reports = log_.reports_on(device);
+  const at::Tensor verdict = decide_on(device, rows, inputs);
+  log_.add(verdict, true);
+  return verdict;
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,96 @@
+#pragma once
+// The one door of an optimizer's step: gathers its tensors, then measures, decides and applies.
+// Python gives it the param_groups and the state as they are, and does the collectives of shards.
+#include "torch/step/gathered.h"
+
+namespace amp_mp {
+
+// Statistics of an optimizer's gradients, bucket by bucket, read before the step that uses them.
+struct Measured {
+  std::shared_ptr<Gathered> of;
+  std::vector<std::shared_ptr<Measurement>> found;
+  std::vector<std::shared_ptr<Measurement>> weights;  // of the masters, where shards need them
+  // By device, float64 [3]: sum of squares, largest finite |g|, number of inf and NaN.
+  py::dict totals() const;
+};
+
+// What a loss scaler passes to a step: optim/step/handed.py.
+struct Handing {
+  py::object scale, found_inf;  // a number, a tensor of one element, or None
+  std::optional<double> max_norm;
+  std::shared_ptr<ScaleUpdateTensors> scale_update;
+  std::shared_ptr<Measured> measured;
+  bool measure = false, from_stock = false;
+};
+
+// The decisions of an optimizer's steps. On CUDA the device writes them to host memory
+// (step_reports.h): a report that has arrived costs nothing to read, and replays are reported too.
+class StepLog {
+ public:
+  void forget() { verdict_.reset(); }
+  at::Tensor verdict_on(const at::Device& device);  // the same memory at every step
+  std::shared_ptr<StepReports> reports_on(const at::Device& device);
+  void add(const at::Tensor& verdict, bool measured);
+  // (number, found_inf, norm, max_abs, scale) of the last step, or of the last that has reached the
+  // host; norm and max_abs are None where nothing was measured. None before the first step.
+  py::object newest(bool wait) const;
+  // (number, steps skipped in a row, scale) where the newest step on the host was skipped, else
+  // None. Call once after every step that may be skipped; never waits.
+  py::object skipped();
+  const at::Tensor& verdict() const { return verdict_; }
+  int64_t count() const { return count_; }
+  const std::shared_ptr<StepReports>& reports() const { return reports_; }
+
+ private:
+  at::Tensor verdict_, memory_;
+  std::shared_ptr<StepReports> reports_;
+  int64_t count_ = 0, skipped_ = 0;
+  bool measured_ = false;
+};
+
+class Stepper {
+ public:
+  explicit Stepper(py::object hooks) : hooks_(std::move(hooks)) {}
+
+  // Drops what is derived from param_groups and state, and the last step's report.
+  void forget();
+  // One step. Returns whether it has applied `handing.scale_update`, and StepLog::skipped.
+  py::tuple step(const py::list& rules, const py::list& groups, const py::dict& states,
+                 const Handing& handing, const py::object& read);
+  // Reads the gradients once, for a step that is handed the result. read: reads a bucket's
+  // gradients in place of this object, where the backward pass has read some; or None.
+  std::shared_ptr<Measured> measure(const py::list& rules, const py::list& groups,
+                                    const py::dict& states, const py::object& read);
+  // A decision from the statistics of several devices, which becomes the last step's.
+  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale);
+  StepLog& log() { return log_; }
+
+ private:
+  const std::shared_ptr<Gathered>& gather(const std::vector<GroupRule>& rules,
+                                          const py::list& python_rules, const py::list& groups,
+                                          const py::dict& states);
+  std::shared_ptr<Measured> measured(const py::object& read) const;
+
+  py::object hooks_;
+  std::shared_ptr<Gathered> gathered_;
+  int64_t sharded_modules_ = 0;  // of fully_shard, when the parameters were last looked up in them
+  StepLog log_;
+};
+
+// A verdict, float64 [5], on the device. totals: rows of statistics, of which the last of each
+// counts, one tensor for each device; empty where nothing was measured.
+at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& totals,
+                     const DecideTensors& inputs);
+
+// A scaler's number as a float32 tensor of one element on the device; none for None.
+std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number);
+
+// One step of the rule of a bucket; releases the GIL.
+void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
+                  Measurement* found, const DecideTensors* inputs, bool measures,
+                  Measurement* weights, const py::object& sum_updates);
+
+void bind_step(py::module_& m);     // slots and the operators of rules
+void bind_stepper(py::module_& m);  // the door above them
+
+}  // namespace amp_mp

@@ -1,0 +1,150 @@
+"""LARC around any optimizer: Apex's apex.parallel.LARC."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_mp.apex.wrapper import OptimizerAround, shown
+from amp_mp.dtypes import NATIVE
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.step.params import ParamInfo, param_infos
+from amp_mp.sharding.gradients import GradientStatistics, statistics_of, writable_gradient
+from amp_mp.sharding.shards import local_of
+
+
+class LARC(OptimizerAround):
+    """You, Gitman & Ginsburg, "Large batch training of convolutional networks" (2017), as in Apex.
+
+    Before each step of the inner optimizer every gradient is changed in place, in float32:
+
+        ratio = trust_coefficient |w| / (|g| + weight_decay |w| + eps)
+        ratio = min(ratio / lr, 1) with clip
+        g = (g + weight_decay w) ratio; unchanged where |w| or |g| is 0
+
+    The inner optimizer then steps without weight decay. Norms are those of whole tensors, also of
+    DTensors, and the host does not wait for them. Gradients must be unscaled before, as by a
+    GradScaler or FP16_Optimizer around this optimizer, and clipped. `amp.optim.LARS(clip=True)` is
+    the same around SGD in the fused step, which writes no gradient. param_groups, state, state_dict
+    and defaults are the inner optimizer's.
+
+    Args:
+        optimizer: any torch.optim.Optimizer.
+        trust_coefficient, eps: of the ratio. Defaults 0.02 and 1e-8.
+        clip: whether the ratio is limited, so that no layer's rate exceeds lr. Default True.
+
+    Raises:
+        TypeError: optimizer is no Optimizer, or is a LARC; in step, gradients that are sparse or
+            not of float32, float16 or bfloat16.
+        ValueError: a negative trust_coefficient or eps; here and in step, an inner optimizer that
+            clips (max_grad_norm) or steps in the backward pass (attach).
+    """
+
+    optim: Any = shown("optimizer")  # Apex's name
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LARC):
+            expected = "optimizer must be a torch.optim.Optimizer other than LARC"
+            raise TypeError(f"{expected}, found {type(optimizer).__name__}")
+        for name, number in (("trust_coefficient", trust_coefficient), ("eps", eps)):
+            if not number >= 0:
+                raise ValueError(f"{name} must not be negative, found {number!r}")
+        _refuse_too_late(optimizer)
+        super().__init__(optimizer)
+        self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
+        self._statistics: GradientStatistics | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_statistics": None}
+
+    def __repr__(self) -> str:
+        numbers = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
+        return f"LARC({self.optimizer!r}, {numbers})"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scales the gradients, which the closure computes if given, and steps the optimizer."""
+        _refuse_too_late(self.optimizer)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        self._scale_gradients(decays)
+        decaying = [group for group in self.param_groups if "weight_decay" in group]
+        kept = [group["weight_decay"] for group in decaying]
+        try:
+            for group in decaying:
+                group["weight_decay"] = 0.0
+            found = self.optimizer.step()
+        finally:
+            for group, decay in zip(decaying, kept, strict=True):
+                group["weight_decay"] = decay
+        return found if closure is None else loss
+
+    def _scale_gradients(self, decays: list[float]) -> None:
+        params = list(param_infos(self.param_groups))
+        grads = [_checked(param, info) for param, info in params]
+        weights = [local_of(param.detach()) for param, _ in params]
+        self._statistics = statistics_of(self._statistics, self.param_groups)
+        present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
+        squares = self._statistics.of_tensors(grads, present)
+        begin = 0
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            own = slice(begin, begin + len(group["params"]))
+            begin = own.stop
+            norms = squares[own, 0].sqrt(), squares[own, 3].sqrt()
+            factors = self._factors(*norms, decay, group["lr"])
+            for grad, weight, ratio, added in zip(grads[own], weights[own], *factors, strict=True):
+                if grad is None:
+                    continue
+                scaled = grad.float()  # itself, if it is float32
+                if decay != 0:
+                    scaled = scaled.addcmul_(weight.float(), added.to(grad.device))
+                scaled = scaled.mul_(ratio.to(grad.device))
+                if scaled is not grad:
+                    grad.copy_(scaled)
+
+    def _factors(
+        self, grad: Tensor, weight: Tensor, decay: float, lr: float | Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Each tensor's ratio, and what its weight is multiplied by, in float32."""
+        adapts = (grad > 0) & (weight > 0)
+        ratio = self.trust_coefficient * weight / (grad + decay * weight + self.eps)
+        if self.clip:
+            rate = lr.to(ratio.device) if isinstance(lr, Tensor) else lr
+            ratio = (ratio / rate).clamp(max=1)
+        return torch.where(adapts, ratio, 1.0).float().unbind(), (decay * adapts.float()).unbind()
+
+
+def _refuse_too_late(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, FusedOptimizer):
+        return
+    if optimizer.max_grad_norm is not None:
+        raise ValueError(
+            "optimizer has max_grad_norm, and would clip what LARC has scaled: leave it out and "
+            "call torch.nn.utils.clip_grad_norm_ before step()"
+        )
+    if stepper_of(optimizer).attachment is not None:
+        raise ValueError(
+            "optimizer is attached to the backward pass, in which LARC has no part: remove() the "
+            "attachment, or use amp.optim.LARS(clip=True)"
+        )
+
+
+def _checked(param: Tensor, info: ParamInfo) -> Tensor | None:
+    grad = writable_gradient(param, info.label)
+    if grad is not None and (grad.layout != torch.strided or grad.dtype not in NATIVE):
+        raise TypeError(
+            f"LARC: the gradient of {info.label} is {grad.dtype}, {grad.layout}; it must be dense "
+            "and float32, float16 or bfloat16"
+        )
+    return grad

@@ -1,0 +1,46 @@
+"""An optimizer around another one: what FP16_Optimizer and LARC show of the inner optimizer."""
+
+from collections import OrderedDict
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+# torch.optim.Optimizer's attributes for hooks.
+HOOKS = [
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+
+
+def shown(path: str) -> Any:
+    """A property that shows an attribute of an attribute: "optimizer.state"."""
+    return property(attrgetter(path), doc=f"self.{path}")
+
+
+def _set_loss_scale(owner: Any, value: float) -> None:
+    owner.loss_scaler.scale = value
+
+
+# The factor of the next loss, of whatever has a policy as `loss_scaler`. Can be set within the
+# policy's bounds (ValueError).
+LOSS_SCALE: Any = property(attrgetter("loss_scaler.scale"), _set_loss_scale)
+
+
+class OptimizerAround(torch.optim.Optimizer):
+    """A torch.optim.Optimizer around another: hooks are its own, all else the inner one's."""
+
+    param_groups: Any = shown("optimizer.param_groups")
+    state: Any = shown("optimizer.state")
+    defaults: Any = shown("optimizer.defaults")
+    add_param_group: Any = shown("optimizer.add_param_group")
+    state_dict: Any = shown("optimizer.state_dict")
+    load_state_dict: Any = shown("optimizer.load_state_dict")
+    zero_grad: Any = shown("optimizer.zero_grad")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        for hooks in HOOKS:
+            setattr(self, hooks, OrderedDict())
+        self.optimizer = optimizer
+        self._patch_step_function()

@@ -1,0 +1,340 @@
+"""The float32 values that `prepare` rounds, kept beside each parameter until its master is made.
+
+A parameter waits for a master from `prepare` until an optimizer makes one, also through
+load_state_dict, deepcopy and pickle. While it waits it has values, or None: it is frozen or was
+written since, and a float32 state dict may bring new ones. Of a DTensor everything here is about
+the shard on this process.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.model.sharded import local_part
+from amp_mp.optim.state.first_values import first_values
+from amp_mp.optim.state.formats import get, new_rest, placed, put, split_name
+from amp_mp.sharding.shards import is_dtensor, local_of
+
+FORMAT = "split32"
+EXCEPTION_BYTES = 12  # an int64 index and a float32 value
+SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
+
+
+@dataclass
+class OriginalValues:
+    """A parameter's float32 values, stored as what the low-precision weight lacks.
+
+    version, checksum: of the weight that the values were rounded to. tensors: the remainders, int16
+    in the weight's shape, then the flat indices and the float32 values of those elements that
+    weight and remainder do not give exactly (bfloat16: ties that round down, 4 in a million;
+    float16: below 2^-16 and above 65504). Where this would take more than float32, and for tensors
+    that the native code does not read, it is the float32 tensor alone.
+    """
+
+    version: int
+    checksum: int
+    tensors: tuple[Tensor, ...]
+
+    def belong_to(self, weight: Tensor, version: int) -> bool:
+        """Whether nothing was written to the weight since; both as `_weight` gives them.
+
+        The version counter sees all writes but those through `.data`, the checksum sees these. It
+        alone is not enough: DistributedDataParallel sends rank 0's rounded weights to all ranks;
+        rank 0 alone would keep its values, and masters would differ between ranks. Nothing sends
+        shards, so for them a checksum that also sees the elements' places is enough.
+        """
+        first = self.tensors[0]
+        same = version == self.version and weight.shape == first.shape
+        if not same or weight.dtype not in LOW_PRECISION:
+            return False
+        if len(self.tensors) > 1:
+            return _checksum(weight, version) == self.checksum
+        wanted = rounded(first, weight.dtype).to(weight.device)
+        return bool(((wanted == weight) | (wanted.isnan() & weight.isnan())).all())
+
+    def decode(self, weight: Tensor) -> Tensor:
+        """The float32 values, a new tensor with the weight's shape, layout and device."""
+        first = self.tensors[0]
+        if len(self.tensors) == 1:
+            return torch.empty_like(weight, dtype=torch.float32).copy_(first)
+        found = get(weight, placed(first, weight), split_name(FORMAT, weight.dtype))
+        indices, values = (t.to(weight.device) for t in self.tensors[1:])
+        if indices.numel():
+            flat = found.flatten().index_copy_(0, indices, values)
+            found.copy_(flat.view(found.shape))
+        return found
+
+
+@dataclass
+class Mark:
+    """What is known of a plain parameter after its end: whether it waited then, and with values."""
+
+    waits: bool = True
+    has_values: bool = False
+
+
+@dataclass
+class Waiting:
+    """A parameter that waits for a master. dtensor: itself, if it is one."""
+
+    values: OriginalValues | None = None
+    mark: Mark = field(default_factory=Mark)
+    dtensor: Tensor | None = None
+
+
+# A plain parameter is found by a weak reference. A DTensor must have none, because model.to() and
+# to_empty() exchange the insides of two DTensors, which torch refuses for tensors with weak
+# references. The module that owns it stands for it, and it is found by its id.
+_plain: MutableMapping[Tensor, Waiting] = WeakTensorKeyDictionary()
+_sharded: MutableMapping[nn.Module, dict[int, Waiting]] = WeakKeyDictionary()
+# By a prepared module's names, so that DTensors that sharding puts in their place are known.
+_marks: MutableMapping[nn.Module, dict[str, Mark]] = WeakKeyDictionary()
+# A module's float32 values from a state dict, between its two hooks.
+_given: MutableMapping[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+
+def _waiting(param: Tensor) -> Waiting | None:
+    if is_dtensor(param):
+        return next((own[id(param)] for own in _sharded.values() if id(param) in own), None)
+    return _plain.get(param)
+
+
+def awaits_original(param: Tensor) -> bool:
+    """Whether the parameter was prepared and no optimizer has taken its values yet."""
+    return _waiting(param) is not None
+
+
+def _put_values(
+    param: Tensor, values: OriginalValues | None, owner: nn.Module | None = None
+) -> None:
+    """Makes a parameter wait. owner: its module, which a DTensor needs that does not wait yet."""
+    found = _waiting(param)
+    if found is None and is_dtensor(param):
+        assert owner is not None, "a DTensor that begins to wait needs its module"
+        found = Waiting(dtensor=param)
+        _sharded.setdefault(owner, {})[id(param)] = found
+    elif found is None:
+        found = _plain[param] = Waiting()
+    found.values, found.mark.has_values = values, values is not None
+
+
+def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
+    """Keeps the float32 values that a parameter's low-precision ones were rounded from.
+
+    values: beside a DTensor a DTensor placed as it is, or the part on this process. owner: the
+    parameter's module, as long as the parameter may not wait yet. Nothing is kept for a parameter
+    that does not require gradients, nor on the meta device.
+    """
+    weight, version = _weight(param)
+    keeps = param.requires_grad and not weight.is_meta
+    kept = _encode(version, weight, local_of(values).detach()) if keeps else None
+    _put_values(param, kept, owner)
+
+
+def copy_values(
+    param: Tensor, values: OriginalValues | None, owner: nn.Module | None = None
+) -> None:
+    """Gives a parameter the values of another with the same numbers; owner: as keep_original's."""
+    _put_values(param, values and replace(values, version=_weight(param)[1]), owner)
+
+
+def drop_original(param: Tensor, forget: bool = False) -> None:
+    """Frees a parameter's values. forget: and keeps no others that are loaded later."""
+    if (found := _waiting(param)) is None:
+        return
+    found.values, found.mark.has_values = None, False
+    if forget:
+        found.mark.waits = False
+        for own in _sharded.values():
+            own.pop(id(param), None)
+        if found.dtensor is None:
+            del _plain[param]
+
+
+def values_of(param: Tensor) -> OriginalValues | None:
+    """A parameter's values; they are freed here if it was written since."""
+    found = _waiting(param)
+    if found is None:
+        return None
+    if found.values is not None and not found.values.belong_to(*_weight(param)):
+        drop_original(param)
+    return found.values
+
+
+def original_of(param: Tensor) -> Tensor | None:
+    """The float32 values that the parameter was rounded from, or None; a new plain tensor."""
+    if (values := values_of(param)) is None:
+        return None
+    _C.used_on_current_stream(values.tensors)  # those of `prepare`, which are dropped afterwards
+    return values.decode(_weight(param)[0])
+
+
+def take_original(param: Tensor) -> Tensor:
+    """A new float32 master for a parameter, same shape, layout and device.
+
+    It holds the original values if `prepare` kept them and the parameter was not written since.
+    They are dropped here. Of a DTensor it is a plain tensor: the master of the local tensor.
+    Raises RuntimeError for a DTensor whose values were lost: fully_shard and parallelize_module
+    make new Parameters. A state dict that is loaded after it brings values.
+    """
+    values = _take(param)
+    return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
+
+
+def _take(param: Tensor) -> Tensor | None:
+    """As take_original; None where nothing is kept and the parameter's own values are all."""
+    if not _plain and not is_dtensor(param):
+        return None
+    if is_dtensor(param) and not awaits_original(param) and (name := _name_of_lost(param)):
+        raise RuntimeError(
+            f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was sharded; "
+            "sharding made a new Parameter, and the float32 values kept beside the old one are "
+            "lost. Shard the float32 model first, then call amp_mp.prepare. (Or load a state dict "
+            "after sharding, or convert with amp_mp.apex.convert_network, which keeps no float32 "
+            "values.)"
+        )
+    values = original_of(param)
+    drop_original(param, forget=True)
+    return values
+
+
+first_values.take = _take
+first_values.tensors_of = lambda param: getattr(values_of(param), "tensors", ())
+
+
+def _mark_owner(module: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Notes a prepared module's parameters, so that they are known after sharding."""
+    waiting = {n: w for n, p in params.items() if not is_dtensor(p) and (w := _waiting(p))}
+    _marks[module] = {name: each.mark for name, each in waiting.items()}
+
+
+def follow_sharding(module: nn.Module, names: Iterable[str]) -> None:
+    """Makes DTensors that sharding put in place of waiting parameters wait for loaded values."""
+    for name, (param, _) in _replaced_in(module).items():
+        if name in names:
+            _put_values(param, None, module)
+
+
+def _replaced_in(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """DTensors that replaced waiting parameters and do not wait yet; whether values were lost."""
+    marks = _marks.get(module, {}).items()
+    now = [(name, module._parameters.get(name), mark) for name, mark in marks if mark.waits]
+    return {
+        name: (param, mark.has_values)
+        for name, param, mark in now
+        if param is not None and is_dtensor(param) and not awaits_original(param)
+    }
+
+
+def _name_of_lost(param: Tensor) -> str:
+    """The module's class and the name of a DTensor whose values were lost; else empty."""
+    for module in list(_marks):
+        for name, (own, lost) in _replaced_in(module).items():
+            if lost and own is param:
+                return f"{type(module).__name__}.{name}"
+    return ""
+
+
+def _checksum(weight: Tensor, version: int) -> int:
+    """The sum of a 16-bit tensor's elements as integers; of a shard also by their places."""
+    bits = weight.view(torch.int16)
+    if version != SHARD:
+        return int(bits.sum(dtype=torch.int64))
+    total = 0
+    for dim in range(max(bits.dim(), 1)):
+        others = [d for d in range(bits.dim()) if d != dim]
+        sums = bits.sum(others, dtype=torch.int64) if others else bits.to(torch.int64)
+        places = 2 * torch.arange(sums.numel(), device=bits.device) + 1
+        total = 31 * total + int((sums.flatten() * places).sum())
+    return total
+
+
+def _weight(param: Tensor) -> tuple[Tensor, int]:
+    """The parameter's memory on this process, and the version of it."""
+    return local_of(param).detach(), SHARD if is_dtensor(param) else param._version
+
+
+def _encode(version: int, weight: Tensor, values: Tensor) -> OriginalValues:
+    """The values of `weight`, as short as they can be had again exactly."""
+    native_device = weight.device.type in ("cpu", "cuda")
+    if type(weight) is not Tensor or not native_device or not weight.numel():
+        return OriginalValues(version, 0, (values,))
+    native, rest = split_name(FORMAT, weight.dtype), new_rest(FORMAT, weight)
+    put(values, torch.empty_like(weight), rest, native)
+    wrong = get(weight, rest, native).view(torch.int32) != values.view(torch.int32)
+    indices = wrong.flatten().nonzero().flatten()
+    if EXCEPTION_BYTES * indices.numel() > 2 * weight.numel():
+        return OriginalValues(version, 0, (values,))
+    exceptions = values.flatten()[indices]
+    return OriginalValues(version, _checksum(weight, version), (rest, indices, exceptions))
+
+
+def track(module: nn.Module) -> None:
+    """Keeps the float32 values of a module's own parameters through loading and copying."""
+    _mark_owner(module, own_parameters(module))
+    if _after_load not in module._load_state_dict_post_hooks.values():  # else prepared before
+        hooks: Any = module  # whose methods torch has not typed
+        hooks.register_load_state_dict_pre_hook(_BeforeLoad(module))
+        hooks.register_load_state_dict_post_hook(_after_load)
+
+
+class _BeforeLoad:
+    """A module's hook that notes the float32 values which load_state_dict is about to round.
+
+    deepcopy and pickle copy it with its module, and with it what is kept of the parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        # Whether a parameter awaits them is asked after loading: FSDP2's own hook, which puts the
+        # shards back in place of gathered parameters, may run after this one.
+        loaded = {name: state_dict.get(prefix + name) for name in module._parameters}
+        _given[module] = {name: v for name, v in loaded.items() if isinstance(v, Tensor)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        params = {} if module is None else own_parameters(module)
+        waiting = {n: (p, values_of(p)) for n, p in params.items() if awaits_original(p)}
+        return _restored, (module, waiting)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's own parameters by name, each under every name that it has there."""
+    return {name: param for name, param in module._parameters.items() if param is not None}
+
+
+def _restored(
+    module: nn.Module, waiting: dict[str, tuple[nn.Parameter, OriginalValues | None]]
+) -> _BeforeLoad:
+    """The hook of a copied module, whose parameters wait as those of the original do."""
+    for param, values in waiting.values():
+        copy_values(param, values, module)
+    _mark_owner(module, {n: p for n, (p, _) in waiting.items()})  # it has no parameters yet
+    return _BeforeLoad(module)
+
+
+@torch.no_grad()
+def _after_load(module: nn.Module, _: Any) -> None:
+    """Keeps the float32 values of a state dict; where a parameter got another value, that one."""
+    given = _given.pop(module, {})
+    follow_sharding(module, given)
+    for name, value in given.items():
+        param = module._parameters.get(name)
+        if param is None or not awaits_original(param) or param.shape != value.shape:
+            continue
+        if param.dtype in LOW_PRECISION and value.dtype == torch.float32:
+            weight = local_of(param)
+            values = torch.empty_like(weight, dtype=torch.float32).copy_(local_part(value, param))
+            loaded = rounded(values, param.dtype) == weight
+            keep_original(param, torch.where(loaded, values, weight.float()))
+        else:
+            drop_original(param)

@@ -1,0 +1,222 @@
+"""Loads state dicts: states keep the precision that they were saved with, or are converted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.state.check_loadable import NUMBERS, RulesOf, check_loadable
+from amp_mp.optim.state.formats import (
+    DTYPES,
+    GROUPED,
+    NATIVE_FORMATS,
+    format_of,
+    get,
+    has_groups,
+    native_name,
+    new_state,
+    put,
+    same_layout,
+    scale_shape,
+)
+from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.state.schema import (
+    MASTER,
+    MASTER_ENTRIES,
+    Entry,
+    Schema,
+    copy_of,
+    entry_name,
+    rows_of,
+    scale_name,
+    schema_of,
+)
+from amp_mp.sharding.parts import is_placed_as, part, part_of_whole, whole
+from amp_mp.sharding.shards import is_dtensor, like, local_of, origin_of
+
+State = dict[str, Any]  # of one parameter, by entry
+# What a saved state has, by entry: csrc/torch/step/load.h.
+Form = dict[str, tuple[torch.dtype, str]]
+
+
+def load_state(
+    optimizer: Optimizer,
+    rules: tuple[Rule, ...],
+    rules_of: RulesOf,
+    group_rules: list[Rule],
+    formats: tuple[str, ...],
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Runs torch's `load` for everything but the parameters' states, which torch would round.
+
+    The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
+    after everything: they see the final state. rules: all of the optimizer's class. group_rules:
+    of each group now. formats: the group's entries that say how something is stored; they stay the
+    optimizer's. States that the file has as the optimizer stores them are checked and copied
+    natively.
+    """
+    schema = schema_of(rules)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
+    before = dict(optimizer.state)
+    saved: dict[str, Any] = {}
+    forms: dict[int, Form] = {}  # of the parameters whose saved state has the optimizer's form
+
+    def find_forms(found: dict[str, Any]) -> None:
+        index = 0
+        for rule, group, file in zip(
+            group_rules, optimizer.param_groups, found["param_groups"], strict=False
+        ):
+            known = {dtype: _form(rule, group, dtype) for dtype in NATIVE}
+            for param, number in zip(group["params"], file["params"], strict=False):
+                state, form = found["state"].get(number), known.get(param.dtype)
+                if type(state) is dict and form and _C.has_form(state, form, param):
+                    forms[index] = form
+                index += 1
+
+    def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        if "state" in found and "param_groups" in found:
+            find_forms(found)
+        check_loadable(found, params, rules, rules_of, forms)
+        saved.update(found)
+        numbers = {number for group in found["param_groups"] for number in group["params"]}
+        others = {key: value for key, value in found["state"].items() if key not in numbers}
+        return {**found, "state": others}
+
+    @torch.no_grad()
+    def restore(_: Any) -> None:
+        index = 0
+        groups = zip(optimizer.param_groups, saved["param_groups"], own, strict=True)
+        for group, saved_group, stored in groups:
+            group.update(stored)  # the file's entries say how the file stores
+            for param, number in zip(group["params"], saved_group["params"], strict=True):
+                found, form = saved["state"].get(number), forms.get(index)
+                if form is not None:
+                    optimizer.state[param] = _C.copy_of_form(found, form, "step")
+                elif found is not None:
+                    state = optimizer.state[param] = {}
+                    _restore(schema, found, before.get(param, {}), param, state, group, index)
+                    for name in [name for name in found if name in state]:
+                        state[name] = state.pop(name)  # in the order of the file
+                index += 1
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    ]
+    try:
+        load(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _form(rule: Rule, group: Group, weight: torch.dtype) -> Form:
+    """What a state dict has of a parameter as its group stores it; empty with groups of elements.
+
+    weight: the parameter's dtype. By entry: the dtype there and what it is (load.h).
+    """
+    form: Form = {"step": (torch.float64, "number"), "beta_powers": (torch.float64, "numbers")}
+    form[rule.own.name if rule.own else "layer"] = (torch.float64, "number")
+    entries = []
+    for state in rule.states:
+        format = group[state.name]
+        if format in GROUPED:
+            return {}
+        rows = {row.name: row for row in rows_of(state.name)}
+        entries.append((rows[entry_name(state.name, format)], DTYPES[format]))
+    master = MASTER.get((group["master"], weight))
+    entries += [(master, torch.float32)] if master is not None else []
+    for entry, dtype in entries:
+        form[entry.name] = entry.shown or dtype, "bytes" if entry.in_bytes else "param"
+    return form
+
+
+def _restore(
+    schema: Schema, saved: State, old: State, param: Tensor, state: State, group: Group, index: int
+) -> None:
+    """Puts saved entries into a parameter's state as its group stores them, in new tensors.
+
+    old: its state until now. index: among the optimizer's parameters.
+    """
+    masters: dict[str, Tensor] = {}
+    local = local_of(param)
+    for name, value in saved.items():
+        entry = schema.entries.get(name)
+        if not isinstance(value, Tensor):
+            state[name] = value
+        elif entry is None and value.shape == param.shape:
+            state[name] = like(copy_of(part(value, param), value.dtype, local), param)
+        elif entry is None or entry.like == "number":
+            state[name] = whole(value).to(local.device, copy=True)
+        elif entry.state == "master":
+            masters[name] = value
+        elif entry.like == "param":
+            wanted = format_of(group[entry.state], param)
+            data, scale = _converted(entry, saved, wanted, param, group, index)
+            kept = entry_name(entry.state, wanted)
+            state[kept] = like(data, param)
+            if scale is not None:
+                state[scale_name(kept)] = like(scale, param, scale_shape(param))
+    if param.dtype not in LOW_PRECISION or not MASTER_ENTRIES.keys().isdisjoint(state):
+        return
+    if not masters:  # a file of torch's: the master stays
+        masters = {n: old[n] for n in MASTER_ENTRIES if old.get(n) is not None}
+    found = {
+        name: copy_of(part(value, param), MASTER_ENTRIES[name].dtype, local)
+        for name, value in masters.items()
+    }
+    wanted_master = MASTER.get((group["master"], param.dtype))
+    if wanted_master is not None and [*found] == [wanted_master.name]:
+        state.update({name: like(value, param) for name, value in found.items()})
+    elif found:  # the parameter changes only where the format of before rounds otherwise
+        set_master(group["master"], param, state, master_of(param, found))
+
+
+def _converted(
+    entry: Entry, saved: dict[str, Any], wanted: str, param: Tensor, group: Group, index: int
+) -> tuple[Tensor, Tensor | None]:
+    """The data and scales of a saved state in the format `wanted`: plain tensors, copies."""
+    data, scale, local = saved[entry.name], None, local_of(param)
+    if entry.scale:
+        format, data, scale = _grouped_part(entry.format, data, saved[entry.scale], param)
+    else:
+        format = entry.format or NUMBERS[data.dtype]
+        data = copy_of(part(data, param), entry.dtype or DTYPES[format], local)
+    # Groups are of neighbours in memory, so another layout has other groups.
+    if format == wanted and (scale is None or same_layout(data, local)):
+        if entry.scale:
+            data = copy_of(data, data.dtype, local)
+        if scale is not None:
+            shape = scale_shape(param, tuple(local.shape))
+            scale = scale.detach().to(local.device, copy=True).reshape(shape)
+        return data, scale
+    values = get(data.detach(), scale, native_name(format))
+    data, scale = new_state(wanted, param)
+    native, random = native_name(wanted), {"seed": int(group["seed"]), "tensor_index": index}
+    if NATIVE_FORMATS[native]["stochastic"]:  # the same bits however the tensor is split
+        random |= origin_of(param)._asdict()
+    put(values.to(data.device), data, scale, native, **random)
+    return data, scale
+
+
+def _grouped_part(
+    format: str, data: Tensor, scale: Tensor, param: Tensor
+) -> tuple[str, Tensor, Tensor | None]:
+    """The format, data and scales of this process's part; float32 where it would cut groups."""
+    if not is_dtensor(param):
+        return format, whole(data), whole(scale)
+    shape, fits = scale_shape(param), has_groups(param)
+    placed = is_placed_as(data, param) and is_placed_as(scale, param)
+    if fits and placed and tuple(scale.shape) == shape:
+        return format, local_of(data), local_of(scale)
+    data, scale = whole(data), whole(scale)
+    if fits and data.is_contiguous():
+        return format, part_of_whole(data, param), part_of_whole(scale.reshape(shape), param)
+    return "float32", part_of_whole(get(data, scale, native_name(format)), param), None

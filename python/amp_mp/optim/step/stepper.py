@@ -1,0 +1,212 @@
+"""An optimizer's steps: its param_groups and a loss scaler's inputs go to one native call."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_mp import _C
+from amp_mp.optim.options import check_rounding
+from amp_mp.optim.rule import Group, Rule, kinds_of
+from amp_mp.optim.state.formats import KINDS, check_choice
+from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.whole import WholeStatistics
+from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.sharding.replaced import ReplacedCheck
+
+
+class StepReport(NamedTuple):
+    """What one step did."""
+
+    number: int  # of the step, from 1
+    skipped: bool  # a gradient was inf or NaN, and nothing was changed
+    grad_norm: float | None  # 2-norm of the true gradients before clipping; None if not measured
+    max_abs: float | None  # largest finite true |g|; None if not measured
+    loss_scale: float  # that the gradients carried
+
+
+class Hooks:
+    """What the native step asks of Python where it gathers an optimizer's tensors."""
+
+    def __init__(self) -> None:
+        self.replaced = ReplacedCheck()
+        self.process_groups: tuple[Any, ...] = ()
+        self.memory: list[Any] | None = None  # of each group when tensors were gathered last
+
+    def check(self, rules: list[Rule], groups: list[Group]) -> None:
+        """Raises ValueError, by name, for what a script has written into param_groups."""
+        self.check_replaced(groups)
+        given = [group.get("memory") for group in groups]
+        for rule, now, before in zip(rules, given, self.memory or given, strict=False):
+            if now != before:
+                raise ValueError(
+                    "memory in a param_group is for new optimizers and new groups; delete it and "
+                    "write the formats that it stands for: " + ", ".join(("master", *rule.names))
+                )
+        for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+            check_formats(rule, group, index)
+        self.memory = given
+
+    def check_replaced(self, groups: list[Group]) -> None:
+        """Raises ValueError where DTensors have replaced the parameters in their modules."""
+        self.replaced.check((param, info.label) for param, info in param_infos(groups))
+
+    def make_whole(
+        self, held: list[tuple[torch.device, list[int]]], params: list[Tensor], any_dtensor: bool
+    ) -> WholeStatistics | None:
+        """What adds statistics over processes; None where no other process has a part.
+
+        held: the device of each bucket, and where its parameters are among all `params`.
+        """
+        if not any_dtensor and not self.process_groups:
+            return None
+        whole = WholeStatistics(held, params, self.process_groups)
+        return whole if whole.is_needed else None
+
+
+class Stepper:
+    """A fused optimizer's steps, and what it keeps besides its param_groups and state.
+
+    Other files of this package reach it by `stepper_of`; users see the optimizer alone.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        rules: tuple[Rule, ...],
+        rules_of: Callable[[Group], tuple[Rule, ...]],
+        group_rules: Callable[[], list[Rule]],
+    ) -> None:
+        """rules: all that the optimizer may use. rules_of: those that one param_group may have.
+
+        group_rules: the optimizer's method that gives the rule of each group now. It keeps the
+        optimizer no longer than others do.
+        """
+        self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
+        self.rules, self.rules_of = rules, rules_of
+        self.handed: Handed | None = None  # by a loss scaler, to the step under way
+        self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
+        self.hooks = Hooks()
+        self.native = _C.Stepper(self.hooks)
+        self._watch = OverflowWatch()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that this belongs to."""
+        return self._optimizer()
+
+    def group_rules(self) -> list[Rule]:
+        """The rule of each param_group."""
+        found = self._group_rules()
+        assert found is not None, "the optimizer is gone"
+        return found()
+
+    @property
+    def releases(self) -> bool:
+        """Whether gradients are stepped and freed during backward (attach)."""
+        return self.attachment is not None and self.attachment.releases
+
+    def forget(self) -> None:
+        """Drops what is derived from param_groups and state, and the last step's report."""
+        self.native.forget()
+        self.hooks.memory = None
+        if self.attachment is not None:
+            self.attachment.forget()
+
+    def run(self, optimizer: Any) -> None:
+        """Measures, decides and applies; or ends the iteration, where backward has stepped."""
+        handed, attachment = self._handed_now(optimizer), self.attachment
+        if attachment is not None and attachment.releases:
+            if self.hooks.replaced.is_due():
+                self.hooks.check_replaced(optimizer.param_groups)
+            attachment.finish(handed)
+            return
+        max_norm = optimizer.max_grad_norm
+        self.hooks.process_groups = optimizer.process_groups
+        handed.scale_updated, skipped = self.native.step(
+            self.group_rules(),
+            optimizer.param_groups,
+            optimizer.state,
+            scale=handed.scale,
+            found_inf=handed.found_inf,
+            measure=handed.measure or max_norm is not None or optimizer.check_overflow,
+            max_norm=handed.max_norm or max_norm,
+            scale_update=handed.scale_update,
+            measured=handed.measured,
+            from_stock=handed.from_stock,
+            read=None if attachment is None else attachment.read,
+        )
+        if skipped is not None:
+            groups = optimizer.param_groups
+            self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
+
+    def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's `step`, with what a loss scaler passes to it."""
+        before, self.handed = self.handed, handed
+        try:
+            return self.optimizer.step(*args, **kwargs)
+        finally:
+            self.handed = before
+
+    def _handed_now(self, optimizer: Any) -> Handed:
+        """What the step under way was handed; a stock GradScaler sets two attributes instead."""
+        handed = self.handed
+        groups = optimizer.param_groups
+        if handed is not None and (handed.marks is None or carries_scale(handed, groups)):
+            handed.used = True
+            return handed
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        return Handed(scale, found_inf, from_stock=found_inf is not None)
+
+    def measures(self) -> bool:
+        """Whether a step needs the gradients' norms, or whether they overflow."""
+        optimizer = self.optimizer
+        clips = optimizer.max_grad_norm is not None
+        return clips or optimizer.check_overflow or any(r.needs_norms for r in self.group_rules())
+
+    def measure(self) -> _C.Measured:
+        """Reads the gradients once, for a step that is handed the result."""
+        optimizer, attachment = self.optimizer, self.attachment
+        self.hooks.process_groups = optimizer.process_groups
+        read = None if attachment is None else attachment.read
+        groups, states = optimizer.param_groups, optimizer.state
+        return self.native.measure(self.group_rules(), groups, states, read)
+
+    def totals(self) -> dict[torch.device, Tensor]:
+        """Measures the gradients as they are, in one read.
+
+        Returns, per device, float64 [3]: sum of squares, largest finite |g|, number of elements
+        that are inf or NaN, of all gradients together. Attached with release=True: of the gradients
+        released since the last step; RuntimeError where nothing asked for measuring them.
+        """
+        found: dict[torch.device, Tensor]
+        found = self.attachment.totals() if self.releases else self.measure().totals()
+        return found
+
+    def warn(self, skipped: tuple[int, int, float] | None, describe: Callable[..., str]) -> None:
+        """Warns where steps are skipped again and again.
+
+        skipped: the step, how many in a row, and the scale, as the native step returns them.
+        describe: says which gradients are inf or NaN, given the scale they carry.
+        """
+        if skipped is not None:
+            self._watch.steps, self._watch.in_a_row, scale = skipped
+            name = type(self.optimizer).__name__
+            self._watch.warn_of_skips(name, lambda: describe(scale))
+
+
+def check_formats(rule: Rule, group: Group, index: int) -> None:
+    """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
+    try:
+        check_rounding(group)
+        for name, kind in {"master": "master", **kinds_of([rule])}.items():
+            check_choice(name, group[name], KINDS[kind])
+        if rule.directions is not None:
+            rule.directions.check(group)
+    except ValueError as error:
+        raise ValueError(f"param_group {index}: {error}") from None

@@ -1,0 +1,109 @@
+"""Parameters that DTensors have replaced in their modules after the optimizer was made."""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp.sharding.parts import is_placed_as, part
+from amp_mp.sharding.shards import is_dtensor, local_of
+
+
+def count_sharded_modules() -> int:
+    """How many modules of fully_shard there are."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return len(getattr(states, "_module_state_mapping", ()))
+
+
+class ReplacedCheck:
+    """Refuses parameters that no module has any more; they would never get a gradient again."""
+
+    def __init__(self) -> None:
+        self._passed: set[int] = set()  # ids of parameters that modules have
+        self._sharded = 0  # modules of fully_shard, when they passed
+
+    def is_due(self) -> bool:
+        """Whether fully_shard was called since the last check."""
+        return self._sharded != count_sharded_modules()
+
+    def check(self, params: Iterable[tuple[Tensor, str]]) -> None:
+        """Raises ValueError, by name, for parameters that DTensors have replaced.
+
+        params: an optimizer's, each with its name for messages.
+
+        All modules of the process are looked at, but seldom: only where trainable parameters
+        without a gradient are new, or modules have been sharded since.
+        """
+        if self.is_due():
+            self._passed.clear()
+            self._sharded = count_sharded_modules()
+        if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
+            return  # there are no DTensors without a process group
+        trainable = [each for each in params if each[0].requires_grad]
+        suspects = [
+            (param, label)
+            for param, label in trainable
+            if param.grad is None and id(param) not in self._passed
+        ]
+        own = {id(param) for param, _ in trainable}
+        lost = _replaced(suspects, own) if suspects else []
+        if lost:  # by a module that is only waiting to be freed?
+            gc.collect()
+            lost = _replaced(suspects, own)
+        # Parameters that never were in a module may have the shape of a DTensor, too.
+        if any(_has_values_of(param, dtensors) for param, _, dtensors in lost):
+            param, label, _ = lost[0]
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            self._sharded = -1  # so that the next step raises, too
+            raise ValueError(
+                f"{label}{more} is in no module any more: fully_shard, parallelize_module or "
+                "load_state_dict(assign=True) has put a DTensor of its shape "
+                f"{tuple(param.shape)} in its place. It would never get a gradient; make the "
+                "optimizer after that call"
+            )
+        self._passed |= {id(param) for param, _ in suspects}
+
+
+def _replaced(
+    suspects: list[tuple[Tensor, str]], own: set[int]
+) -> list[tuple[Tensor, str, list[Tensor]]]:
+    """Those that no module has, with trainable DTensors of their shape that modules have.
+
+    own: ids of the optimizer's parameters, which have replaced nothing.
+    """
+    held: set[int] = set()
+    dtensors: dict[tuple[int, ...], list[Tensor]] = {}
+    for param in _parameters_of_modules():
+        held.add(id(param))
+        if is_dtensor(param) and param.requires_grad and id(param) not in own:
+            dtensors.setdefault(tuple(param.shape), []).append(param)
+    return [
+        (param, label, dtensors[tuple(param.shape)])
+        for param, label in suspects
+        if id(param) not in held and tuple(param.shape) in dtensors
+    ]
+
+
+def _has_values_of(param: Tensor, dtensors: list[Tensor]) -> bool:
+    """Whether one of the DTensors has the parameter's values, which are not all the same."""
+    for dtensor in dtensors:
+        if is_dtensor(param) and not is_placed_as(param, dtensor):
+            continue
+        values, own = local_of(dtensor).detach(), part(param.detach(), dtensor)
+        if values.device.type == "meta" or values.dtype != own.dtype or values.numel() < 2:
+            continue
+        own = own.to(values.device)
+        if torch.equal(own, values) and bool((own != own.flatten()[0]).any()):
+            return True
+    return False
+
+
+def _parameters_of_modules() -> Iterator[Tensor]:
+    """The parameters of all modules of this process."""
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            own = vars(each).get("_parameters")
+            if isinstance(own, dict):
+                yield from (param for param in own.values() if param is not None)

@@ -1,0 +1,175 @@
+"""FP16_Optimizer's state dicts: what they hold, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import Tensor, nn
+from wrapping import INNER, LOW, Mixed, everything, train_step, wrap
+
+import amp_mp as amp
+from amp_mp.scaling import Backoff
+
+
+def reloaded(value: Any) -> Any:
+    """Through a file, as from an untrusted source."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+# Snapshots.
+
+
+def assert_plain(value: Any) -> None:
+    """Made of nothing but what weights_only=True loads and any format can hold."""
+    assert type(value) in (dict, list, tuple, int, float, bool, str, type(None), Tensor), value
+    if isinstance(value, dict):
+        assert_plain(list(value))
+        assert_plain(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            assert_plain(item)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_snapshot_is_plain_and_keeps_apex_names(device: str, name: str) -> None:
+    model = Mixed(torch.float16).to(device)
+    optimizer = wrap(INNER[name](model.parameters()), dynamic_loss_scale=True)
+    train_step(model, optimizer, torch.randn(3, 4, device=device))
+    saved = optimizer.state_dict()
+    assert_plain(saved)
+    assert set(saved) == {
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "overflow",
+        "first_closure_call_this_step",
+        "optimizer_state_dict",
+        "fp32_from_fp16",
+    }
+    assert raw_bytes(reloaded(saved)) == raw_bytes(saved)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_snapshot_follows_neither_the_optimizer_it_came_from_nor_the_one_it_went_to(
+    device: str, name: str
+) -> None:
+    x = torch.randn(3, 4, device=device)
+    model, other = (Mixed(torch.float16).to(device) for _ in range(2))
+    optimizer = wrap(INNER[name](model.parameters()))
+    train_step(model, optimizer, x)
+    saved = optimizer.state_dict()
+    before = raw_bytes(saved)
+    train_step(model, optimizer, x)
+    assert raw_bytes(saved) == before
+    second = wrap(INNER[name](other.parameters()))
+    second.load_state_dict(saved)
+    train_step(other, second, x)
+    assert raw_bytes(saved) == before
+
+
+@pytest.mark.parametrize("scale", ["static", "dynamic"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", INNER)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(
+    device: str, name: str, dtype: torch.dtype, scale: str
+) -> None:
+    inputs = [torch.randn(3, 4, device=device) for _ in range(8)]
+    inputs[1][0] = inputs[5][0] = float("inf")  # skipped under a dynamic scale, else left out
+    if scale == "static":
+        inputs = [x for x in inputs if x.isfinite().all()]
+
+    def start() -> tuple[nn.Module, amp.FP16_Optimizer]:
+        model = Mixed(dtype).to(device)
+        policy: Any = Backoff(init_scale=64.0, step_window=2) if scale == "dynamic" else 64.0
+        return model, wrap(INNER[name](model.parameters()), loss_scale=policy)
+
+    model, optimizer = start()
+    for x in inputs[:4]:
+        train_step(model, optimizer, x)
+    saved = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    resumed_model, resumed = start()
+    resumed_model.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    for x in inputs[4:]:
+        train_step(model, optimizer, x)
+        train_step(resumed_model, resumed, x)
+    assert everything(resumed_model, resumed) == everything(model, optimizer)
+    assert resumed.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
+
+
+def loader(sizes: tuple[int, ...], **arguments: Any) -> amp.FP16_Optimizer:
+    groups = [{"params": [nn.Parameter(torch.ones(size).half())]} for size in sizes]
+    return wrap(torch.optim.SGD(groups, lr=1.0, momentum=0.9), **arguments)
+
+
+def without(key: str) -> dict[str, Any]:
+    saved = loader((2, 3)).state_dict()
+    del saved[key]
+    return saved
+
+
+def with_one_group_less_inside() -> dict[str, Any]:
+    saved = loader((2, 3), static_loss_scale=4.0).state_dict()
+    saved["optimizer_state_dict"]["param_groups"].pop()
+    return saved
+
+
+BAD_SNAPSHOTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "another shape": (lambda: loader((2, 4)).state_dict(), r"fp32_from_fp16 .*\(4,\).*\(3,\)"),
+    "another number of groups": (lambda: loader((2,)).state_dict(), "fp32_from_fp16"),
+    "no scale there is": (
+        lambda: {**loader((2, 3)).state_dict(), "loss_scaler": {"policy": "Best"}},
+        "policy must be one of",
+    ),
+    "torch's part does not fit": (with_one_group_less_inside, "parameter groups"),
+    "no overflow": (lambda: without("overflow"), "overflow"),
+    "no masters": (lambda: without("fp32_from_fp16"), "fp32_from_fp16"),
+    "no scale": (lambda: without("loss_scaler"), "loss_scaler"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+def test_a_snapshot_that_does_not_fit_is_refused_before_anything_is_changed(name: str) -> None:
+    make, words = BAD_SNAPSHOTS[name]
+    optimizer = loader((2, 3), static_loss_scale=16.0)
+    before = raw_bytes(optimizer.state_dict())
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(make())
+    assert raw_bytes(optimizer.state_dict()) == before
+
+
+def test_the_snapshots_kind_of_scale_counts(device: str) -> None:
+    """As in Apex: a run that was dynamic stays so, however the new optimizer was made."""
+
+    def fresh(**arguments: Any) -> amp.FP16_Optimizer:
+        param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16, device=device))
+        return amp.FP16_Optimizer(torch.optim.SGD([param], lr=1.0), verbose=False, **arguments)
+
+    source, target = fresh(dynamic_loss_scale=True), fresh(static_loss_scale=8.0)
+    source.backward((source.fp16_groups[0][0] * float("inf")).sum())
+    source.step()
+    target.load_state_dict(source.state_dict())
+    assert target.loss_scaler.state_dict() == source.loss_scaler.state_dict()
+    assert target.dynamic_loss_scale
+    target.backward((target.fp16_groups[0][0] * float("inf")).sum())
+    assert target.overflow
+
+
+@pytest.mark.parametrize("copier", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_it_cannot_be_pickled_or_copied(copier: Callable[[Any], Any]) -> None:
+    with pytest.raises(RuntimeError, match="state_dict"):
+        copier(loader((2,)))
+
+
+def test_it_cannot_be_unpickled() -> None:
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        amp.FP16_Optimizer.__new__(amp.FP16_Optimizer).__setstate__({})

@@ -1,0 +1,312 @@
+"""Optimizers with compact formats: long runs, shards, memory, groups and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compact_formats import MEMORIES
+from helpers import array, assert_same, random, state_names
+from rules import (
+    PRESETS,
+    RULES,
+    STORAGES,
+    Expected,
+    found_master,
+    found_state,
+    raw,
+)
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp import _C
+
+# What the presets store moments and squares as.
+MOMENTS = sorted({PRESETS[m][1] for m in MEMORIES})
+SQUARES = sorted({PRESETS[m][2] for m in MEMORIES})
+
+
+# Optimizers.
+
+
+def test_ten_thousand_exact_steps_are_float32_masters_steps(device: str) -> None:
+    numbers = {"lr": 1e-3, "weight_decay": 0.1}
+    start = torch.from_numpy(random(2000, 1)).bfloat16().to(device)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    plain, exact = (
+        amp.optim.AdamW([p], **STORAGES[storage], **numbers)
+        for p, storage in zip(params, ("float32", "exact"), strict=True)
+    )
+    grads = [torch.from_numpy(random(2000, s, 1e-2)).bfloat16().to(device) for s in range(97)]
+    for step in range(10_000):
+        for param, optimizer in zip(params, (plain, exact), strict=True):
+            param.grad = grads[step % len(grads)]
+            optimizer.step()
+    one, two = plain.state[params[0]], exact.state[params[1]]
+    assert_same(found_master(two, params[1], "split32"), array(one["master"]), "master")
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_same(array(two[name]), array(one[name]), name)
+    # the weights differ where the master lies half way, and nowhere else
+    master = array(one["master"]).view(np.uint32)
+    ties = master & 0xFFFF == 0x8000
+    assert_same(array(params[1])[~ties], array(params[0])[~ties], "weights")
+
+
+@pytest.mark.parametrize("format", SQUARES)
+def test_the_second_moment_follows_a_gradient_that_drops(device: str, format: str) -> None:
+    """Nearest rounding would stay at the old value: .999 of a number is the same number.
+
+    The mean is right. Single elements scatter, by what docs/formats.md says and a tenth.
+    """
+    count, beta2 = (128, 32), 0.999
+    param = nn.Parameter(torch.zeros(count, device=device))
+    optimizer = amp.optim.AdamW([param], lr=0.0, betas=(0.9, beta2), exp_avg_sq=format)
+    generator = torch.Generator().manual_seed(1)
+    pool = [torch.randn(count, generator=generator).to(device) for _ in range(500)]
+    wanted = torch.zeros(count, dtype=torch.float64, device=device)
+    for step in range(3000 + 2800):
+        param.grad = pool[step % 500] * (1.0 if step < 3000 else 0.1)
+        wanted.mul_(beta2).add_(param.grad.double().square(), alpha=1 - beta2)
+        optimizer.step()
+    found = found_state(optimizer.state[param], "exp_avg_sq", format).astype(np.float64)
+    ratio = found / wanted.cpu().numpy().reshape(-1)
+    assert ratio.mean() == pytest.approx(1, abs=0.02)
+    spread = {"float32": 1e-3, "ue8m8": 0.07, "log8": 0.37}[format]
+    assert spread / 2 <= ratio.std() <= spread or format == "float32"
+
+
+@pytest.mark.parametrize("format", MOMENTS)
+def test_the_first_moment_of_a_constant_gradient_is_right(device: str, format: str) -> None:
+    """Averaged over steps and elements, for elements of a group that are 1, 1/8, 1/1000 of it.
+
+    A step's bias, ten times over with beta1 = .9: bfloat16's probabilities are 256ths of an ulp of
+    2^-7. m8's numbers from code 2^k on are 3/2^k apart at most, and the mean is too large between
+    two of them with a power of two between, by .375 / 2^k at most and by 2/3 of that on average. A
+    moment that scatters by a step and more is there a third of the time. A step's deviation is an
+    ulp / 2 or 3/2 / 2^k, 1 / sqrt(1 - .81) of it stationary; five of these, ten steps counting as
+    one.
+    """
+    steps, sizes = 200, np.float32([1, 1 / 8, 1 / 1000])
+    columns = np.repeat(sizes, [11, 11, 10])
+    grad = torch.from_numpy(np.tile(columns, (512, 1))).to(device)
+    param = nn.Parameter(torch.zeros_like(grad))
+    optimizer = amp.optim.AdamW([param], lr=0.0, betas=(0.9, 0.999), exp_avg=format)
+    total = np.zeros((512, 32))
+    for step in range(steps):
+        param.grad = grad
+        optimizer.step()
+        state = optimizer.state[param]
+        if step >= steps // 2:
+            values = found_state(state, "exp_avg", format).reshape(512, 32)
+            total += values / (1 - 0.9 ** (step + 1))
+    ratio = total / (steps // 2) / columns
+    for size in sizes:
+        chosen = ratio[:, columns == size]
+        octave = 2.0 ** -np.floor(np.log2(126 * np.cbrt(size)))
+        bias, deviation = {
+            "float32": (2.0**-23, 2.0**-23),
+            "bfloat16": (2.0**-7 / 512, 2.0**-8),
+            "m8": (0.375 * octave * 2 / 3 / 3, 1.5 * octave),
+        }[format]
+        tolerance = 10 * bias + 5 * deviation / np.sqrt(0.19 * chosen.size * steps / 20)
+        assert chosen.mean() == pytest.approx(1, abs=tolerance), size
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_an_element_without_gradient_comes_to_rest(device: str, memory: str) -> None:
+    """Half of the elements of two rows stop, and two whole rows."""
+    param = nn.Parameter(torch.from_numpy(random(128, 1)).bfloat16().to(device).view(4, 32))
+    optimizer = amp.optim.AdamW([param], lr=1e-3, weight_decay=0.0, memory=memory)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(4, 32, generator=generator).bfloat16().to(device) for _ in range(50)]
+    stops = torch.ones(4, 32, dtype=torch.bool, device=device)
+    stops[:2, ::2] = False
+    for step in range(500):
+        param.grad = grads[step % 50]
+        optimizer.step()
+    rest = [grad.masked_fill(stops, 0.0) for grad in grads]
+    seen = []
+    for step in range(20_000):
+        param.grad = rest[step % 50]
+        optimizer.step()
+        if step >= 20_000 - 100:
+            master = found_master(optimizer.state[param], param, PRESETS[memory][0])
+            seen.append(master.reshape(4, 32))
+    still, moving = stops.cpu().numpy(), ~stops.cpu().numpy()
+    assert all(np.array_equal(master[still], seen[0][still]) for master in seen)
+    assert (seen[0][moving] != seen[-1][moving]).all()
+
+
+def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
+    """Parts that begin anywhere, given where, and the same number."""
+
+    new_clock = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
+
+    def step(cuts: list[int], firsts: list[int]) -> list[np.ndarray]:
+        def parts(x: Tensor) -> list[Tensor]:
+            return [p.clone() for p in x.to(device).tensor_split(cuts)]
+
+        params = [nn.Parameter(p) for p in parts(torch.from_numpy(random(1000, 1)).bfloat16())]
+        count = len(params)
+        rests = parts(torch.zeros(1000, dtype=torch.int8))
+        moments = parts(torch.from_numpy(random(1000, 2, 1e-3)).bfloat16())
+        squares = parts(torch.full((1000,), 0x3F00, dtype=torch.int16))
+        slots = _C.Slots(
+            params=params,
+            masters=rests,
+            states=[moments, squares],
+            scales=[[None] * count] * 2,
+            formats=[["bfloat16_stochastic"] * count, ["ue8m8"] * count],
+            stochastic=[False] * count,
+            clocks=[new_clock.clone() for _ in params],
+            groups=[0] * count,
+            tensor_indices=[5] * count,
+            firsts=firsts,
+            names=[f"part {i}" for i in range(count)],
+        )
+        hyper = _C.Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, seed=11)
+        verdict = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=device)
+        grad = torch.from_numpy(random(1000, 3)).bfloat16()
+        for _ in range(3):
+            for param, part in zip(params, parts(grad), strict=True):
+                param.grad = part
+            _C.operators["adamw_"](slots, [hyper], verdict)
+        return [np.concatenate([raw(p) for p in t]) for t in (params, rests, moments, squares)]
+
+    whole = step([], [0])
+    for a, b in zip(whole, step([37], [0, 37]), strict=True):
+        assert np.array_equal(a, b)
+    elsewhere = step([37], [0, 36])
+    assert not np.array_equal(whole[2], elsewhere[2])
+
+
+@pytest.mark.parametrize(
+    ("memory", "wanted"),
+    [(None, 12), ("float32", 14), ("exact", 12), ("lean", 7), ("tiny", 6.0625), ("micro", 5.09375)],
+)
+def test_memory_is_what_the_storages_take(device: str, memory: str | None, wanted: float) -> None:
+    param = nn.Parameter(torch.ones(1024, 1024, dtype=torch.bfloat16, device=device))
+    optimizer = amp.optim.AdamW([param], memory=memory)
+    assert optimizer.memory_report().bytes_per_parameter == 2
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    report = optimizer.memory_report()
+    assert report.bytes_per_parameter == pytest.approx(wanted, abs=0.01)
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (param, param.grad, *optimizer.state[param].values())
+    }
+    assert report.total == sum(storages.values())
+    assert report.parameters == param.numel()
+    assert f"{report.bytes_per_parameter:.3f} beside the gradient" in str(report)
+
+
+def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:
+    """Bits depend on a parameter's number and its applied steps, on nothing that comes between."""
+    kind, numbers = RULES["adamw"]
+    unused, used = (nn.Parameter(torch.ones(100, device=device).bfloat16()) for _ in range(2))
+    optimizer = kind([unused, used], **numbers, memory="lean", check_overflow=True, seed=3)
+    want = Expected("adamw", used, 1, state_names(optimizer), memory="lean", seed=3)
+    for step in range(6):
+        used.grad = torch.from_numpy(random(100, step, 1e-2)).bfloat16().to(device)
+        if step % 2:
+            used.grad[step] = torch.inf
+        else:
+            want.step(array(used.grad), np.float32(1))
+        optimizer.step()
+        assert optimizer.step_was_skipped == bool(step % 2)
+    for name, values in want.states.items():
+        assert_same(found_state(optimizer.state[used], name, want.formats[name]), values, name)
+
+
+# Arguments.
+
+
+def test_groups_have_their_own_formats(device: str) -> None:
+    params = [nn.Parameter(torch.ones(4, 32, dtype=torch.bfloat16, device=device)) for _ in "abcd"]
+    optimizer = amp.optim.AdamW(
+        [
+            {"params": params[0]},
+            {"params": params[1], "master": "float32", "exp_avg": "float32"},
+        ],
+        memory="tiny",
+    )
+    optimizer.add_param_group({"params": params[2], "memory": "lean"})
+    optimizer.add_param_group({"params": params[3], "exp_avg_sq": "float16_root"})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    found = [
+        {
+            name: str(tensor.dtype).removeprefix("torch.")
+            for name, tensor in optimizer.state[p].items()
+            if tensor.shape == p.shape
+        }
+        for p in params
+    ]
+    assert found == [
+        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_ue8m8": "int16"},
+        {"master": "float32", "exp_avg": "float32", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg": "bfloat16", "exp_avg_sq_ue8m8": "int16"},
+        {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_root": "float16"},
+    ]
+    assert "memory" not in optimizer.param_groups[2]
+
+
+def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
+    adamw = amp.optim.AdamW
+    return {
+        "memory": (
+            lambda p: adamw(p, memory="huge"),
+            ValueError,
+            "memory must be one of float32, exact, lean, tiny, micro; found 'huge'",
+        ),
+        "rounding": (
+            lambda p: adamw(p, rounding="up"),
+            ValueError,
+            "rounding must be one of nearest, stochastic; found 'up'",
+        ),
+        "unknown": (
+            lambda p: adamw(p, momory="lean"),
+            TypeError,
+            "AdamW has no argument 'momory'.*memory",
+        ),
+        "differentiable": (
+            lambda p: adamw(p, differentiable=True),
+            ValueError,
+            "differentiable=True is not there",
+        ),
+        "squares in codes": (
+            lambda p: adamw(p, exp_avg_sq="m8"),
+            ValueError,
+            "exp_avg_sq must be one of float32, float16, bfloat16, float16_root, ue8m8, log8",
+        ),
+        "moments without sign": (
+            lambda p: amp.optim.Lion(p, exp_avg="ue8m8"),
+            ValueError,
+            "exp_avg must be one of float32, float16, bfloat16, m8",
+        ),
+        "variance": (
+            lambda p: amp.optim.RMSprop(p, centered=True, square_avg="ue8m8"),
+            ValueError,
+            'square_avg must be "float32" if centered',
+        ),
+        "later group": (
+            lambda p: adamw(p).add_param_group(
+                {"params": [nn.Parameter(torch.zeros(1))], "memory": "huge"}
+            ),
+            ValueError,
+            "memory must be one of",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", argument_errors())
+def test_arguments_that_cannot_be_are_refused_by_name(case: str) -> None:
+    act, kind, message = argument_errors()[case]
+    with pytest.raises(kind, match=message):
+        act([nn.Parameter(torch.zeros(4, 32))])

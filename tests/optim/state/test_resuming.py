@@ -1,0 +1,243 @@
+"""Optimizers with compact formats resume with the same bits, convert, and read torch's files."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import reference_formats as formats
+import torch
+from compact_formats import MEMORIES
+from helpers import array, assert_same, raw_bytes, state_names
+from rules import (
+    RULES,
+    STORAGES,
+    Expected,
+    found_master,
+    found_state,
+)
+from torch import nn
+
+import amp_mp as amp
+
+
+def small_model(device: str) -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
+    return amp.prepare(net, torch.bfloat16)
+
+
+def some_steps(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
+    """Returns how far a weight has gone in one of them, at most."""
+    largest = 0.0
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        before = [p.detach().clone() for p in net.parameters()]
+        for param in net.parameters():
+            grad = torch.randn(param.shape, generator=generator) * 0.1
+            param.grad = grad.bfloat16().to(param.device, param.dtype)
+        optimizer.step()
+        gone = [(p.detach() - b).abs().max() for p, b in zip(net.parameters(), before, strict=True)]
+        largest = max(largest, *(float(x) for x in gone))
+    return largest
+
+
+def through_a_file(device: str, value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, map_location=device)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("memory", [*MEMORIES, "no master"])
+def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str) -> None:
+    """Into an optimizer with a seed of its own, which the file's replaces."""
+    kind, numbers = RULES[rule]
+    storage = {"memory": memory}
+    if memory == "no master":
+        storage = {"master": "none", "rounding": "stochastic"}
+
+    def fresh(seed: int) -> tuple[nn.Module, amp.optim.FusedOptimizer]:
+        net = small_model(device)
+        return net, kind(net.parameters(), **numbers, **storage, seed=seed, max_grad_norm=1.0)
+
+    whole, optimizer = fresh(2**35 + 7)
+    some_steps(whole, optimizer, range(3))
+    saved = {"model": whole.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = through_a_file(device, saved)
+    some_steps(whole, optimizer, range(3, 6))
+    resumed, again = fresh(0)
+    some_steps(resumed, again, range(2))  # a state that is there already is replaced
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    before = raw_bytes(saved)
+    some_steps(resumed, again, range(3, 6))
+    assert raw_bytes(saved) == before, "stepping must not write into the loaded dictionary"
+    assert raw_bytes(resumed.state_dict()) == raw_bytes(whole.state_dict())
+    assert raw_bytes(again.state_dict()) == raw_bytes(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("source", STORAGES)
+@pytest.mark.parametrize("target", STORAGES)
+def test_loading_converts_to_the_formats_asked_for(device: str, source: str, target: str) -> None:
+    """What was saved, decoded, encoded with the bits of step 0; the same formats byte for byte."""
+    rule, seed = "adamw", 9
+
+    def fresh(storage: str, seed: int) -> tuple[nn.Module, amp.optim.FusedOptimizer]:
+        net, arguments = small_model(device), {**RULES[rule][1], **STORAGES[storage]}
+        return net, amp.optim.AdamW(net.parameters(), **arguments, seed=seed)
+
+    net, optimizer = fresh(source, seed)
+    some_steps(net, optimizer, range(3))
+    loaded, other = fresh(target, 0)
+    loaded.load_state_dict(net.state_dict())
+    other.load_state_dict(through_a_file(device, optimizer.state_dict()))
+    for number, (a, b) in enumerate(zip(net.parameters(), loaded.parameters(), strict=True)):
+        wanted = [
+            Expected(rule, p, number, state_names(other), **STORAGES[storage])
+            for p, storage in ((a, source), (b, target))
+        ]
+        for name in state_names(other):
+            values = found_state(optimizer.state[a], name, wanted[0].formats[name])
+            format = wanted[1].formats[name]
+            if format not in ("float32", wanted[0].formats[name]):
+                bits = formats.stream(values.size, seed, 0, number)
+                values = formats.decode(formats.encode(values, format, bits), format)
+            assert_same(found_state(other.state[b], name, format), values, name)
+        master = found_master(optimizer.state[a], a, wanted[0].formats["master"])
+        split = wanted[1].formats["master"]
+        if split != "float32":
+            parts = formats.encode(master, split, weight="bfloat16")
+            master = formats.decode(parts, split, "bfloat16")
+        assert_same(found_master(other.state[b], b, split), master, "master")
+        assert raw_bytes([*other.state[b].values()]) == raw_bytes(
+            [*optimizer.state[a].values()]
+        ) or (source != target)
+    some_steps(loaded, other, range(3, 4))
+
+
+# Ours and torch's that read each other's checkpoints.
+TORCHS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "adamw": (amp.optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "amsgrad": (amp.optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "adam": (amp.optim.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adadelta": (amp.optim.Adadelta, torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "nadam": (amp.optim.NAdam, torch.optim.NAdam, {"lr": 1e-2, "momentum_decay": 0.1}),
+    "radam": (amp.optim.RAdam, torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad": (amp.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
+    "rmsprop": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9}),
+    "centered": (amp.optim.RMSprop, torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    "momentum": (amp.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+}
+
+
+def assert_alike(optimizer: Any, low: nn.Module, wide: nn.Module, update: float) -> None:
+    """Five steps after they were: within 8 roundings a step, of the weight and of its update."""
+    found = amp.float32_state_dict(low, optimizer)
+    for name, weight in wide.state_dict().items():
+        tolerance = 5 * 8 * 2.0**-24
+        torch.testing.assert_close(found[name], weight, rtol=tolerance, atol=tolerance * update)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str) -> None:
+    ours, torchs, arguments = TORCHS[name]
+    torch.manual_seed(1)
+    wide = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
+    theirs = torchs(wide.parameters(), **arguments)
+    some_steps(wide, theirs, range(5))
+
+    low = amp.prepare(copy.deepcopy(wide), torch.bfloat16)  # keeps the exact originals
+    mine = ours(low.parameters(), **arguments, memory="exact")
+    mine.load_state_dict(through_a_file(device, theirs.state_dict()))
+    update = some_steps(wide, theirs, range(5, 10))
+    some_steps(low, mine, range(5, 10))
+    assert_alike(mine, low, wide, update)
+
+    back = copy.deepcopy(wide)
+    back.load_state_dict(amp.float32_state_dict(low, mine))
+    again = torchs(back.parameters(), **arguments)
+    again.load_state_dict(through_a_file(device, mine.torch_state_dict()))
+    update = some_steps(back, again, range(10, 15))
+    some_steps(low, mine, range(10, 15))
+    assert_alike(mine, low, back, update)
+
+
+@pytest.mark.parametrize("memory", ["lean", "tiny", "micro"])
+def test_torch_reads_what_compact_formats_hold(device: str, memory: str) -> None:
+    net = small_model(device)
+    optimizer = amp.optim.AdamW(net.parameters(), memory=memory)
+    some_steps(net, optimizer, range(3))
+    wide = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
+    wide.load_state_dict(amp.float32_state_dict(net, optimizer))
+    theirs = torch.optim.AdamW(wide.parameters())
+    theirs.load_state_dict(optimizer.torch_state_dict())
+    for number, (a, b) in enumerate(zip(net.parameters(), wide.parameters(), strict=True)):
+        formats_ = Expected("adamw", a, number, state_names(optimizer), memory=memory).formats
+        assert_same(found_master(optimizer.state[a], a, "split24"), array(b).reshape(-1), "master")
+        assert theirs.state[b]["step"].item() == 3
+        for name in state_names(optimizer):
+            found = array(theirs.state[b][name]).reshape(-1)
+            assert_same(found, found_state(optimizer.state[a], name, formats_[name]), name)
+    some_steps(wide, theirs, range(3, 4))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_float32_weights_go_out_and_in(device: str, storage: str) -> None:
+    """Any float32 weights with float32 and split32 masters, their own with all."""
+    net, other = small_model(device), small_model(device)
+    arguments = {"lr": 0.1, **STORAGES[storage]}
+    optimizers = [amp.optim.AdamW(n.parameters(), **arguments) for n in (net, other)]
+    some_steps(net, optimizers[0], range(3))
+    weights = amp.float32_state_dict(net, optimizers[0])
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    amp.load_float32_state_dict(other, optimizers[1], weights)
+    assert raw_bytes(amp.float32_state_dict(other, optimizers[1])) == raw_bytes(weights)
+    assert raw_bytes(other.state_dict()) == raw_bytes(net.state_dict())
+    if storage in ("float32", "exact"):
+        generator = torch.Generator().manual_seed(0)
+        weights = {n: torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+        amp.load_float32_state_dict(other, optimizers[1], weights)
+        assert raw_bytes(amp.float32_state_dict(other, optimizers[1])) == raw_bytes(weights)
+    some_steps(other, optimizers[1], range(3, 4))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_empty_frozen_and_unused_parameters_are_left_alone(device: str, memory: str) -> None:
+    shapes = ((0, 32), (2, 32), (2, 32), (2, 32))
+    empty, frozen, unused, used = (
+        nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=device)) for shape in shapes
+    )
+    frozen.requires_grad_(False)
+    optimizer = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1, memory=memory)
+    optimizer.step()
+    assert not optimizer.state
+    empty.grad, used.grad = torch.ones_like(empty), torch.ones_like(used)
+    optimizer.step()
+    assert (frozen == 1).all()
+    assert (unused == 1).all()
+    assert (used != 1).all()
+    assert unused not in optimizer.state
+    again = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1, memory=memory)
+    again.load_state_dict(through_a_file(device, optimizer.state_dict()))
+    assert raw_bytes(again.state_dict()) == raw_bytes(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("storage", ["float32", "exact"])
+def test_a_torch_checkpoint_loaded_after_the_weights_keeps_their_masters(
+    device: str, storage: str
+) -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(40, 8, device=device)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    whole(torch.randn(4, 40, device=device)).square().sum().backward()
+    theirs.step()
+    low = amp.prepare(nn.Linear(40, 8, device=device), torch.bfloat16)
+    ours = amp.optim.AdamW(low.parameters(), lr=1e-3, **STORAGES[storage])
+    amp.load_float32_state_dict(low, ours, whole.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for name, value in amp.float32_state_dict(low, ours).items():
+        assert torch.equal(value, whole.state_dict()[name])

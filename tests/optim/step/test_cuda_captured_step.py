@@ -1,0 +1,276 @@
+"""A step captured in a CUDA graph and replayed is the eager one.
+
+Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cuda_training import DEVICE, Training
+from helpers import PRETEND_GPU
+from tiers import full
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp import _C
+
+pytestmark = pytest.mark.usefixtures("cuda")
+
+
+@pytest.fixture(params=["cuda"])
+def cuda(request: pytest.FixtureRequest) -> str:
+    """In the names of all tests here, for those who choose by device."""
+    return request.param
+
+
+def overflows_at(step: int) -> bool:
+    return step % 7 == 3 or step % 11 == 5
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "memory", "rate_dtype"),
+    [
+        full((None, None, torch.float32)),
+        full(("Backoff", "exact", torch.float64)),
+        ("LogMax", "tiny", torch.float32),
+    ],
+)
+def test_a_captured_step_replayed_is_the_eager_one(
+    loss_scale: Any, memory: str | None, rate_dtype: torch.dtype
+) -> None:
+    rates = [torch.full((), 1e-2, dtype=rate_dtype, device=DEVICE) for _ in range(2)]
+    graphed, eager = (
+        Training(loss_scale, memory, rate, rounding="nearest", seed=5) for rate in rates
+    )
+    for step in range(2):
+        for training in (graphed, eager):
+            training.fill(step, False)
+            training.step()
+    assert graphed.state() == eager.state()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    if PRETEND_GPU:
+        assert graph.launches == 4
+    skipped = 0
+    for step in range(2, 202):
+        for rate in rates:
+            rate.fill_(1e-2 / (1 + step))
+        for training in (graphed, eager):
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        if step % 25 == 0 or step > 195:
+            assert graphed.state() == eager.state(), step
+        ours, theirs = (t.optimizer.last_report(wait=True) for t in (graphed, eager))
+        assert ours == theirs
+        assert ours is not None
+        assert ours.skipped == overflows_at(step)
+        assert graphed.scaler.get_scale() == eager.scaler.get_scale()
+        skipped += ours.skipped
+    assert 30 < skipped < 80
+
+
+@pytest.mark.parametrize("memory", ["exact", "micro"])
+@pytest.mark.parametrize("kind", [amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam])
+def test_a_captured_step_counts_for_every_rule(kind: Any, memory: str) -> None:
+    """RAdam's rectification begins in a replay, and NAdam's mu_product goes on in them."""
+    graphed, eager = (Training(memory=memory, kind=kind, weight_decay=0.1) for _ in range(2))
+    for training in (graphed, eager):
+        training.fill(0, False)
+        training.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(1, 20):
+        for training in (graphed, eager):
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        assert graphed.state() == eager.state(), step
+    steps = eager.optimizer.state[eager.params[0]]["step"].item()
+    assert steps == 1 + sum(not overflows_at(step) for step in range(1, 20))
+
+
+def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
+    def trained(captures: bool) -> tuple[list[Tensor], float]:
+        torch.manual_seed(2)
+        layers = [nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)]
+        model = amp.prepare(nn.Sequential(*layers).to(DEVICE), torch.float16)
+        rate = torch.full((), 1e-3, device=DEVICE)
+        optimizer = amp.optim.AdamW(model.parameters(), lr=rate, max_grad_norm=1.0, memory="exact")
+        scaler = amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=10)
+        batch = torch.randn(16, 32, device=DEVICE, dtype=torch.float16)
+
+        def iteration() -> None:
+            scaler.scale(model(batch).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                optimizer.zero_grad()
+                iteration()
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        if captures:
+            with torch.cuda.graph(graph):
+                iteration()
+        source = torch.Generator().manual_seed(4)
+        for step in range(40):
+            batch.copy_(torch.randn(16, 32, generator=source))
+            batch[0, 0] = float("inf") if step % 9 == 4 else 0.0
+            rate.fill_(1e-3 / (1 + step))
+            if captures:
+                graph.replay()
+            else:
+                optimizer.zero_grad()
+                iteration()
+        return [p.detach().float() for p in model.parameters()], scaler.get_scale()
+
+    (found, scale), (wanted, eager_scale) = trained(True), trained(False)
+    assert scale == eager_scale
+    rtol, atol = (0.0, 0.0) if PRETEND_GPU else (2e-3, 1e-4)  # a GPU's products may differ
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])
+def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
+    """As an eager step does: zeros, a clamp, other numbers, through `.data` too."""
+    graphed, eager = Training(memory=memory), Training(memory=memory)
+    for step in range(2):
+        for training in (graphed, eager):
+            training.fill(step, False)
+            training.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.step()
+    for step in range(2, 20):
+        for training in (graphed, eager):
+            param = training.params[step % len(training.params)].data.view(-1)
+            if step % 3 == 0:
+                param[::2].zero_()
+            elif step % 3 == 1:
+                param.clamp_(-0.05, 0.05)
+            else:
+                param[1::3].copy_(torch.linspace(-1, 1, param[1::3].numel(), device=DEVICE))
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        assert graphed.state() == eager.state(), step
+
+
+def test_a_captured_step_without_scaling_follows_its_rate() -> None:
+    rates = [torch.full((), 0.5, device=DEVICE) for _ in range(2)]
+    pairs = []
+    for rate in rates:
+        param = nn.Parameter(torch.ones(40, device=DEVICE))
+        param.grad = torch.full_like(param, 0.25)
+        pairs.append((param, amp.optim.SGD([param], lr=rate, momentum=0.9)))
+        pairs[-1][1].step()
+    (graphed, captured), (eager, stepped) = pairs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for step in range(20):
+        for rate in rates:
+            rate.fill_(0.5 / (2 + step))
+        graph.replay()
+        stepped.step()
+        assert torch.equal(graphed, eager)
+
+
+@contextmanager
+def refused_capture(error: type[Exception], match: str) -> Iterator[None]:
+    with pytest.raises(error, match=match), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        yield
+
+
+def test_a_capture_that_would_leave_something_out_is_refused() -> None:
+    training = Training()
+    with refused_capture(RuntimeError, "take a step before capturing"):
+        training.optimizer.step()
+    training.fill(0, False)
+    training.step()
+    before = training.state()
+    grad, training.params[1].grad = training.params[1].grad, None
+    with refused_capture(ValueError, r"parameter 1 of group 0 has no gradient.*freeze it"):
+        training.step()
+    training.scaler = Training().scaler
+    training.params[1].grad = grad
+    training.params[1].requires_grad_(False)
+    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with refused_capture(ValueError, r"lr .*is on the CPU.*put it on cuda:0"):
+        training.optimizer.step()
+    assert training.state()[:2] == before[:2]
+
+
+def test_a_parameter_that_never_had_a_gradient_cannot_be_captured() -> None:
+    params = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(2)]
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = amp.optim.AdamW(params)
+    optimizer.step()
+    with refused_capture(ValueError, r"shape \(3,\) has had no gradient yet"):
+        optimizer.step()
+    params[1].requires_grad_(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+
+
+def test_casts_of_a_captured_parameter_are_never_stale() -> None:
+    model = nn.Linear(8, 8, bias=False, device=DEVICE)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.eye(8, device=DEVICE)
+
+    def product() -> Tensor:
+        with amp.autocast(DEVICE, dtype=torch.bfloat16, keep_casts=True):
+            return model(data).float()
+
+    product().sum().backward()
+    optimizer.step()
+    product()
+    assert model.weight in _C.casting.cached()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    assert model.weight not in _C.casting.cached()
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(product(), model.weight.detach().bfloat16().float().t())
+
+
+def test_a_new_weight_at_a_captured_ones_address_is_cached() -> None:
+    def captured_and_freed() -> set[int]:
+        """Where weights were that a graph has stepped."""
+        params = [nn.Parameter(torch.ones(8, 8, device=DEVICE)) for _ in range(100)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = amp.optim.SGD(params, lr=0.5)
+        optimizer.step()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+        assert not is_cached_after_use(params[0])
+        return {param._cdata for param in params}
+
+    def is_cached_after_use(param: Tensor) -> bool:
+        with amp.autocast(DEVICE, dtype=torch.bfloat16, keep_casts=True):
+            torch.mm(param, param)
+        return param in _C.casting.cached()
+
+    addresses, made = captured_and_freed(), []
+    gc.collect()
+    while not made or made[-1]._cdata not in addresses:
+        made.append(nn.Parameter(torch.ones(8, 8, device=DEVICE)))
+        assert len(made) < 10_000, "no tensor gets one of the addresses"
+    assert is_cached_after_use(made[-1])

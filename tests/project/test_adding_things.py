@@ -1,0 +1,109 @@
+"""docs/adding_things.md, applied to a copy of the tree: it builds, and what was added works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("adding_things")]
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/adding_things.md").read_text()
+COPIED = ("build_tools", "csrc", "python", "tests", "benchmarks", "examples")
+FILES = ("setup.py", "pyproject.toml", "README.md")
+# A place and a block of code: the line above the block says where it goes.
+EDIT = re.compile(
+    r"^(?:New file|In) `([^`]+)`(?:, (after|before|instead of) `([^`]+)`)?:\n\n```\w+\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+# The library with one instruction set, hardly optimised: compiling takes longer than running.
+BUILD = """
+import runpy, sys
+from build_tools import native
+native.IS_X86 = False
+native.CXX_FLAGS = native.CXX_FLAGS.replace("-O3", "-O1")
+sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+# Each example's tests, and how many there are at least.
+TESTS = {
+    "optimizer": (["tests/optim/step/test_rules.py", "-k", "signum"], 20),
+    "optimizer in the backward pass": (["tests/optim/backward/test_attach.py", "-k", "Signum"], 1),
+    "format": (["tests/formats/test_ue8m0.py"], 3),
+    "policy": (["tests/scaling/test_additive.py"], 2),
+    "operator": (["tests/casting/test_casting_lists.py", "-k", "lgamma"], 3),
+    "CUDA kernels": (
+        ["tests/emulators/test_cuda_kernels.py", "-k", "equal_the_cpu_loops and plain-7"],
+        1,
+    ),
+}
+
+
+def applied(text: str, place: str, anchor: str, block: str) -> str:
+    """A file's text with a block put after, before or instead of the one line with the anchor."""
+    lines = text.splitlines(keepends=True)
+    (at,) = [i for i, line in enumerate(lines) if anchor in line]
+    lines[at] = {"after": lines[at] + block, "before": block + lines[at]}.get(place, block)
+    return "".join(lines)
+
+
+def test_every_block_of_the_guide_says_where_it_goes() -> None:
+    assert len(EDIT.findall(GUIDE)) == GUIDE.count("\n```") / 2 > 20
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the tree as the guide changes it, built without CUDA."""
+    copy = tmp_path_factory.mktemp("adding_things") / "tree"
+    left_out = shutil.ignore_patterns("*.so", "__pycache__", "results", "*.egg-info")
+    for folder in COPIED:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=left_out)
+    for file in FILES:
+        shutil.copy(ROOT / file, copy / file)
+    for file, place, anchor, block in EDIT.findall(GUIDE):
+        path = copy / file
+        assert path.exists() == bool(place), f"{file} is there already, or is missing"
+        path.write_text(applied(path.read_text(), place, anchor, block) if place else block)
+    done = run(copy, "-c", BUILD, AMP_MP_CUDA="0", AMP_MP_WERROR="1", MAX_JOBS="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield copy
+    shutil.rmtree(copy)
+
+
+def run(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in the copy."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "AMP_MP"))}
+    env = {**kept, "PYTHONPATH": str(tree / "python"), **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", TESTS)
+def test_what_was_added_passes_its_tests(tree: Path, example: str) -> None:
+    tests, least = TESTS[example]
+    done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout
+    assert int(passed[1]) >= least
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_the_kernels_with_the_new_format_compile(tree: Path, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc", path=f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    command = [nvcc, "-std=c++20", "-O0", "-Xcicc", "-O0", "-arch=compute_90", f"-I{tree}/csrc"]
+    command += ["-ptx", f"{tree}/csrc/cuda/apply.cu", "-o", str(tmp_path / "apply.ptx")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Signum" in (tmp_path / "apply.ptx").read_text()

@@ -1,0 +1,91 @@
+"""The names at the top of amp_mp, and what `import amp_mp` loads."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+import amp_mp as amp
+
+PACKAGES = {
+    *("optim", "nn", "scaling", "casting", "formats", "checkpoint", "diagnose", "apex", "compat"),
+}
+NAMES = {
+    *("init", "autocast", "prepare", "keep_fp32", "GradScaler", "FP16_Optimizer", "AveragedModel"),
+    *("float32_state_dict", "load_float32_state_dict", "attach_main_grads", "explain", "policies"),
+    *("set_policy", "build_info"),
+}
+ELSEWHERE = {
+    "apex": {
+        *("BN_convert_float", "LARC", "convert_network", "master_params", "network_to_half"),
+        *("master_params_to_model_params", "model_grads_to_master_grads"),
+        *("prep_param_lists", "tofp16"),
+    },
+    "casting": {
+        *("backward", "clear_cache", "disable_casts", "uninstall", "half_function"),
+        *("float_function", "promote_function", "register_half_function"),
+        *("register_float_function", "register_promote_function"),
+    },
+    "optim": {"AdamW", "SGD", "Muon"},
+    "scaling": {"Backoff", "Static"},
+    "compat": {
+        *("MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum"),
+        *("mixed_precision", "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale"),
+    },
+}
+
+
+def test_the_names_at_the_top() -> None:
+    assert set(dir(amp)) == set(amp.__all__) == {*PACKAGES, *NAMES, "__version__"}
+    for name in PACKAGES:
+        assert isinstance(getattr(amp, name), types.ModuleType)
+    for name in NAMES:
+        assert callable(getattr(amp, name))
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [(folder, name) for folder, names in ELSEWHERE.items() for name in sorted(names)],
+)
+def test_a_name_that_is_elsewhere_says_where(folder: str, name: str) -> None:
+    package = importlib.import_module(f"amp_mp.{folder}")
+    assert name in package.__all__
+    assert callable(getattr(package, name))
+    with pytest.raises(AttributeError, match=rf"'{name}'; use amp_mp\.{folder}\.{name}$"):
+        getattr(amp, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("initialize", "amp_mp.init for casts in operators, or amp_mp.prepare"),
+        ("scale_loss", "the method of the handle that amp_mp.init returns"),
+        ("wrap_optimizer", "the method of the handle that amp_mp.init returns"),
+    ],
+)
+def test_apexs_other_names_say_what_takes_their_place(name: str, place: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; use {place}"):
+        getattr(amp, name)
+
+
+def test_an_unknown_name_has_no_hint() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'amp_mp' has no attribute 'nothing'$"):
+        amp.nothing  # noqa: B018
+    assert not hasattr(amp.scaling, "GradScaler")
+
+
+@pytest.mark.slow
+def test_import_leaves_out_what_is_seldom_used() -> None:
+    """torch._dynamo and sympy take seconds, and torch alone loads neither."""
+    seldom = ("amp_mp.compat", "amp_mp.diagnose", "torch._dynamo", "sympy")
+    code = f"""
+import sys, amp_mp
+print([m for m in {seldom} if m in sys.modules])
+print(amp_mp.compat.__name__, amp_mp.diagnose.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "amp_mp.compat amp_mp.diagnose"]

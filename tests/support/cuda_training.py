@@ -1,0 +1,57 @@
+"""A training on a CUDA device of which everything can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import raw_bytes
+from torch import nn
+
+import amp_mp as amp
+
+DEVICE = "cuda"
+SHAPES = [(33, 64), (64,), (7,), (0,), (3, 32)]
+
+
+class Training:
+    """A few parameters, an optimizer and a scaler; gradients are written where they are."""
+
+    def __init__(
+        self,
+        loss_scale: Any = None,
+        memory: str | None = None,
+        lr: Any = 1e-2,
+        kind: Any = amp.optim.AdamW,
+        **arguments: Any,
+    ) -> None:
+        source = torch.Generator().manual_seed(3)
+        low = torch.bfloat16
+        self.params = [
+            nn.Parameter(torch.randn(s, generator=source).to(DEVICE, low)) for s in SHAPES
+        ]
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        self.optimizer = kind(self.params, lr=lr, memory=memory, max_grad_norm=1.0, **arguments)
+        self.scaler = amp.GradScaler(
+            DEVICE, init_scale=2.0**10, growth_interval=3, loss_scale=loss_scale
+        )
+        self.scaler.scale(torch.ones((), device=DEVICE))
+
+    def fill(self, step: int, overflows: bool) -> None:
+        """Scaled gradients, the same for every training at that step and scale."""
+        source = torch.Generator().manual_seed(100 + step)
+        scale = self.scaler._scale
+        for p in self.params:
+            values = torch.randn(p.shape, generator=source).to(DEVICE)
+            p.grad.copy_(values * scale * 2.0 ** -(step % 5))
+        if overflows:
+            self.params[step % 3].grad.view(-1)[-1] = float("inf")
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def state(self) -> Any:
+        state = self.optimizer.state_dict()["state"]
+        return raw_bytes([[p.detach() for p in self.params], state, self.scaler.state_dict()])

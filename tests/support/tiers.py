@@ -1,0 +1,53 @@
+"""Which cases run in `make test`, and which in `make test-all` alone: those are marked `full`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which any two values of two parameters meet; always the same ones.
+
+    Many fewer than the product of three or more parameters. In the product's order.
+    """
+    values = [list(p) for p in parameters]
+    if len(values) == 1:
+        return [(v,) for v in values[0]]
+    combinations = list(itertools.product(*(range(len(v)) for v in values)))
+    sides = list(itertools.combinations(range(len(values)), 2))
+    missing = {pair for c in combinations for pair in _pairs_of(c, sides)}
+    chosen = []
+    while missing:  # those that show the most pairs first
+        for wanted in range(len(sides), 0, -1):
+            found = [c for c in combinations if len(missing & _pairs_of(c, sides)) >= wanted]
+            for combination in found:
+                shown = missing & _pairs_of(combination, sides)
+                if len(shown) >= wanted:
+                    chosen.append(combination)
+                    missing -= shown
+    return [tuple(v[i] for v, i in zip(values, c, strict=True)) for c in sorted(chosen)]
+
+
+def _pairs_of(combination: tuple[int, ...], sides: list[tuple[int, int]]) -> set[Any]:
+    return {(a, combination[a], b, combination[b]) for a, b in sides}
+
+
+def paired(*parameters: Iterable[Any]) -> list[Any]:
+    """For parametrize: all combinations; those that are not among `pairs` are marked `full`."""
+    parameters = tuple(list(p) for p in parameters)
+    return tiered(itertools.product(*parameters), pairs(*parameters))
+
+
+def tiered(everything: Iterable[Any], chosen: Container[Any]) -> list[Any]:
+    """For parametrize: all cases; those that are not chosen are marked `full`."""
+    return [case if case in chosen else full(case) for case in everything]
+
+
+def full(case: Any) -> Any:
+    """A case of `make test-all` alone. A tuple is the values of several parameters."""
+    values: Sequence[Any] = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.full)
