@@ -1,4 +1,4 @@
-"""How tables are written as text, and the shares, scales, dtypes and parameters in them."""
+"""How tables are written as text, and the shares, scales and dtypes in them."""
 
 import math
 from collections.abc import Iterable, Sequence
