@@ -44,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_step(m);
   bind_stepper(m);
+  bind_state(m);
   m.def(
       "measure",
       [](const py::sequence& tensors) {
@@ -93,12 +94,6 @@ PYBIND11_MODULE(_C, m) {
       py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
       py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0, py::arg("first") = 0,
       py::arg("row_length") = 0, py::arg("row_stride") = 0);
-  m.def(
-      "decode",
-      [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
-        return decode(data, rest, format_named(format));
-      },
-      py::arg("data"), py::arg("rest"), py::arg("format"));
   m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());

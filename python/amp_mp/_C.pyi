@@ -241,6 +241,39 @@ def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bo
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
 
+def has_groups(param: Tensor) -> bool:
+    """Whether groups of 32 fit into a parameter's rows: csrc/torch/step/arrays.h."""
+
+def scale_shape(param: Tensor, part: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape of the groups' scales beside a parameter, or of those of a shard of shape part."""
+
+def copy_as(value: Tensor, dtype: torch.dtype | None, local: Tensor) -> Tensor:
+    """A copy of a plain tensor in a dtype, by default its own, in the layout and device of `local`.
+
+    A value that shows the bytes of 16-bit integers becomes these; other numbers are converted.
+    """
+
+def encode(
+    values: Tensor, format: str, *, seed: int = 0, step: int = 0, tensor_index: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """New arrays of a format, in the layout of the values that they hold."""
+
+def converted(
+    param: Tensor,
+    declared: str,
+    format: str,
+    data: Tensor,
+    scales: Tensor | None,
+    *,
+    seed: int,
+    tensor_index: int,
+) -> tuple[str, Tensor, Tensor | None]:
+    """A state of a file as the parameter's group stores it: format, data and scales, new tensors.
+
+    declared: the group's format. format, data, scales: what the file has; of a DTensor this
+    process's part.
+    """
+
 def encode_(
     x: Tensor,
     data: Tensor,
@@ -260,7 +293,21 @@ def encode_(
     """
 
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
-    """float32, shaped like data."""
+    """float32, in the shape and layout of data, which is dense."""
+
+def encode_original(weight: Tensor, values: Tensor, by_place: bool) -> tuple[int, list[Tensor]]:
+    """A weight's checksum, and the float32 values that it was rounded from.
+
+    csrc/torch/step/original_values.h. by_place: whether the checksum sees the elements' places.
+    """
+
+def decode_original(weight: Tensor, stored: Sequence[Tensor]) -> Tensor:
+    """The float32 values, a new tensor with the weight's shape, layout and device."""
+
+def is_rounded_original(
+    weight: Tensor, stored: Sequence[Tensor], checksum: int, by_place: bool
+) -> bool:
+    """Whether the weight is what the values were rounded to."""
 
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""
@@ -315,7 +362,7 @@ class RuleLayout:
         self,
         *,
         op: str,
-        states: list[tuple[str, str | None, bool, str, list[Any]]],
+        states: list[tuple[str, str | None, bool, list[Any]]],
         masters: list[Any],
         clock: tuple[str, str, str],
         own_start: float,
@@ -332,8 +379,27 @@ class Masters:
     def __init__(self, entries: list[Any]) -> None: ...
     def set(
         self, format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
-    ) -> None: ...
-    def of(self, param: Tensor, state: dict[str, Any]) -> Tensor | None: ...
+    ) -> None:
+        """Gives a low-precision parameter a master of the format, holding `values` if given.
+
+        Without values an existing master is kept, or converted if it has another format; "none"
+        drops it. The parameter becomes the rounded values; a split rounds a value half way between
+        two weights away from zero. values: beside a DTensor a DTensor placed as it is, or the part
+        on this process.
+        """
+
+    def of(self, param: Tensor, state: dict[str, Any]) -> Tensor | None:
+        """A low-precision parameter's master, a new float32 tensor of its layout, or None.
+
+        Where the parameter was written since the last step, the master is what was written. Beside
+        a DTensor it is one, placed as the parameter is.
+        """
+
+    def beside(self, param: Tensor, state: dict[str, Any]) -> Tensor | None:
+        """What makes a low-precision parameter a master: a float32 one, remainders or None.
+
+        Of a DTensor what is on this process, a plain tensor.
+        """
 
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]

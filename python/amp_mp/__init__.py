@@ -44,8 +44,7 @@ from amp_mp._C import build_info
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.handle import init
 from amp_mp.casting.autocast import autocast
-from amp_mp.casting.explain import explain
-from amp_mp.casting.op_table import policies, set_policy
+from amp_mp.casting.op_table import explain, policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
 from amp_mp.model.averaged_model import AveragedModel
 from amp_mp.model.convert import prepare

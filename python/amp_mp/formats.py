@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.state import formats as stored
 
@@ -62,16 +63,14 @@ def encode(
             raise ValueError(
                 f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
             )
-        weight = torch.empty_like(x, dtype=weight_dtype)
-        rest = stored.new_rest(format, weight)
-        stored.put(x, weight, rest, stored.split_name(format, weight_dtype))
+        weight, rest = _C.encode(x, stored.split_name(format, weight_dtype))
+        assert rest is not None
         return weight, rest
     if format in stored.GROUPED and x.numel() % stored.GROUP:
         groups = f"{format} stores groups of {stored.GROUP}"
         raise ValueError(f"{groups}; x has {x.numel()} elements, shape {tuple(x.shape)}")
-    data, scales = stored.new_state(format, x)
     native = stored.native_name(format)
-    stored.put(x, data, scales, native, seed=seed, step=step, tensor_index=number)
+    data, scales = _C.encode(x, native, seed=seed, step=step, tensor_index=number)
     return (data,) if scales is None else (data, scales)
 
 
@@ -86,13 +85,13 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
     data, rest = parts[0], parts[1] if count == 2 else None
     if format not in SPLITS or rest is None:
-        return stored.get(data, rest, stored.native_name(format))
+        return _C.decode(data, rest, format)
     if stored.REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
             f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
             f"and {rest.dtype}"
         )
-    return stored.get(data, rest, stored.split_name(format, data.dtype))
+    return _C.decode(data, rest, stored.split_name(format, data.dtype))
 
 
 def _check(format: str) -> None:

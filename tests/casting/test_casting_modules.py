@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -169,12 +170,18 @@ def _one_thread(_threads_are_left_as_they_were: None) -> None:
     torch.set_num_threads(1)  # the layers are small
 
 
-@pytest.mark.parametrize("onednn", [True, False], ids=["", "without oneDNN"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("parameters", ["float32", "low"])
-@pytest.mark.parametrize("table", ["apex", "torch", "stock"])
+@pytest.mark.parametrize(
+    ("table", "parameters", "dtype", "onednn"),
+    paired(
+        ["apex", "torch", "stock"],
+        ["float32", "low"],
+        [torch.bfloat16, torch.float16],
+        [True, False],
+    ),
+    ids=str,
+)
 def test_forward_and_plain_backward(
-    device: str, table: str, dtype: torch.dtype, parameters: str, onednn: bool
+    device: str, table: str, parameters: str, dtype: torch.dtype, onednn: bool
 ) -> None:
     low = dtype if parameters == "low" else None
     raised, errors = [], {}

@@ -160,7 +160,9 @@ def uninstalled(_threads_are_left_as_they_were: None, cast_products: None) -> It
     amp.casting.uninstall()
 
 
-@pytest.mark.parametrize("scenario", WITH_REGIONS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario", tiered(WITH_REGIONS, WITH_REGIONS[2:5]), ids=lambda scenario: scenario.__name__
+)
 def test_regions_see_every_write(device: str, uninstalled: None, scenario: Any) -> None:
     wanted = run_all(scenario, device)
     install_step_hooks()

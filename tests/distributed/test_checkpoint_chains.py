@@ -196,15 +196,15 @@ def test_groups_that_processes_cut_are_converted(layout: str, world: int, tmp_pa
 
 def templates(path: str, layout: str) -> list[str]:
     """How many elements of each state this process reads, in words where it is not its shard."""
+    from amp_mp.checkpoint import optimizer_part
     from amp_mp.checkpoint.contents import Contents
-    from amp_mp.checkpoint.templates import state_template
 
     model, _ = made("adamw", "micro", torch.bfloat16, layout)
     params = dict(model.named_parameters())
     contents = Contents(path, params)
     found = []
     for name, param in params.items():
-        for entry, value in state_template(contents, name, param).items():
+        for entry, value in optimizer_part.template(contents, name, param).items():
             assert isinstance(value, Tensor)
             count = local(param).numel() // (32 if entry.endswith("_scale") else 1)
             count *= 2 if entry.endswith("_ue8m8") else 1  # bytes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from layouts import Bag, Net, differences, local, noise, placed_as, set_grads, shard
 from ranks import LARGE, on_ranks
+from tiers import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -124,7 +125,7 @@ def happens(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("layout", "world"), SPLITS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [full(torch.float32), torch.bfloat16], ids=str)
 def test_the_next_step_updates_the_memory_there_is(
     layout: str, world: int, dtype: torch.dtype
 ) -> None:

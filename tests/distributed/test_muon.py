@@ -20,6 +20,7 @@ from layouts import (
     shard,
 )
 from ranks import LARGE, on_ranks
+from tiers import tiered
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -62,7 +63,9 @@ def compare(layout: str, memories: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
+@pytest.mark.parametrize(
+    ("layout", "world"), SPLITS if LARGE else tiered(SPLITS, [SPLITS[0], SPLITS[3], SPLITS[5]])
+)
 def test_matrices_have_the_bits_of_one_process(layout: str, world: int) -> None:
     memories = ["float32", "exact"] if layout != "fsdp" else ["exact", "lean"]
     for rank in on_ranks(world, compare, layout, memories, limit_s=200):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import NORM_ERROR, Bag, Net, differences, local, noise, placed_as, set_grads, shard
 from ranks import on_ranks
+from tiers import tiered
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
@@ -117,7 +118,7 @@ def collectives(layout: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "world", "expected"), COLLECTIVES)
+@pytest.mark.parametrize(("layout", "world", "expected"), tiered(COLLECTIVES, COLLECTIVES[-3:]))
 def test_collectives_of_a_step(layout: str, world: int, expected: int) -> None:
     """They do not depend on which gradients a rank has, or it would wait for ever."""
     wanted = {name: [expected * each] * 3 for name, (_, each) in STEPS.items()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from layouts import Bag, digests, disagreements, local, noise, parts_of, placed_as, shard
 from ranks import on_ranks
+from tiers import tiered
 from torch import Tensor
 
 import amp_mp as amp
@@ -178,9 +179,14 @@ def overflows(layout: str, name: str) -> list[tuple[str, Any, float, bool, Any]]
     return found
 
 
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
+# Every loop and every split once or twice; `full`: each loop under each split.
+LOOPS = [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, Handle]
+IN_TURN = [(kind, *SPLITS[n % len(SPLITS)]) for n, kind in enumerate(LOOPS)]
+
+
 @pytest.mark.parametrize(
-    "kind", [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, Handle]
+    ("kind", "layout", "world"),
+    tiered([(kind, *split) for kind in LOOPS for split in SPLITS], IN_TURN),
 )
 def test_no_rank_steps_on_one_ranks_overflow(kind: type[Loop], layout: str, world: int) -> None:
     ranks = on_ranks(world, overflows, layout, kind.__name__)

@@ -182,7 +182,10 @@ def tolerances(dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("hsdp", 4), ("columns fsdp", 4)]
+    ("layout", "world"),
+    SPLITS
+    if LARGE
+    else tiered([("fsdp", 2), ("hsdp", 4), ("columns fsdp", 4)], [("columns fsdp", 4)]),
 )
 @pytest.mark.parametrize(
     ("rules", "max_grad_norm"), [(["adamw", "sgd"], 0.5), (BY_LAYER, None)], ids=["clip", "layers"]

@@ -34,6 +34,21 @@ def compiled(source: Path, command: Sequence[str]) -> Path:
     return _made([*command, "-MMD", "-MF", str(depends)], target, depends)
 
 
+def librarys(name: str, *needed: str) -> Path | None:
+    """An object of build/native; None where it is older than its sources, or made otherwise.
+
+    needed: options that its command must have.
+    """
+    target = ROOT / f"build/native/{name}.o"
+    recipe, depends = target.with_suffix(".cmd"), target.with_suffix(".d")
+    made = recipe.read_text() if recipe.exists() else ""
+    if not target.exists() or not all(option in made for option in ("-c", *needed)):
+        return None
+    when = target.stat().st_mtime
+    sources = map(Path, _of_depends(depends))
+    return target if all(s.exists() and s.stat().st_mtime < when for s in sources) else None
+
+
 def linked(command: Sequence[str], target: Path) -> Path:
     """The program or library `target`, which `command` links; its objects are in the command.
 

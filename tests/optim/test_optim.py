@@ -393,6 +393,7 @@ def test_nesterov_needs_momentum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_more_than_two_to_the_31_elements(device: str) -> None:
     """64-bit offsets: a float16 tensor of 2^31 + 3 elements, 4 GiB, measured and copied."""
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()

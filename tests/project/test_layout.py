@@ -24,18 +24,18 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 366,
-    "apex": 1633,
-    "casting": 582,
-    "checkpoint": 975,
-    "compat": 1330,
-    "diagnose": 1278,
-    "grad_scaler": 446,
-    "model": 1381,
-    "nn": 609,
-    "optim": 4022,
-    "scaling": 455,
-    "sharding": 639,
+    ".": 365,
+    "apex": 1597,
+    "casting": 570,
+    "checkpoint": 921,
+    "compat": 1273,
+    "diagnose": 1258,
+    "grad_scaler": 441,
+    "model": 1320,
+    "nn": 601,
+    "optim": 3782,
+    "scaling": 425,
+    "sharding": 631,
 }
 SHARED = {
     "amp_mp.dtypes",

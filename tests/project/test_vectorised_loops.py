@@ -42,6 +42,7 @@ def line_of(file: str, start: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_update_loops_are_vectors(tmp_path: Path) -> None:
     version = subprocess.run([GCC or "false", "--version"], capture_output=True, text=True).stdout
     if "Free Software Foundation" not in version or platform.machine() not in ("x86_64", "AMD64"):

@@ -14,6 +14,7 @@ import torch
 from loss_scales import script
 
 import amp_mp as amp
+from amp_mp.apex.fp16_optimizer import apex_policy
 from amp_mp.scaling import (
     AdaptiveGradScale,
     Backoff,
@@ -26,7 +27,6 @@ from amp_mp.scaling import (
     from_state_dict,
     make_policy,
 )
-from amp_mp.scaling.dynamic import apex_policy
 
 
 @dataclass

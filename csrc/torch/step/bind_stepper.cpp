@@ -15,18 +15,6 @@ Member member_of(const py::object& param, py::dict state, int64_t group = 0,
           tensor_index, std::move(label),      std::move(state)};
 }
 
-std::vector<MasterEntry> master_entries(const py::list& masters) {
-  const py::list none;
-  const py::tuple clock = py::make_tuple("", "", "");
-  return make_layout("", none, masters, clock, 0, false, none, none, py::none(), false).masters;
-}
-
-// Masters with the table that they look entries up in.
-struct OwnMasters {
-  std::vector<MasterEntry> entries;
-  Masters masters() const { return Masters(entries); }
-};
-
 // The bucket of one parameter, with state that is made here where it is missing.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
                                   const py::dict& states, const py::object& param, int64_t group,
@@ -74,26 +62,6 @@ void bind_stepper(py::module_& m) {
            py::kw_only(), py::arg("op"), py::arg("states"), py::arg("masters"), py::arg("clock"),
            py::arg("own_start"), py::arg("own_is_kept"), py::arg("numbers"), py::arg("options"),
            py::arg("directions"), py::arg("needs_norms"));
-
-  py::class_<OwnMasters>(m, "Masters")
-      .def(py::init([](const py::list& masters) { return OwnMasters{master_entries(masters)}; }),
-           py::arg("entries"))
-      .def(
-          "set",
-          [](const OwnMasters& own, const std::string& format, const py::object& param,
-             const py::dict& state, const py::object& values) {
-            const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
-            own.masters().set(format, param.ptr(), state.ptr(), given);
-          },
-          py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none())
-      .def(
-          "of",
-          [](const OwnMasters& own, const py::object& param, const py::dict& state) -> py::object {
-            const at::Tensor found =
-                own.masters().values(local_of(param.ptr()).detach(), state.ptr());
-            return found.defined() ? like(found, param.ptr()) : py::none();
-          },
-          py::arg("param"), py::arg("state"));
 
   py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket")
       .def(py::init(&bucket_of), py::arg("rules"), py::arg("groups"), py::arg("states"),

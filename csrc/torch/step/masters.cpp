@@ -1,4 +1,4 @@
-// Float32 masters of low-precision parameters, and arrays of formats as float32 values.
+// Float32 masters of low-precision parameters.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -10,25 +10,9 @@
 #include "torch/step/state.h"
 
 namespace amp_mp {
-namespace {
-
-at::Tensor flat(const at::Tensor& t) { return t.as_strided({t.numel()}, {1}); }
-
-}  // namespace
 
 bool is_low_precision(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
-}
-
-bool lies_like(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d)
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  return true;
-}
-
-at::Tensor placed(const at::Tensor& value, const at::Tensor& param) {
-  if (value.device() == param.device() && lies_like(value, param)) return value;
-  return at::empty_like(param, param.options().dtype(value.scalar_type())).copy_(value);
 }
 
 at::Tensor Masters::beside(const at::Tensor& weight, PyObject* state) const {
@@ -122,22 +106,6 @@ void Masters::drop(PyObject* state) const {
       used_on_current_stream(local_of(found));
     drop_item(state, each.entry);
   }
-}
-
-at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format) {
-  at::Tensor values = at::empty_like(data, data.options().dtype(at::kFloat));
-  const auto second = rest.defined() ? std::optional(flat(rest)) : std::nullopt;
-  flat(values).copy_(decode(flat(data), second, format));
-  return values;
-}
-
-void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
-                  Format format, uint64_t seed, int64_t tensor_index, const Origin& origin) {
-  at::Tensor given = at::empty_like(data, data.options().dtype(at::kFloat)).copy_(values);
-  // These formats have no sign: -0.0 would become a NaN.
-  if (format == Format::ue8m8 || format == Format::log8) given.add_(0.0);
-  const auto second = rest.defined() ? std::optional(flat(rest)) : std::nullopt;
-  encode_(flat(given), flat(data), second, format, seed, 0, tensor_index, origin);
 }
 
 }  // namespace amp_mp

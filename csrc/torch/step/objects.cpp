@@ -7,18 +7,16 @@ const PythonFunctions& python_functions() {
     const auto from = [](const char* module, const char* name) -> py::object {
       return py::module_::import(module).attr(name);
     };
-    constexpr const char *shards = "amp_mp.sharding.shards", *parts = "amp_mp.sharding.parts",
-                         *formats = "amp_mp.optim.state.formats";
+    constexpr const char* shards = "amp_mp.sharding.shards";
     return new PythonFunctions{from(shards, "is_dtensor"),
                                from(shards, "like"),
                                from(shards, "origin_of"),
-                               from(parts, "is_placed_as"),
+                               from(shards, "shards_of"),
+                               from(shards, "is_placed_as"),
                                from("amp_mp.sharding.gradients", "local_gradient"),
-                               from(formats, "has_groups"),
-                               from(formats, "scale_shape"),
-                               from("amp_mp.optim.step.refuse", "refuse_param"),
+                               from("amp_mp.optim.step.params", "refuse_param"),
                                from("amp_mp.optim.state.schema", "layout_of"),
-                               from("amp_mp.optim.state.first_values", "first_values")};
+                               from("amp_mp.optim.state.masters", "first_values")};
   }();
   return functions;
 }

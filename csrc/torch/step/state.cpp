@@ -1,15 +1,7 @@
 #include "torch/step/state.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-
-#include <algorithm>
-#include <cmath>
 
 #include "torch/arguments.h"
 #include "torch/device.h"
@@ -24,29 +16,9 @@ const StoredFormat& stored_as(const KeptState& kept, Format format) {
   TORCH_CHECK(false, "amp_mp: a state cannot be stored as ", kFormats[int(format)].name);
 }
 
-// The kernels round bfloat16 states stochastically.
-Format native(Format format) {
-  return format == Format::bfloat16 ? Format::bfloat16_stochastic : format;
-}
-
-// Whether groups fit into the parameter's rows as they lie in memory: optim/state/formats.py.
-bool has_groups(const Member& member) {
-  if (member.is_dtensor) return py::cast<bool>(python_functions().has_groups(member.param));
-  const at::Tensor& t = member.local;
-  int64_t dims = 0, longest = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) <= 1) continue;
-    ++dims;
-    longest = std::max(longest, t.stride(d));
-  }
-  return dims > 1 && t.numel() > 0 && longest % kGroup == 0;
-}
-
 Format stored_format(const KeptState& kept, PyObject* group, const Member& member) {
   const auto name = py::cast<std::string>(py::handle(number_of(group, kept.name.ptr())));
-  const Format declared = format_named(name);
-  const bool grouped = kFormats[int(declared)].is(kGrouped);
-  return grouped && !has_groups(member) ? kept.without_groups : declared;
+  return format_beside(format_named(name), member.param.ptr());
 }
 
 // Puts a state's tensors, plain ones, into the parameter's state in place of those before.
@@ -59,45 +31,15 @@ void store(const KeptState& kept, const StoredFormat& stored, const Member& memb
   }
   set_item(state, stored.entry, like(data, member.param.ptr()));
   if (!scales.defined()) return;
+  PyObject* param = member.param.ptr();
   const py::object shape =
-      member.is_dtensor ? python_functions().scale_shape(member.param) : py::none();
-  set_item(state, stored.scales, like(scales, member.param.ptr(), shape));
-}
-
-// The shape of the groups' scales beside a plain parameter or shard (formats.py, scale_shape).
-at::Tensor new_scales(const StoredFormat& stored, const Member& member) {
-  const at::Tensor& t = member.local;
-  const auto options = t.options().dtype(rest_dtype_of(stored.format));
-  if (member.is_dtensor) {
-    const py::object shape = python_functions().scale_shape(member.param, py::cast(t.sizes()));
-    return at::zeros(py::cast<std::vector<int64_t>>(shape), options);
-  }
-  std::vector<int64_t> shape = {t.numel() / kGroup};
-  if (t.numel() >= kGroup && t.is_contiguous()) {
-    const int64_t row = t.numel() / t.size(0);
-    if (t.size(-1) % kGroup == 0) {
-      shape = t.sizes().vec();
-      shape.back() /= kGroup;
-    } else if (row % kGroup == 0) {
-      shape = {t.size(0), row / kGroup};
-    }
-  }
-  return at::zeros(shape, options);
-}
-
-Origin origin_for(const Member& member, Format format) {
-  if (!member.is_dtensor || !is_stochastic(format)) return {};
-  const py::object origin = python_functions().origin_of(member.param);
-  const auto [first, length, stride] =
-      py::cast<std::tuple<int64_t, int64_t, int64_t>>(py::tuple(origin));
-  return {first, length, stride};
+      member.is_dtensor ? py::object(py::cast(scale_shape(param))) : py::none();
+  set_item(state, stored.scales, like(scales, param, shape));
 }
 
 void make_state(const KeptState& kept, PyObject* group, const Member& member) {
   const StoredFormat& stored = stored_as(kept, stored_format(kept, group, member));
-  const bool grouped = kFormats[int(stored.format)].is(kGrouped);
-  const at::Tensor data = at::zeros_like(member.local, member.local.options().dtype(stored.dtype));
-  const at::Tensor scales = grouped ? new_scales(stored, member) : at::Tensor();
+  const auto [data, scales] = new_arrays(stored.format, member.param.ptr());
   store(kept, stored, member, data, scales);
   if (kept.initial.is_none()) return;
   const double start = PyFloat_AsDouble(number_of(group, kept.initial.ptr()));
@@ -105,7 +47,7 @@ void make_state(const KeptState& kept, PyObject* group, const Member& member) {
   if (start == 0) return;
   const Format format = native(stored.format);
   store_values(at::full_like(data, start, data.options().dtype(at::kFloat)), data, scales, format,
-               0, 0, origin_for(member, format));
+               0, 0, origin_for(member.param.ptr(), format));
 }
 
 // Moves one state; one stored in groups of neighbours is stored again in another layout.
@@ -123,12 +65,8 @@ void bring(const KeptState& kept, const HeldState& held, PyObject* group, const 
     static PyObject* const seed = PyUnicode_InternFromString("seed");
     const at::Tensor values =
         values_of(held.data.detach(), held.scales, native(held.stored->format));
-    const StoredFormat& stored = stored_as(kept, wanted);
-    data = at::zeros_like(member.local, member.local.options().dtype(stored.dtype));
-    if (kFormats[int(wanted)].is(kGrouped)) scales = new_scales(stored, member);
-    store_values(values.to(data.device()), data, scales, native(wanted),
-                 py::cast<uint64_t>(py::handle(number_of(group, seed))), 0,
-                 origin_for(member, native(wanted)));
+    std::tie(data, scales) = encoded(values, native(wanted), member.param.ptr(),
+                                     py::cast<uint64_t>(py::handle(number_of(group, seed))));
   }
   used_on_current_stream(held.data);
   used_on_current_stream(held.scales);

@@ -1,6 +1,7 @@
 #pragma once
 // One parameter's state: made where it is missing, brought to where the parameter is, refused where
 // it does not belong to the parameter. Everything here needs the GIL.
+#include "torch/step/arrays.h"
 #include "torch/step/state_layout.h"
 
 namespace amp_mp {
@@ -65,16 +66,5 @@ class Masters {
 at::Tensor clock_of(const RuleLayout& layout, PyObject* group, const Member& member);
 
 bool is_low_precision(const at::Tensor& t);
-// Whether elements of equal index have equal offsets in memory; the shapes are equal.
-bool lies_like(const at::Tensor& a, const at::Tensor& b);
-// The value where its parameter is: itself, or a copy of the parameter's layout and device.
-at::Tensor placed(const at::Tensor& value, const at::Tensor& param);
-
-// The values of an array of a format, float32 in the layout of `data`.
-at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format);
-// Stores float32 values of the shape of `data`. Random bits are those of a seed and a tensor.
-void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
-                  Format format, uint64_t seed = 0, int64_t tensor_index = 0,
-                  const Origin& origin = {});
 
 }  // namespace amp_mp

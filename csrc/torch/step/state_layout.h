@@ -22,7 +22,6 @@ struct KeptState {
   py::object name;
   py::object initial;                 // the number of the param_group that fills a new one, or None
   bool late;                          // a parameter that has taken steps may lack it
-  Format without_groups;              // in place of a grouped format where groups do not fit
   std::vector<StoredFormat> formats;  // those under the state's own name come first
 };
 

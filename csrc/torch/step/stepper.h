@@ -92,5 +92,6 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
 
 void bind_step(py::module_& m);     // slots and the operators of rules
 void bind_stepper(py::module_& m);  // the door above them
+void bind_state(py::module_& m);    // a parameter's state
 
 }  // namespace amp_mp

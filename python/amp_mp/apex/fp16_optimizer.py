@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from amp_mp.apex.fused_masters import FusedMasters
-from amp_mp.apex.masters import Masters
+from amp_mp.apex.masters import FusedMasters, Masters
 from amp_mp.apex.wrapper import LOSS_SCALE, OptimizerAround, shown
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step.gradient_marks import GradientMarks
 from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.step.handed import GradientMarks
+from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
-from amp_mp.scaling.dynamic import apex_policy, from_state_dict
+from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
-from amp_mp.scaling.policies import ScalePolicy, Static
 
 FLAGS = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")  # in a snapshot
 
@@ -75,7 +74,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
         *,
-        loss_scale: float | str | ScalePolicy | None = None,
+        loss_scale: float | str | policies.ScalePolicy | None = None,
         check_overflow: bool = False,
     ) -> None:
         if isinstance(init_optimizer, FP16_Optimizer):
@@ -84,7 +83,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self._masters = self._make_masters(init_optimizer)
         super().__init__(init_optimizer)
         self.loss_scaler = policy
-        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self.dynamic_loss_scale = not isinstance(policy, policies.Static)
         self.overflow = False
         self.first_closure_call_this_step = True
         self._checks = self.dynamic_loss_scale or check_overflow
@@ -127,8 +126,10 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if self._called_backward:
             return
         if foreign := self._marks.changed(self._masters.scaled_params()):
+            infos, to_model = param_infos(self.param_groups), self._masters.model_param
+            label = next(info.label for own, info in infos if to_model(own) is foreign[0])
             raise RuntimeError(
-                f"step: {self._masters.label(foreign[0])} has a gradient that did not come from "
+                f"step: {label} has a gradient that did not come from "
                 "this FP16_Optimizer, so that its master would not be updated; call "
                 "optimizer.backward(loss) in place of loss.backward()"
             )
@@ -278,14 +279,14 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if missing:
             raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
         self._masters.check(state_dict["fp32_from_fp16"])
-        policy = from_state_dict(state_dict["loss_scaler"])
+        policy = policies.from_state_dict(state_dict["loss_scaler"])
         inner = tree_map_only(Tensor, torch.clone, state_dict["optimizer_state_dict"])
         self.optimizer.load_state_dict(inner)
         if type(policy) is type(self.loss_scaler):
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         else:  # the snapshot's kind counts, as in Apex
             self.loss_scaler = policy
-        self.dynamic_loss_scale = not isinstance(policy, Static)
+        self.dynamic_loss_scale = not isinstance(policy, policies.Static)
         self._checks = self._checks or self.dynamic_loss_scale
         for name in FLAGS[1:]:
             setattr(self, name, state_dict[name])
@@ -299,3 +300,29 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def __setstate__(self, state: Any) -> None:
         raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")
+
+
+def apex_policy(
+    static: float,
+    dynamic: bool,
+    arguments: dict[str, Any] | None,
+    loss_scale: float | str | policies.ScalePolicy | None,
+) -> policies.ScalePolicy:
+    """The policy that the scale arguments of FP16_Optimizer describe."""
+    given = dict(arguments or {})
+    start = given.pop("init_scale", 2.0**32)
+    policies.check_scale(start, "dynamic_loss_args['init_scale']")
+    factor, window = given.pop("scale_factor", 2.0), given.pop("scale_window", 1000)
+    if given:
+        known = "init_scale, scale_factor, scale_window"
+        raise ValueError(f"dynamic_loss_args: unknown {sorted(given)}; known are {known}")
+    try:
+        bounds = min(1.0, start), policies.NO_CEILING
+        preset = policies.Backoff(*bounds, factor, window, init_scale=start)
+    except ValueError as error:  # it names Backoff's arguments, not Apex's
+        raise ValueError(f"dynamic_loss_args: {error}") from None
+    if loss_scale is not None:
+        return policies.make_policy(loss_scale, preset)
+    if dynamic:
+        return preset
+    return policies.Static(policies.check_scale(static, "static_loss_scale"))

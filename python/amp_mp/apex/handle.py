@@ -11,10 +11,8 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.apex.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve, set_keep_casts
-from amp_mp.casting.explain import set_verbose
-from amp_mp.casting.op_table import install
-from amp_mp.scaling.dynamic import Backoff, make_policy
-from amp_mp.scaling.policies import ScalePolicy, Static
+from amp_mp.casting.op_table import install, set_verbose
+from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 
 
 def init(
@@ -28,7 +26,7 @@ def init(
     device_type: str | None = None,
     loss_scale: float | str | ScalePolicy | None = None,
     keep_casts: bool = False,
-) -> "AmpHandle | NoOpHandle":
+) -> "AmpHandle":
     """Switches casting on for this thread, for good, and returns the handle with scale_loss.
 
         handle = amp.init()
@@ -56,7 +54,7 @@ def init(
     Raises ValueError for an unknown device type, dtype or loss scale.
     """
     if not enabled:
-        return NoOpHandle()
+        return AmpHandle()
     device, low = resolve(device_type, dtype)
     if loss_scale is None:
         loss_scale = "dynamic" if low == torch.float16 else 1.0
@@ -68,52 +66,28 @@ def init(
     return AmpHandle(device, low, enable_caching, policy, keep_casts)
 
 
-class NoOpHandle:
-    """The handle of init(enabled=False): it does nothing."""
-
-    has_cache = False
-    device_type = "cpu"
-
-    def is_active(self) -> bool:
-        """False."""
-        return False
-
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
-        """Yields the loss itself."""
-        return nullcontext(loss)
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that scales nothing."""
-        return OptimWrapper(optimizer, Static(), num_loss, self.device_type)
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """Empty."""
-        return {}
-
-    def _clear_cache(self) -> None: ...
-
-    def _disable_casts(self) -> Any:
-        return nullcontext()
-
-    def _deactivate(self) -> None: ...
-
-
 class AmpHandle:
-    """Casting that `init` switched on, and its loss scale. Use init to make one."""
+    """Casting that `init` switched on, and its loss scale; without a dtype it does nothing.
+
+    Use init to make one.
+    """
 
     def __init__(
         self,
-        device_type: str,
-        dtype: torch.dtype,
-        caching: bool,
-        policy: ScalePolicy,
+        device_type: str = "cpu",
+        dtype: torch.dtype | None = None,
+        caching: bool = False,
+        policy: ScalePolicy | None = None,
         keep_casts: bool = False,
     ) -> None:
+        policy = policy or Static()
         self.device_type, self.dtype, self.has_cache = device_type, dtype, caching
         self.loss_scaler = policy
         losses = ScaledLosses(policy, device_type, SkippedSteps())
         self._default_scaler: ScaledLosses | None = losses  # Apex's name; None once wrapped
+        self._active = dtype is not None
+        if dtype is None:
+            return
         self._before = (
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
@@ -121,7 +95,6 @@ class AmpHandle:
         )
         self._kept_before = set_keep_casts(keep_casts)
         install_step_hooks()
-        self._active = True
         self._switch(True, dtype, caching)
 
     def _switch(self, enabled: bool, dtype: torch.dtype, caching: bool) -> None:
@@ -155,6 +128,8 @@ class AmpHandle:
             TypeError: one of them is no torch.optim.Optimizer, or is an FP16_Optimizer.
             RuntimeError: wrap_optimizer was called; wrapped optimizers have their own scale_loss.
         """
+        if self.dtype is None:
+            return nullcontext(loss)
         if self._default_scaler is None:
             raise RuntimeError(
                 "handle.scale_loss cannot be used after handle.wrap_optimizer: every wrapped "
@@ -174,14 +149,15 @@ class AmpHandle:
     @property
     def cache(self) -> dict[Tensor, Tensor]:
         """The weights that have a low-precision copy at the moment, and the copies."""
-        return _C.casting.cached()
+        return {} if self.dtype is None else _C.casting.cached()
 
     def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
-        _C.casting.clear_cache()
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+            _C.casting.clear_cache()
 
     def _disable_casts(self) -> Any:
-        return disable_casts(self.device_type)
+        return nullcontext() if self.dtype is None else disable_casts(self.device_type)
 
     def _deactivate(self) -> None:
         """Puts the thread's autocast state back; every operator does what torch does."""

@@ -77,8 +77,7 @@ class LARC(OptimizerAround):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
-        self._scale_gradients(decays)
+        self._scale_gradients()
         decaying = [group for group in self.param_groups if "weight_decay" in group]
         kept = [group["weight_decay"] for group in decaying]
         try:
@@ -90,7 +89,7 @@ class LARC(OptimizerAround):
                 group["weight_decay"] = decay
         return found if closure is None else loss
 
-    def _scale_gradients(self, decays: list[float]) -> None:
+    def _scale_gradients(self) -> None:
         params = list(param_infos(self.param_groups))
         grads = [_checked(param, info) for param, info in params]
         weights = [local_of(param.detach()) for param, _ in params]
@@ -98,9 +97,9 @@ class LARC(OptimizerAround):
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
         squares = self._statistics.of_tensors(grads, present)
         begin = 0
-        for group, decay in zip(self.param_groups, decays, strict=True):
+        for group in self.param_groups:
             own = slice(begin, begin + len(group["params"]))
-            begin = own.stop
+            begin, decay = own.stop, group.get("weight_decay", 0.0)
             norms = squares[own, 0].sqrt(), squares[own, 3].sqrt()
             factors = self._factors(*norms, decay, group["lr"])
             for grad, weight, ratio, added in zip(grads[own], weights[own], *factors, strict=True):

@@ -1,7 +1,9 @@
-"""The float32 masters of an FP16_Optimizer around any torch optimizer."""
+"""The float32 masters of an FP16_Optimizer: its own, or those of the optimizer that it wraps."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,20 +11,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.gradients import (
-    clip_gradients,
-    copy_all_,
-    gradients_of,
-    make_gradient,
-    multiply_gradients,
-    set_aside,
-    totals_of,
-)
+from amp_mp.apex import gradients
+from amp_mp.apex.fp16_utils import master_params
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.original_values import take_original
-from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.masters import master_of
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.schema import MASTER_ENTRIES
+from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
@@ -82,10 +78,6 @@ class Masters:
         """The lists of parameters in the optimizer's param_groups, themselves."""
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def params(self) -> list[Tensor]:
-        """All parameters in the optimizer's param_groups."""
-        return [param for params in self.groups() for param in params]
-
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
         low = self._low
@@ -93,7 +85,7 @@ class Masters:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
-        return [pair for pairs in self.grouped_pairs() for pair in pairs]
+        return list(chain(*self.grouped_pairs()))
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -117,13 +109,8 @@ class Masters:
 
     def scaled_params(self) -> list[Tensor]:
         """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
-        model = [self.model_param(param) for param in self.params()]
+        model = map(self.model_param, master_params(self._optimizer))
         return [p for p in model if p.requires_grad and p.dtype in LOW_PRECISION]
-
-    def label(self, param: Tensor) -> str:
-        """A model parameter's place, and its name if it has one, for messages."""
-        infos = param_infos(self._optimizer.param_groups)
-        return next(info.label for own, info in infos if self.model_param(own) is param)
 
     # The gradients.
 
@@ -135,12 +122,12 @@ class Masters:
         once; where collecting is put off, they are scaled again, to be unscaled with the new ones.
         """
         self.refresh()
-        own = [] if self._pending else self._float32_params()
+        own = [] if self._pending else list(chain(*self.fp32_from_fp32_groups))
         if not collects:
-            multiply_gradients(own, scale)
+            gradients.multiply_gradients(own, scale)
             self._pending, own = True, []
         before = self._pending
-        with set_aside(own):
+        with gradients.set_aside(own):
             self._pending = True
             try:
                 yield
@@ -148,41 +135,38 @@ class Masters:
                 self._pending = before
                 raise
 
-    def _float32_params(self) -> list[Tensor]:
-        return [param for params in self.fp32_from_fp32_groups for param in params]
-
     @torch.no_grad()
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Copies the model's gradients to the masters, divided by the scale.
 
         With `checks` returns whether one overflows, so that none is copied, and the largest |g|.
         """
-        pairs = self.pairs()
-        params = [*(p for p, _ in pairs), *self._float32_params()]
-        sources = gradients_of(params)
+        pairs, own = self.pairs(), list(chain(*self.fp32_from_fp32_groups))
+        params = [*(p for p, _ in pairs), *own]
+        sources = gradients.gradients_of(params)
         if not sources:
             infos = param_infos(self._optimizer.param_groups)
             self._replaced.check((self.model_param(p), info.label) for p, info in infos)
         overflow, max_abs = False, 0.0
         if checks:
-            overflow, max_abs = overflow_in(totals_of(params), scale)
+            overflow, max_abs = overflow_in(gradients.totals_of(params), scale)
         if not overflow:
             for param, master in pairs:
-                make_gradient(param, master)
-            targets = gradients_of([*(m for _, m in pairs), *self._float32_params()])
-            copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
+                gradients.make_gradient(param, master)
+            targets = gradients.gradients_of([*(m for _, m in pairs), *own])
+            gradients.copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
             self._pending = False
         return overflow, max_abs
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
-        masters = self.params()
-        grads = gradients_of(masters)
+        masters = list(master_params(self._optimizer))
+        grads = gradients.gradients_of(masters)
         if norm_type != 2 or len({g.device for g in grads}) != 1:
-            return clip_gradients(masters, max_norm, norm_type)
+            return gradients.clip_gradients(masters, max_norm, norm_type)
         device = grads[0].device
-        total = totals_of(masters)[device]
+        total = gradients.totals_of(masters)[device]
         verdict = _C.decide(device, [total[None]], max_norm=max_norm)
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
@@ -193,7 +177,7 @@ class Masters:
 
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients of masters and parameters to 0, or to None with `drop`."""
-        for param in self.params():
+        for param in master_params(self._optimizer):
             for each in {param, self.model_param(param)}:
                 if each.grad is not None:
                     each.grad = None if drop else each.grad.detach().zero_()
@@ -219,7 +203,7 @@ class Masters:
     @torch.no_grad()
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
-        copy_all_(self.pairs(), saturate=True)
+        gradients.copy_all_(self.pairs(), saturate=True)
         self._rounded = {m: m._version for _, m in self.pairs()}
 
     # Snapshots.
@@ -247,6 +231,117 @@ class Masters:
     @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
         """Copies a checked snapshot into the masters."""
-        for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
-            for master, value in zip(masters, values, strict=True):
+        for master, value in zip(chain(*self.fp32_from_fp16_groups), chain(*saved), strict=True):
+            master.copy_(value)
+
+
+class FusedMasters(Masters):
+    """The masters in a fused optimizer's state; the model's gradients are scaled until the step."""
+
+    _optimizer: FusedOptimizer
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._scale = 1.0  # that the gradients carry
+        self._max_norm: float | None = None  # to which the next step clips
+        self._measured: _C.Measured | None = None  # statistics of the gradients as they are now
+        super().__init__(optimizer)
+
+    def refresh(self) -> None:
+        """Makes the whole state of every trainable parameter; TypeError as in Masters."""
+        self.refuse_dtypes()
+        own, rules = self._optimizer, stepper_of(self._optimizer).group_rules()
+        _C.init_states(rules, own.param_groups, own.state)
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's low-precision parameters, also those without masters (master="none")."""
+        groups = self.groups()
+        return [[p for p in g if p.requires_grad and p.dtype in LOW_PRECISION] for g in groups]
+
+    def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """As in Masters, but the masters are copies, to be read only."""
+        state = self._optimizer.state
+        groups = [[(p, master_of(p, state[p])) for p in params] for params in self.fp16_groups]
+        return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
+
+    def scaled_params(self) -> list[Tensor]:
+        """As in Masters; the step unscales float32 gradients as well."""
+        return [param for param in master_params(self._optimizer) if param.requires_grad]
+
+    @contextmanager
+    def backward(self, scale: float, collects: bool) -> Iterator[None]:
+        """A block that does nothing: the gradients stay where they are."""
+        yield
+
+    def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
+        """Reads the gradients once if they are to be checked; copies nothing."""
+        self._max_norm, self._scale, self._measured = None, scale, None
+        if not checks:
+            return False, 0.0
+        self._measured = stepper_of(self._optimizer).measure()
+        return overflow_in(self._measured.totals(), scale)
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
+        if norm_type != 2:
+            groups = self._optimizer.process_groups
+            params = list(master_params(self._optimizer))
+            norm = gradients.clip_gradients(params, max_norm * self._scale, norm_type, groups)
+            if self._measured is not None:
+                self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
+            return norm / self._scale
+        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
+        if self._measured is None:
+            self._measured = stepper_of(self._optimizer).measure()
+        squares = sum(float(total[0]) for total in self._measured.totals().values())
+        return math.sqrt(squares) / self._scale
+
+    def gradients(self) -> list[list[Tensor | None]]:
+        """The true gradients in float32, computed for this call."""
+        groups, scale = super().gradients(), self._scale
+        return [[None if g is None else g.float() / scale for g in group] for group in groups]
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """The optimizer's step, which unscales and clips; with a closure, after it has run."""
+
+        def evaluate() -> Any:
+            assert closure is not None
+            loss = closure()
+            stepper_of(self._optimizer).handed = self._handed()  # known only now, inside the step
+            return loss
+
+        step_with = stepper_of(self._optimizer).step_with
+        try:
+            return step_with(self._handed()) if closure is None else step_with(Handed(), evaluate)
+        finally:
+            self._max_norm, self._measured = None, None
+
+    def _handed(self) -> Handed:
+        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm)
+
+    def to_model(self) -> None:
+        """Does nothing: the step has written the parameters."""
+
+    def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
+        """The masters in the optimizer's snapshot, so that a file has each of them once."""
+        found = []
+        for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
+            states = [optimizer["state"].get(index, {}) for index in saved["params"]]
+            live = self._optimizer.state  # the snapshot shows remainders as bfloat16 bits
+            masters = [
+                state["master"] if "master" in state else master_of(p, live.get(p, {}))
+                for p, state in zip(params, states, strict=True)
+                if p.dtype in LOW_PRECISION
+            ]
+            found.append([m for m in masters if m is not None])
+        return found
+
+    @torch.no_grad()
+    def load(self, saved: list[list[Tensor]]) -> None:
+        """As in Masters; writes the parameters too, which become the rounded masters."""
+        self.refresh()  # the snapshot may come from an optimizer that keeps no masters of its own
+        groups = zip(self._optimizer.param_groups, self.grouped_pairs(), saved, strict=True)
+        for group, pairs, values in groups:
+            for (param, master), value in zip(pairs, values, strict=True):
                 master.copy_(value)
+                set_master(group["master"], param, self._optimizer.state[param], master)

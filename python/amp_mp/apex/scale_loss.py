@@ -20,8 +20,7 @@ from amp_mp.apex.gradients import multiply_gradients, set_aside, totals_of
 from amp_mp.apex.wrapper import LOSS_SCALE
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.gradient_marks import GradientMarks, nonzero
-from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.optim.step.handed import GradientMarks, Handed, carries_scale, nonzero
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
@@ -110,12 +109,12 @@ class ScaledLosses:
             with set_aside(params), _warning_if_unscaled(loss):
                 yield loss.float() * scale
                 overflow, max_abs = overflow_in(totals_of(params), scale)
-                folding = [each for each in folding if _has_float16(each)]
-                _unscale(params, folding, scale)
+                carried = _carried_scales(folding, scale)
+                _unscale(params, carried, scale)
             # From now until gradients are cleared these optimizers know what scale they carry.
-            for own in folding:
-                carried, marks = _carried_scale(own, scale), GradientMarks(master_params(own))
-                stepper_of(own).handed = Handed(carried, measure=carried != scale, marks=marks)
+            for own, kept in carried.items():
+                marks = GradientMarks(master_params(own))
+                stepper_of(own).handed = Handed(kept, measure=kept != scale, marks=marks)
             iteration.marks.append(GradientMarks(params))
             is_first = overflow and not iteration.overflow
             self._update(iteration, overflow, max_abs, optimizers)
@@ -129,12 +128,11 @@ class ScaledLosses:
     def _begin(self) -> Iteration:
         """The iteration to which a loss belongs: a new one where the last one is over."""
         last = self._iteration
-        if last is not None and not last.has_stepped():
-            if not last.is_given_up():
-                return last
+        if last is None or last.has_stepped() or last.is_given_up():
             self.give_up()
-        self._iteration = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
-        return self._iteration
+            last = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
+            self._iteration = last
+        return last
 
     def give_up(self) -> None:
         """Ends an iteration whose gradients were cleared: what it would have skipped is gone."""
@@ -220,28 +218,26 @@ def _may_unscale(optimizer: FusedOptimizer, optimizers: Sequence[Optimizer]) -> 
     return others.isdisjoint(own) and (carries or not nonzero(own))
 
 
-def _has_float16(optimizer: FusedOptimizer) -> bool:
-    """Whether a gradient of the optimizer is float16, or carries a scale from an earlier loss."""
-    grads = [p.grad.dtype for p in master_params(optimizer) if p.grad is not None]
-    return stepper_of(optimizer).handed is not None or torch.float16 in grads
-
-
-def _carried_scale(optimizer: FusedOptimizer, scale: float) -> float:
-    """The scale that gradients carry: of an earlier loss, else the present one."""
-    handed = stepper_of(optimizer).handed
-    return scale if handed is None else float(handed.scale or 1.0)
+def _carried_scales(folding: list[FusedOptimizer], scale: float) -> dict[FusedOptimizer, float]:
+    """The scales that gradients keep: an earlier loss's, or this one's where any is float16."""
+    found = {}
+    for each in folding:
+        handed = stepper_of(each).handed
+        grads = (param.grad for param in master_params(each))
+        if handed is not None:
+            found[each] = float(handed.scale or 1.0)
+        elif any(grad is not None and grad.dtype == torch.float16 for grad in grads):
+            found[each] = scale
+    return found
 
 
 @torch.no_grad()
-def _unscale(params: list[Tensor], folding: list[FusedOptimizer], scale: float) -> None:
-    """Divides new gradients by the scale; those of `folding` get the scale of the earlier ones."""
-    left = dict.fromkeys(params)
-    for each in folding:
-        own = [param for param in master_params(each) if param in left]
-        multiply_gradients(own, _carried_scale(each, scale) / scale)
-        for param in own:
-            del left[param]
-    multiply_gradients(list(left), 1.0 / scale)
+def _unscale(params: list[Tensor], carried: dict[FusedOptimizer, float], scale: float) -> None:
+    """Divides new gradients by the scale; those in `carried` get the scale kept."""
+    for each, kept in carried.items():
+        multiply_gradients(all_parameters([each]), kept / scale)
+    apart = set(all_parameters([*carried]))
+    multiply_gradients([param for param in params if param not in apart], 1.0 / scale)
 
 
 class OptimWrapper:

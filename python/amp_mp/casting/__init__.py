@@ -1,12 +1,14 @@
 """Casting: in which precision operators run, inside torch's own autocast.
 
-`op_lists` names the operators, `op_table` puts a policy for each into force (csrc/torch/casting),
-`autocast` opens regions and keeps casts away from optimizer steps, `functions` wraps Python
-functions and `explain` shows what was cast. It imports no other package of amp_mp.
+`op_lists` names the operators, `op_table` puts a policy for each into force (csrc/torch/casting)
+and shows what was cast, `autocast` opens regions, wraps Python functions and keeps casts away from
+optimizer steps.
 """
 
-from amp_mp.casting.autocast import backward, clear_cache, disable_casts
-from amp_mp.casting.functions import (
+from amp_mp.casting.autocast import (
+    backward,
+    clear_cache,
+    disable_casts,
     float_function,
     half_function,
     promote_function,

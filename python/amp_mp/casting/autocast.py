@@ -1,10 +1,14 @@
-"""Regions in which torch casts, and hooks that switch casts off while an optimizer steps."""
+"""Regions in which torch casts, functions with a precision of their own, hooks around steps.
+
+The wrappers of functions read torch's autocast state, which Dynamo can trace, and do nothing while
+casts are off. The hooks switch casts off while an optimizer steps.
+"""
 
 import functools
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +18,8 @@ from torch.optim import optimizer as optimizers
 from amp_mp import _C
 from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.dtypes import LOW_PRECISION
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 clear_cache = _C.casting.clear_cache
 set_keep_casts = _C.casting.set_keeps_casts  # of this thread; returns what was set before
@@ -100,6 +106,81 @@ def _warn_slow() -> None:
         "bfloat16 is fast there",
         stacklevel=4,
     )
+
+
+def half_function(function: F) -> F:
+    """Casts floating arguments to the autocast dtype; for functions that are fast in low precision.
+
+    Tensors in lists, tuples, named tuples and dicts are cast too; float64 is left alone, and the
+    caller's containers are not changed. The function itself runs without further casts, and the
+    casts are part of the graph: gradients come back in the dtypes of the arguments.
+    """
+    return _wrap(function, lambda device, _: torch.get_autocast_dtype(device))
+
+
+def float_function(function: F) -> F:
+    """As half_function, to float32; for functions that need its range or digits."""
+    return _wrap(function, lambda _device, _: torch.float32)
+
+
+def promote_function(function: F) -> F:
+    """As half_function, to the widest dtype among the arguments."""
+    return _wrap(function, lambda _, dtypes: dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+
+def _registers(decorate: Callable[[Any], Any]) -> Callable[[Any, str], None]:
+    def register(module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            raise ValueError(f"No function named {name} in module {module}.")
+        setattr(module, name, decorate(getattr(module, name)))
+
+    kind = decorate.__name__
+    register.__name__ = register.__qualname__ = f"register_{kind}"
+    register.__doc__ = f"Replaces a module's or class's function by its {kind}, or ValueError."
+    return register
+
+
+register_half_function = _registers(half_function)
+register_float_function = _registers(float_function)
+register_promote_function = _registers(promote_function)
+
+
+def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype]) -> F:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tensors_in((args, kwargs)) if _is_castable(t)]
+        if not tensors or not torch.is_autocast_enabled(device := tensors[0].device.type):
+            return function(*args, **kwargs)
+        dtype = dtype_of(device, {t.dtype for t in tensors})
+        args, kwargs = _cast((args, kwargs), dtype)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _is_castable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, also inside tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _is_castable(value):
+        return value.to(dtype)
+    if isinstance(value, list | tuple):
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
 
 
 class _Arguments(tuple[Any, ...]):

@@ -1,9 +1,11 @@
-"""The table that says in which precision each operator runs: read it and change it."""
+"""In which precision each operator runs: the table, changing it, and the casts that it makes."""
 
 import hashlib
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,10 +14,12 @@ from amp_mp.casting.op_lists import APEX, APEX_CPU, TORCH_LOW, TORCH_WIDEST
 from amp_mp.text_table import aligned
 
 DEVICES = ("cpu", "cuda")
+OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/trace.h
 
 _lock = threading.Lock()
 _active: dict[str, str] = {}  # the name of the table that is in force, by device
 _overrides: dict[tuple[str, str], str] = {}  # what users have set, on top of any table
+_trace = OFF  # outside of explain
 
 
 class PolicyTable(dict[str, str]):
@@ -167,3 +171,43 @@ def _changed() -> None:
     tables = sorted((d, *row) for d in DEVICES for row in _C.casting.policies(d).items())
     digest = hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = f"amp_mp:{digest}"
+
+
+class Cast(NamedTuple):
+    """One cast: the operator, its argument, the dtypes, and whether the cache had the result."""
+
+    op: str
+    argument: str
+    from_dtype: str
+    to_dtype: str
+    cached: bool
+
+
+class CastTable(list[Cast]):
+    """Casts in the order in which they were made; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = ((*cast[:4], "cached" if cast.cached else "") for cast in self)
+        return aligned(("operator", "argument", "from", "to", ""), rows)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTable:
+    """Calls the function once and returns the casts that its operators made, as a table.
+
+    Only operators with a policy of amp_mp's report. A weight whose cast came from the cache is
+    listed too, and marked. Use it in a region with casts on.
+    """
+    _C.casting.take_log()
+    _C.casting.set_trace(RECORD)
+    try:
+        function(*args, **kwargs)
+    finally:
+        _C.casting.set_trace(_trace)
+    return CastTable(Cast(*row) for row in _C.casting.take_log())
+
+
+def set_verbose(verbose: bool) -> None:
+    """Prints every cast to stderr while on."""
+    global _trace
+    _trace = PRINT if verbose else OFF
+    _C.casting.set_trace(_trace)

@@ -1,15 +1,24 @@
-"""What is in a checkpoint directory, from its metadata alone: no data is read."""
+"""What is in a checkpoint directory, from its metadata alone; and containers as they were saved.
 
+torch.distributed.checkpoint makes every key a string and leaves out empty dicts. A MultiStepLR,
+whose milestones are a Counter of integers, would never reach one after loading. So `save` adds one
+entry, which holds the containers, with keys of the checkpoint in place of what is in them.
+"""
+
+import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, MutableMapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from amp_mp.sharding.shards import like, local_of
 
 PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
-STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers: structure.py
+STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
 
 
 class TensorInfo(NamedTuple):
@@ -49,7 +58,7 @@ class Contents:
         self.paths |= metadata.planner_data or {}
         self.parts = {str(self.paths[key][0]) for key in self.keys - {STRUCTURE}}
         known = set(names)
-        weights = Counter(start for key in self.keys for start in _starts(key, known))
+        weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
         if not states:  # as of SGD without momentum; but no states by numbers in place of names
@@ -72,9 +81,14 @@ class Contents:
 
         In files of flattened state dicts there is a parameter's name in place of a number.
         """
-        found = ((key, rest) for key in self.keys for _, rest in _after(key, "param_groups"))
-        own = {key: rest for key, rest in found if key.startswith(f"{self.optimizer}param_groups.")}
-        return {key: _split(own[key]) for key in sorted(own)}
+        start = f"{self.optimizer}param_groups."
+        own = sorted(key for key in self.keys if key.startswith(start))
+        return {key: _split(key.removeprefix(start)) for key in own}
+
+    def empty(self, key: str, device: torch.device | None = None) -> Tensor | None:
+        """A whole tensor to read into, or None for what is no tensor."""
+        entry = self.tensors.get(key)
+        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
     def others(self) -> list[str]:
         """The keys of what is neither the model's nor the optimizer's."""
@@ -112,32 +126,66 @@ def _chosen(starts: Counter[str], preferred: tuple[str, ...], what: str) -> str 
     return most[0] if most else None
 
 
-def _starts(key: str, names: set[str]) -> Iterator[str]:
-    """What stands in a key before one of the names, for every name that it ends with."""
-    at = 0
-    while at >= 0:
-        if key[at:] in names:
-            yield key[:at]
-        at = key.find(".", at) + 1 or -1
+def _begins(key: str) -> list[int]:
+    """Where the parts of a key begin that are between dots."""
+    return [0, *(at for at, before in enumerate(key, 1) if before == ".")]
 
 
-def _states(key: str) -> Iterator[tuple[str, str, str]]:
-    """Every way to read a key as START state.NAME.ENTRY."""
-    for start, rest in _after(key, "state"):
-        name, entry = _split(rest)
-        if name:
-            yield start, name, entry
-
-
-def _after(key: str, word: str) -> Iterator[tuple[str, str]]:
+def _after(key: str, word: str) -> list[tuple[str, str]]:
     """What stands before and after a word between dots, wherever it is in the key."""
-    at = f".{key}".find(f".{word}.")
-    while at >= 0:
-        yield key[:at], key[at + len(word) + 1 :]
-        at = f".{key}".find(f".{word}.", at + 1)
+    found = [at for at in _begins(key) if key.startswith(f"{word}.", at)]
+    return [(key[:at], key[at + len(word) + 1 :]) for at in found]
+
+
+def _states(key: str) -> list[tuple[str, str, str]]:
+    """Every way to read a key as START state.NAME.ENTRY."""
+    found = [(start, *_split(rest)) for start, rest in _after(key, "state")]
+    return [(start, name, entry) for start, name, entry in found if name]
 
 
 def _split(text: str) -> tuple[str, str]:
     """What stands before and after the last dot."""
     before, _, after = text.rpartition(".")
     return before, after
+
+
+def empty_like(value: Any, entry: TensorInfo) -> Tensor:
+    """A tensor to read into, as the file has it, split and placed as the value is."""
+    return like(torch.empty_like(local_of(value), dtype=entry.dtype), value)
+
+
+def with_structure(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """A state to save, and with it the containers of `kept`, some of its values by name."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, _ = flatten_state_dict(kept)
+    named = {name: _names(value, name, set(flat)) for name, value in kept.items()}
+    return {**state, STRUCTURE: (named,)}  # a tuple is stored as one value
+
+
+def _names(value: Any, key: str, leaves: set[str]) -> Any:
+    if key in leaves:
+        return key
+    changes = isinstance(value, MutableMapping | list)
+    made: Any = copy.copy(value) if changes else dict(value)
+    for each in value if isinstance(value, Mapping) else range(len(value)):
+        made[each] = _names(value[each], f"{key}.{each}", leaves)
+    return made
+
+
+def rebuilt(contents: Contents, values: dict[str, Any]) -> dict[str, Any]:
+    """What was saved beside the model and the optimizer. values: what was read, by key."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    if STRUCTURE not in values:  # written by torch
+        return unflatten_state_dict(values, {key: contents.paths[key] for key in values})
+    (named,) = values[STRUCTURE]
+    return {name: _values(value, values) for name, value in named.items()}
+
+
+def _values(named: Any, values: dict[str, Any]) -> Any:
+    if isinstance(named, str):
+        return values[named]
+    for each in named if isinstance(named, Mapping) else range(len(named)):
+        named[each] = _values(named[each], values)
+    return named

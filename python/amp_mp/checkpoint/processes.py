@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,25 +45,25 @@ def all_or_none() -> Iterator[None]:
             raise other
 
 
-def quietly(run: Callable[..., Any], state: dict[str, Any], **arguments: Any) -> None:
-    """Calls torch's save or load, without its warning that there is one process only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        run(state, no_dist=not is_distributed(), **arguments)
+def run(action: Callable[..., Any], state: dict[str, Any], path: Path, failed: str) -> None:
+    """Calls torch's save or load, without its warning that there is one process only.
 
-
-def understood(error: BaseException, what: str) -> BaseException:
-    """An error of torch's save or load: its CheckpointException, no Exception, as a RuntimeError.
-
-    That is what all processes raise where one cannot read or write.
+    All processes raise a CheckpointException, no Exception, where one cannot read or write; it
+    becomes a RuntimeError that begins with `failed`.
     """
-    failures = getattr(error, "failures", None)
-    if not isinstance(failures, dict):
-        return error
-    rank, (cause, _) = next(iter(failures.items()))
-    if not isinstance(cause, Exception):
-        return error  # KeyboardInterrupt
-    return RuntimeError(f"{what}: rank {rank} raised {type(cause).__name__}: {cause}")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            action(state, no_dist=not is_distributed(), checkpoint_id=path)
+    except BaseException as error:
+        failures = getattr(error, "failures", None)
+        if not isinstance(failures, dict):
+            raise
+        rank, (cause, _) = next(iter(failures.items()))
+        if not isinstance(cause, Exception):
+            raise  # KeyboardInterrupt
+        text = f"{failed}: rank {rank} raised {type(cause).__name__}: {cause}"
+        raise RuntimeError(text) from error
 
 
 def _gathered(own: Exception | None) -> list[Exception | None]:

@@ -9,7 +9,7 @@ from amp_mp.compat.openseq2seq import (
     mixed_precision,
     mp_regularizer_wrapper,
 )
-from amp_mp.compat.shift_for_scale import shift_for_scale
+from amp_mp.compat.solver import shift_for_scale
 from amp_mp.compat.typed_tensor import TypedTensor
 
 # fmt: off

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from amp_mp.compat.layer_kinds import KEPT, LOSS, NORM, SOFTMAX, kinds_of, layers_of
-from amp_mp.compat.solver_types import SolverTypes
+from amp_mp.compat import typed_forward as typed
+from amp_mp.compat.solver import SolverTypes
 from amp_mp.compat.type_functions import Types
-from amp_mp.compat.typed_forward import TypedForward, typed_forward
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.text_table import aligned
 
@@ -23,7 +22,8 @@ WORDS = {
 }
 NAMES = {dtype: word for word, dtype in WORDS.items()}
 FIELDS = ("forward_type", "backward_type", "forward_math", "backward_math")
-AT_LEAST_FLOAT = {LOSS: FIELDS, NORM: FIELDS[2:], SOFTMAX: FIELDS[2:]}  # by a layer's kind
+# Which of them are FLOAT at least, by a layer's kind.
+AT_LEAST_FLOAT = {typed.LOSS: FIELDS, typed.NORM: FIELDS[2:], typed.SOFTMAX: FIELDS[2:]}
 Type = str | torch.dtype
 # The attribute of an nn.TransformerEncoder that made nested tensors before its layers had types.
 USED_NESTED = "_amp_mp_used_nested"
@@ -116,14 +116,14 @@ def set_layer_types(
         for field, word in given
         if word is not None or field.endswith("type")
     }
-    names, kinds = layers_of(model), kinds_of(model)
+    names, kinds = typed.layers_of(model), typed.kinds_of(model)
     chosen = _chosen(names, {} if layers is None else layers)
     made, rows = [], []
     for module, kind in kinds.items():
         label = ", ".join(names[module]) or "(the model)"
         _refuse(module, label, kind)
         own = _types(default, chosen[module], kind, f"{label} ({type(module).__name__})")
-        made.append(TypedForward(module, kind, own))
+        made.append(typed.TypedForward(module, kind, own))
         words = (NAMES[dtype] for dtype in own)
         rows.append(Row._make((label, type(module).__name__, *words, kind)))
     solver = SolverTypes(model, kinds, _dtype(solver_data_type, "solver_data_type"))
@@ -138,7 +138,7 @@ def set_layer_types(
 def undo_layer_types(model: nn.Module) -> None:
     """Takes the types of set_layer_types from every layer of a model, such as a copy of it."""
     for module in model.modules():
-        layer = typed_forward(module)
+        layer = typed.forward_of(module)
         if layer is not None:
             layer.detach()
         if module.__dict__.pop(USED_NESTED, False):
@@ -191,8 +191,8 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
     found = {}
     for way in ("forward", "backward"):
         stored, math = f"{way}_type", f"{way}_math"
-        net = torch.float32 if kind == KEPT else default[stored]
-        net_math = torch.float32 if kind == KEPT else default.get(math, net)
+        net = torch.float32 if kind == typed.KEPT else default[stored]
+        net_math = torch.float32 if kind == typed.KEPT else default.get(math, net)
         found[stored] = own[stored][0] if stored in own else net
         found[math] = own[math][0] if math in own else own.get(stored, (net_math,))[0]
     for field in AT_LEAST_FLOAT.get(kind, ()):
@@ -203,7 +203,7 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
                 "which has FLOAT at least; leave it out, or write a pattern without this layer"
             )
         found[field] = wide
-    if kind == NORM:  # its statistics have one type
+    if kind == typed.NORM:  # its statistics have one type
         widest = torch.promote_types(found["forward_math"], found["backward_math"])
         found["forward_math"] = found["backward_math"] = widest
     return Types(*(found[field] for field in FIELDS))
@@ -212,7 +212,7 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
 def _refuse(module: nn.Module, label: str, kind: str) -> None:
     """Raises ValueError for a layer that cannot get types."""
     problem = ""
-    if typed_forward(module) is not None:
+    if typed.forward_of(module) is not None:
         problem = "has types already; call amp.compat.undo_layer_types(model) first"
     elif "forward" in module.__dict__:
         problem = "has a forward method of its own (as attach_main_grads sets); set types first"
@@ -220,7 +220,7 @@ def _refuse(module: nn.Module, label: str, kind: str) -> None:
         problem = "is a TorchScript module, whose arithmetic is fixed; use the Python module"
     elif any(map(is_lazy, [*module.parameters(), *module.buffers()])):
         problem = "is lazy; run the model once before set_layer_types"
-    elif kind == NORM and any(buffer.dtype in LOW_PRECISION for buffer in module.buffers()):
+    elif kind == typed.NORM and any(b.dtype in LOW_PRECISION for b in module.buffers()):
         problem = "has low-precision statistics; call amp.apex.BN_convert_float(model) first"
     if problem:
         raise ValueError(f"model: the layer {label} {problem}")

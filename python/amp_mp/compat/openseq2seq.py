@@ -17,11 +17,9 @@ from amp_mp.apex.gradients import set_aside
 from amp_mp.apex.masters import Masters
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network, prepare
-from amp_mp.scaling.dynamic import Backoff, LogMax
-from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
+from amp_mp.scaling.policies import NAMES, ScalePolicy, Static, check_scale
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-POLICIES: dict[str, type[ScalePolicy]] = {"backoff": Backoff, "logmax": LogMax, "lognormal": LogMax}
 Regularizer = Callable[[Tensor], Any]
 
 _recorded: MutableMapping[Tensor, list[Regularizer]] = WeakTensorKeyDictionary()
@@ -41,9 +39,6 @@ class l2_sum:  # noqa: N801 (used as a function)
         """The term of the loss."""
         return self._share * self.coefficient * weight.square().sum()
 
-    def _gradient(self, weight: Tensor) -> Tensor:
-        return (2 * self._share * self.coefficient) * weight
-
 
 class l2_half(l2_sum):  # noqa: N801
     """lambda / 2 sum w^2, TensorFlow's l2_regularizer; gradient lambda w. Errors as l2_sum."""
@@ -57,9 +52,6 @@ class l1(l2_sum):  # noqa: N801
     def __call__(self, weight: Tensor) -> Tensor:
         """The term of the loss."""
         return self.coefficient * weight.abs().sum()
-
-    def _gradient(self, weight: Tensor) -> Tensor:
-        return self.coefficient * weight.sign()
 
 
 def mp_regularizer_wrapper(regularizer: Regularizer) -> Regularizer:
@@ -81,27 +73,6 @@ def mp_regularizer_wrapper(regularizer: Regularizer) -> Regularizer:
         return None
 
     return wrapped
-
-
-@torch.no_grad()
-def _add_regularization(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Adds what was recorded of each parameter to its master's gradient, where there is one.
-
-    pairs: parameters and masters. A sparse gradient becomes dense: the term touches every weight.
-    """
-    for param, master in pairs:
-        for regularizer in _recorded.get(param, ()):
-            if master.grad is not None:
-                dense = master.grad.to_dense() if master.grad.is_sparse else master.grad
-                master.grad = dense.add_(_gradient(regularizer, master.detach()))
-
-
-def _gradient(regularizer: Any, weight: Tensor) -> Any:
-    if isinstance(regularizer, l2_sum):
-        return regularizer._gradient(weight)
-    with torch.enable_grad():
-        leaf = weight.detach().requires_grad_()
-        return torch.autograd.grad(regularizer(leaf), leaf)[0]
 
 
 class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
@@ -167,9 +138,18 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         """Regularizers need masters with gradients of their own, also in amp_mp's optimizers."""
         return Masters(optimizer)
 
+    @torch.no_grad()
     def _complete_gradients(self) -> None:
-        if self._calls == 0:  # once per step
-            _add_regularization(self._masters.pairs())
+        """Adds what was recorded of each parameter to its master's gradient, once per step."""
+        for param, master in self._masters.pairs() if self._calls == 0 else ():
+            for regularizer in _recorded.get(param, ()):
+                if (grad := master.grad) is None:
+                    break
+                with torch.enable_grad():
+                    leaf = master.detach().requires_grad_()
+                    (added,) = torch.autograd.grad(regularizer(leaf), leaf)
+                # A sparse gradient becomes dense, because the term touches every weight.
+                master.grad = (grad.to_dense() if grad.is_sparse else grad).add_(added)
 
 
 def mixed_precision(
@@ -226,9 +206,9 @@ def _policy(config: Mapping[str, Any]) -> ScalePolicy:
             raise ValueError("loss_scaling_params: needs a loss_scaling algorithm to belong to")
         return Static(check_scale(value, key))
     algorithm = value.lower().strip()
-    if algorithm not in POLICIES:
+    if algorithm not in NAMES or algorithm == "dynamic":  # which is FP16_Optimizer's own name
         raise ValueError(f"Unknown scaling algorithm: {value}")
     try:
-        return POLICIES[algorithm](**params)
+        return NAMES[algorithm](**params)
     except TypeError as error:
         raise ValueError(f"loss_scaling_params: {error}") from None

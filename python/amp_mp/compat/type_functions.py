@@ -166,18 +166,13 @@ def _linear_backward(
 Compute = Callable[[list[Tensor], bool], list[Tensor]]
 
 
-def recomputed(
-    compute: Compute, types: Types, inputs: list[Tensor], weights: list[Tensor], random: bool
-) -> tuple[Tensor, ...]:
+class _Recomputed(torch.autograd.Function):
     """Any layer in these types, whose backward pass runs it again in types.backward_math.
 
-    random: whether the layer draws random numbers, which are then the same in both.
+    inputs: how many of the tensors are; the others are weights. random: whether the layer draws
+    random numbers, which are then the same in both.
     """
-    tensors = (*inputs, *weights)
-    return _Recomputed.apply(compute, types, len(inputs), random, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
-
-class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, compute: Compute, types: Types, inputs: int, random: bool, *tensors: Tensor
@@ -224,6 +219,9 @@ class _Recomputed(torch.autograd.Function):
         computed = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         rounded_grads = (None if grad is None else grad.to(types.backward) for grad in computed)
         return None, None, None, None, *rounded_grads
+
+
+recomputed: Callable[..., Any] = _Recomputed.apply
 
 
 @contextmanager

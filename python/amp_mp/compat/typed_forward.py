@@ -1,4 +1,4 @@
-"""The forward method of a layer that has types, and its five ways to run the layer.
+"""Which layers a model has, and the forward method of one that has types, with five ways to run it.
 
 looks up rows         as it is, with its result rounded
 selects values        in a dtype that its gradients can have
@@ -9,29 +9,88 @@ two math types        `recomputed`: the backward pass runs it again in its own m
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from amp_mp.compat.layer_kinds import LOOKS_UP, NORM, SELECTS
 from amp_mp.compat.type_functions import Types, border, product, recomputed
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.kept_modules import map_tensors, tensors_in
+from amp_mp.model.kept_modules import float32_is_kept, map_tensors, tensors_in
+from amp_mp.model.selection import is_normalisation
 from amp_mp.nn.float32_layers import autocast_off
+
+# What a layer is, for its types. The text is what a table says.
+PLAIN = ""
+NORM = "norm: weights, statistics and math at least FLOAT"
+SOFTMAX = "softmax: math at least FLOAT"
+LOSS = "loss: at least FLOAT"
+KEPT = "keep_fp32: FLOAT unless named"
+SELECTS = "selects values: math makes no difference"
+LOOKS_UP = "looks up rows in the weight's own type"
+
+SELECTING = (
+    *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.PixelShuffle, nn.PixelUnshuffle),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ChannelShuffle),
+    *(nn.modules.padding._ConstantPadNd, nn.modules.padding._ReflectionPadNd),
+    *(nn.modules.padding._ReplicationPadNd, nn.modules.padding._CircularPadNd),
+)
+SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.AdaptiveLogSoftmaxWithLoss)
+# Modules of torch that use their children's weights without calling them.
+WHOLE = (nn.MultiheadAttention, nn.AdaptiveLogSoftmaxWithLoss)
 
 PRODUCTS = tuple(kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
 BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
-# Where a weight is: the module, and the parameter's name in it.
-WeightKey = tuple[nn.Module, str]
+# Where a tensor of a layer is: the module, which of its dicts, and the name there.
+Store = Literal["_parameters", "_buffers"]
+TensorKey = tuple[nn.Module, Store, str]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def typed_forward(module: nn.Module) -> "TypedForward | None":
+def layers_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """The model's layers, each with its names; a shared one has several.
+
+    A layer is a module without children, or one of torch's that does not call its children.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    inside: tuple[str, ...] = ()  # how the names of a layer's own parts begin
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts = name.startswith(inside) or "parametrizations" in name.split(".")
+        if parts or type(module).forward is nn.Module.forward:  # a list of modules has no forward
+            continue
+        children = {name for name, _ in module.named_children()} - {"parametrizations"}
+        if not children or isinstance(module, WHOLE):
+            found.setdefault(module, []).append(name)
+            inside += (f"{name}." if name else "",)
+    return found
+
+
+def kinds_of(model: nn.Module) -> dict[nn.Module, str]:
+    """What each layer of the model is: one of the kinds above."""
+    kept = [m for m in model.modules() if float32_is_kept(m) and not is_normalisation(m)]
+    inside = {part for module in kept for part in module.modules()}
+    return {module: _kind(module, module in inside) for module in layers_of(model)}
+
+
+def _kind(module: nn.Module, is_kept: bool) -> str:
+    """The first kind that fits."""
+    kinds = {
+        LOSS: isinstance(module, nn.modules.loss._Loss),
+        NORM: is_normalisation(module),
+        KEPT: is_kept,
+        SOFTMAX: isinstance(module, SOFTMAXES),
+        LOOKS_UP: isinstance(module, nn.Embedding | nn.EmbeddingBag),
+        SELECTS: isinstance(module, SELECTING),
+    }
+    return next((kind for kind, fits in kinds.items() if fits), PLAIN)
+
+
+def forward_of(module: nn.Module) -> "TypedForward | None":
     """The TypedForward that gives a layer its types; None where it has none."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, TypedForward) else None
@@ -53,7 +112,7 @@ class TypedForward:
 
     def detach(self) -> None:
         """Gives the layer its own forward method back."""
-        if typed_forward(self.module) is self:
+        if forward_of(self.module) is self:
             del self.module.__dict__["forward"]
             hooks = self.module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook is _is_called]:
@@ -94,14 +153,15 @@ class TypedForward:
         args, kwargs = self._entered(args, kwargs, types.forward, *(() if mixes else (math,)))
         weights = {
             place: border(weight, through, backward, saturate=True)
-            for place, weight in _weights_of(module).items()
+            for place, weight in _tensors_of(module, "_parameters").items()
         }
-        if self.kind != NORM:
-            return self._leave(self._run(args, kwargs, weights))
-        # Its statistics have its math type, too, for this time.
-        in_math = lambda b: b.to(math) if b.is_floating_point() else b  # noqa: E731
-        with _other_buffers(module, in_math, copy_back=module.training):
-            return self._leave(self._run(args, kwargs, weights))
+        statistics = _tensors_of(module, "_buffers") if self.kind == NORM else {}
+        in_math = {p: b.to(math) for p, b in statistics.items() if b.is_floating_point()}
+        output = self._leave(self._run(args, kwargs, weights | in_math))
+        for place, used in in_math.items():
+            if module.training and used is not statistics[place]:
+                statistics[place].copy_(used.detach())
+        return output
 
     @_disable_dynamo
     def _in_two_maths(self, args: Args, kwargs: Kwargs) -> Any:
@@ -115,7 +175,7 @@ class TypedForward:
             return tensor.new_empty(0)  # in its place: the backward pass keeps a converted one
 
         args, kwargs = _mapped(taken, args, kwargs)
-        weights = _weights_of(module)
+        weights = _tensors_of(module, "_parameters")
         writes = any(getattr(part, "inplace", False) for part in module.modules())
         results: list[Any] = []
 
@@ -129,15 +189,16 @@ class TypedForward:
             each = iter([t.clone() for t in tensors] if writes else tensors)
             given = _mapped(lambda t: next(each) if t.is_floating_point() else t, args, kwargs)
             # A second run must not change a layer's statistics.
-            with _other_buffers(module, Tensor.clone) if again else nullcontext():
-                result = self._run(*given, dict(zip(weights, each, strict=True)))
+            buffers = _tensors_of(module, "_buffers") if again else {}
+            copies = {place: buffer.clone() for place, buffer in buffers.items()}
+            result = self._run(*given, dict(zip(weights, each, strict=True)) | copies)
             if not again:
                 results.append(result)
             return tensors_in(result, results=True)
 
         random = trains and any(map(_may_draw, module.modules()))
-        own = list(weights.values())
-        outputs = iter(recomputed(compute, self.types, inputs, own, random))
+        tensors = (*inputs, *weights.values())
+        outputs = iter(recomputed(compute, self.types, len(inputs), random, *tensors))
         return map_tensors(lambda _: next(outputs), results.pop(), results=True)
 
     def _entered(self, args: Args, kwargs: Kwargs, *dtypes: torch.dtype) -> tuple[Args, Kwargs]:
@@ -148,12 +209,12 @@ class TypedForward:
         through = (types.forward, types.visible)
         return map_tensors(lambda t: border(t, through, types.backward), output, results=True)
 
-    def _run(self, args: Args, kwargs: Kwargs, weights: dict[WeightKey, Tensor]) -> Any:
-        """The layer's own forward with these weights in the places of its own."""
+    def _run(self, args: Args, kwargs: Kwargs, tensors: dict[TensorKey, Tensor]) -> Any:
+        """The layer's own forward with these tensors in the places of its own."""
         module = self.module
-        given = next(iter([*weights.values(), *tensors_in((args, kwargs), results=True)]), None)
+        given = next(iter([*tensors.values(), *tensors_in((args, kwargs), results=True)]), None)
         no_casts = nullcontext() if given is None else autocast_off(given)
-        with _weights_in_place(module, weights), no_casts:
+        with _in_place(module, tensors), no_casts:
             return type(module).forward(module, *args, **kwargs)
 
 
@@ -161,20 +222,20 @@ def _is_called(_: nn.Module, args: Any) -> None:
     """A hook that does nothing: without one TransformerEncoderLayer.eval() calls no layer."""
 
 
-def _weights_of(module: nn.Module) -> dict[WeightKey, Tensor]:
-    """The floating-point parameters of a layer and its parts, each with its place."""
+def _tensors_of(module: nn.Module, store: Store) -> dict[TensorKey, Tensor]:
+    """The floating-point parameters, or all buffers, of a layer and its parts."""
     return {
-        (part, name): param
+        (part, store, name): tensor
         for part in module.modules()
-        for name, param in part._parameters.items()
-        if param is not None and param.is_floating_point()
+        for name, tensor in getattr(part, store).items()
+        if tensor is not None and (store == "_buffers" or tensor.is_floating_point())
     }
 
 
 @contextmanager
-def _weights_in_place(module: nn.Module, tensors: Mapping[WeightKey, Tensor]) -> Iterator[None]:
-    """A block in which a layer's weights are these tensors; after it they are its own again."""
-    before = {place: place[0]._parameters[place[1]] for place in tensors}
+def _in_place(module: nn.Module, tensors: Mapping[TensorKey, Tensor]) -> Iterator[None]:
+    """A block in which a layer's weights and buffers are these; after it they are its own again."""
+    before = {place: getattr(place[0], place[1])[place[2]] for place in tensors}
     try:
         _put(module, tensors)
         yield
@@ -182,38 +243,12 @@ def _weights_in_place(module: nn.Module, tensors: Mapping[WeightKey, Tensor]) ->
         _put(module, before)
 
 
-def _put(module: nn.Module, tensors: Mapping[WeightKey, Any]) -> None:
-    for (part, name), tensor in tensors.items():
-        part._parameters[name] = tensor
+def _put(module: nn.Module, tensors: Mapping[TensorKey, Tensor]) -> None:
+    for (part, store, name), tensor in tensors.items():
+        getattr(part, store)[name] = tensor
     if isinstance(module, nn.RNNBase) and tensors:  # reads a list of its own
         own = [module._parameters.get(name) for name in module._flat_weights_names]
         module.__dict__["_flat_weights"] = own
-
-
-@contextmanager
-def _other_buffers(
-    module: nn.Module, make: Callable[[Tensor], Tensor], copy_back: bool = False
-) -> Iterator[None]:
-    """A block in which `make(buffer)` takes the place of each of a layer's buffers.
-
-    copy_back: what is in those after the block is copied to the layer's own.
-    """
-    places = [
-        (part._buffers, name, buffer, make(buffer))
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        for buffers, name, _, made in places:
-            buffers[name] = made
-        yield
-        for _, _, buffer, made in places:
-            if copy_back and made is not buffer:
-                buffer.copy_(made.detach())
-    finally:
-        for buffers, name, buffer, _ in places:
-            buffers[name] = buffer
 
 
 def _mapped(

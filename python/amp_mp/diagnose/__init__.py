@@ -6,12 +6,11 @@
 """
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
-from amp_mp.diagnose.overflow import OverflowTracker, diagnose_overflow
 from amp_mp.diagnose.plot import log, plot_gradients, plot_updates, save
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.sharded_memory import ShardedMemory, sharded_memory
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
-from amp_mp.diagnose.watch import GradientReport, Watch, watch
+from amp_mp.diagnose.watch import GradientReport, OverflowTracker, Watch, diagnose_overflow, watch
 from amp_mp.overflow_report import OverflowReport
 
 # fmt: off

@@ -17,14 +17,8 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
-from amp_mp.scaling.dynamic import make_policy
-from amp_mp.scaling.policies import ScalePolicy
-from amp_mp.sharding.gradients import (
-    GradientStatistics,
-    by_device,
-    statistics_of,
-    writable_gradient,
-)
+from amp_mp.scaling.policies import ScalePolicy, make_policy
+from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import checked_groups
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -65,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         process_groups: Any = None,
     ) -> None:
         self._process_groups = checked_groups(process_groups)
-        self._statistics: WeakKeyDictionary[Optimizer, GradientStatistics] = WeakKeyDictionary()
+        self._statistics = WeakKeyDictionary[Optimizer, gradients.GradientStatistics]()
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
@@ -162,11 +156,12 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
         groups, grads = optimizer.param_groups, []
         for param, info in param_infos(groups):
-            grad = writable_gradient(param, info.label)
+            grad = gradients.writable_gradient(param, info.label)
             if grad is not None and not is_native(grad):
                 return None
             grads.append(grad)
-        known = statistics_of(self._statistics.get(optimizer), groups, self._process_groups)
+        known = self._statistics.get(optimizer)
+        known = gradients.statistics_of(known, groups, self._process_groups)
         self._statistics[optimizer] = known
         return [grad for grad in grads if grad is not None], known.totals(grads)
 
@@ -191,7 +186,7 @@ class GradScaler(torch.amp.GradScaler):
         if read is None or self._scale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         grads, totals = read
-        for device, indices in by_device(grads).items():
+        for device, indices in gradients.by_device(grads).items():
             own = [grads[i] for i in indices]
             _C.copy_(own, own, verdict=_C.decide(device, [], scale=self._scale))
         return self._keep(optimizer, totals)

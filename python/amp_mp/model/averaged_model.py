@@ -12,16 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.model.original_values import (
-    awaits_original,
-    copy_values,
-    drop_original,
-    original_of,
-    values_of,
-)
+from amp_mp.model import original_values
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.formats import get, new_rest, split_name
+from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import beside
 from amp_mp.optim.step.graphs import is_capturing
 
@@ -89,7 +83,7 @@ class AveragedModel(nn.Module):
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
         for param in self.module.parameters():
-            drop_original(param, forget=True)  # a remainder takes its place
+            original_values.drop_original(param, forget=True)  # a remainder takes its place
         if device is not None:
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))
@@ -99,7 +93,7 @@ class AveragedModel(nn.Module):
         for name, average in averaged:
             if average.dtype in LOW_PRECISION:
                 key = name.replace(".", "/")  # a name in a module has no dots
-                self.remainders.register_buffer(key, new_rest(FORMAT, average))
+                self.remainders.register_buffer(key, torch.zeros_like(average, dtype=torch.int16))
         self._move(model, 0.0)
 
     def follow(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -157,9 +151,44 @@ class AveragedModel(nn.Module):
         model = followed if model is None else model
         averages, live, _ = self._tensors(model)
         names = [name for name, _ in _named_tensors(model)]
-        inner = [getattr(each, "optimizer", each) for each in optimizers]  # of FP16_Optimizers
-        with _swap(names, live, averages, [*optimizers, *inner]):
+        known = [*optimizers, *(getattr(each, "optimizer", each) for each in optimizers)]
+        own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
+
+        def refuse(optimizer: Any, *_: Any) -> None:
+            stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
+            if optimizer in known or not own.isdisjoint(stepped):
+                raise RuntimeError(
+                    "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
+                    "are averages; step after the block"
+                )
+
+        _refuse_swapped(live, "swap()")
+        waiting = filter(original_values.awaits_original, live)
+        kept = {tensor: original_values.values_of(tensor) for tensor in waiting}
+        saved = [tensor.detach().clone() for tensor in live]
+        written: list[str] = []
+        hook = register_optimizer_step_pre_hook(refuse)
+        _swapped.update(own)
+        try:
+            _write(live, averages)
+            versions = [tensor._version for tensor in live]
             yield model
+            # Buffers may be written: a norm's statistics.
+            found = zip(names, live, versions, strict=True)
+            written = [n for n, t, v in found if t._version != v and id(t) in own]
+        finally:
+            _write(live, saved)
+            _C.used_on_current_stream(saved)
+            for param, original in kept.items():
+                original_values.copy_values(param, original)
+            _swapped.difference_update(own)
+            hook.remove()
+        if written:
+            first = ", ".join(sorted(written)[:5])
+            raise RuntimeError(
+                f"{first} was written inside of AveragedModel.swap(), where the model's weights "
+                "are averages; the weights are restored, what was written is lost"
+            )
 
     def float32_state_dict(self) -> dict[str, Tensor]:
         """The averaged module's state dict with every bit of the averages.
@@ -172,7 +201,7 @@ class AveragedModel(nn.Module):
         for name, value in self.module.state_dict(keep_vars=True).items():
             tensor, rest = value.detach(), rests.get(id(value))
             if rest is not None:
-                tensor = get(tensor, rest, split_name(FORMAT, tensor.dtype))
+                tensor = _C.decode(tensor, rest, split_name(FORMAT, tensor.dtype))
             dtype = torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
             result[name] = tensor.to(dtype, copy=True)
         return result
@@ -275,7 +304,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
         found = (beside(param, state.get(param, {})) for state in states)
         rest = next((rest for rest in found if rest is not None), None)
         if rest is None:
-            return apart[param] if param in apart else original_of(param)
+            return apart[param] if param in apart else original_values.original_of(param)
         return rest
 
     return of
@@ -287,47 +316,6 @@ def _decay_number(decay: Any) -> float:
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must be in [0, 1], found {decay!r}")
     return float(decay)
-
-
-@contextmanager
-def _swap(
-    names: list[str], live: list[Tensor], values: list[Tensor], optimizers: list[Any]
-) -> Iterator[None]:
-    """Writes `values` into the tensors `live` for a block; after it they have their bytes again."""
-    own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
-
-    def refuse(optimizer: Any, *_: Any) -> None:
-        stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-        if optimizer in optimizers or not own.isdisjoint(stepped):
-            raise RuntimeError(
-                "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
-                "are averages; step after the block"
-            )
-
-    _refuse_swapped(live, "swap()")
-    kept = {tensor: values_of(tensor) for tensor in live if awaits_original(tensor)}
-    saved = [tensor.detach().clone() for tensor in live]
-    written: list[str] = []
-    hook = register_optimizer_step_pre_hook(refuse)
-    _swapped.update(own)
-    try:
-        _write(live, values)
-        versions = [tensor._version for tensor in live]
-        yield
-        written = [n for n, t, v in zip(names, live, versions, strict=True) if t._version != v]
-    finally:
-        _write(live, saved)
-        _C.used_on_current_stream(saved)
-        for param, original in kept.items():
-            copy_values(param, original)
-        _swapped.difference_update(own)
-        hook.remove()
-    params = {name for name, tensor in zip(names, live, strict=True) if id(tensor) in own}
-    if found := params.intersection(written):  # buffers may be written: a norm's statistics
-        raise RuntimeError(
-            f"{', '.join(sorted(found)[:5])} was written inside of AveragedModel.swap(), where the "
-            "model's weights are averages; the weights are restored, what was written is lost"
-        )
 
 
 def _refuse_swapped(live: Sequence[Tensor], what: str) -> None:

@@ -15,7 +15,7 @@ from amp_mp.model.original_values import (
 )
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
-from amp_mp.nn.main_grads import is_wrapper
+from amp_mp.nn.functional import is_wrapper
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
 
 

@@ -18,12 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.model.sharded import local_part
-from amp_mp.optim.state.first_values import first_values
-from amp_mp.optim.state.formats import get, new_rest, placed, put, split_name
+from amp_mp.optim.state.masters import first_values
 from amp_mp.sharding.shards import is_dtensor, local_of
 
-FORMAT = "split32"
-EXCEPTION_BYTES = 12  # an int64 index and a float32 value
 SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
 
 
@@ -31,11 +28,8 @@ SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
 class OriginalValues:
     """A parameter's float32 values, stored as what the low-precision weight lacks.
 
-    version, checksum: of the weight that the values were rounded to. tensors: the remainders, int16
-    in the weight's shape, then the flat indices and the float32 values of those elements that
-    weight and remainder do not give exactly (bfloat16: ties that round down, 4 in a million;
-    float16: below 2^-16 and above 65504). Where this would take more than float32, and for tensors
-    that the native code does not read, it is the float32 tensor alone.
+    version, checksum: of the weight that the values were rounded to. tensors: as the native code
+    stores them (csrc/torch/step/original_values.h).
     """
 
     version: int
@@ -50,26 +44,9 @@ class OriginalValues:
         rank 0 alone would keep its values, and masters would differ between ranks. Nothing sends
         shards, so for them a checksum that also sees the elements' places is enough.
         """
-        first = self.tensors[0]
-        same = version == self.version and weight.shape == first.shape
-        if not same or weight.dtype not in LOW_PRECISION:
-            return False
-        if len(self.tensors) > 1:
-            return _checksum(weight, version) == self.checksum
-        wanted = rounded(first, weight.dtype).to(weight.device)
-        return bool(((wanted == weight) | (wanted.isnan() & weight.isnan())).all())
-
-    def decode(self, weight: Tensor) -> Tensor:
-        """The float32 values, a new tensor with the weight's shape, layout and device."""
-        first = self.tensors[0]
-        if len(self.tensors) == 1:
-            return torch.empty_like(weight, dtype=torch.float32).copy_(first)
-        found = get(weight, placed(first, weight), split_name(FORMAT, weight.dtype))
-        indices, values = (t.to(weight.device) for t in self.tensors[1:])
-        if indices.numel():
-            flat = found.flatten().index_copy_(0, indices, values)
-            found.copy_(flat.view(found.shape))
-        return found
+        return version == self.version and _C.is_rounded_original(
+            weight, self.tensors, self.checksum, by_place=version == SHARD
+        )
 
 
 @dataclass
@@ -133,8 +110,11 @@ def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None)
     that does not require gradients, nor on the meta device.
     """
     weight, version = _weight(param)
-    keeps = param.requires_grad and not weight.is_meta
-    kept = _encode(version, weight, local_of(values).detach()) if keeps else None
+    kept = None
+    if param.requires_grad and not weight.is_meta:
+        own, by_place = local_of(values).detach(), version == SHARD
+        checksum, tensors = _C.encode_original(weight, own, by_place)
+        kept = OriginalValues(version, checksum, tuple(tensors))
     _put_values(param, kept, owner)
 
 
@@ -173,7 +153,7 @@ def original_of(param: Tensor) -> Tensor | None:
     if (values := values_of(param)) is None:
         return None
     _C.used_on_current_stream(values.tensors)  # those of `prepare`, which are dropped afterwards
-    return values.decode(_weight(param)[0])
+    return _C.decode_original(_weight(param)[0], values.tensors)
 
 
 def take_original(param: Tensor) -> Tensor:
@@ -242,38 +222,9 @@ def _name_of_lost(param: Tensor) -> str:
     return ""
 
 
-def _checksum(weight: Tensor, version: int) -> int:
-    """The sum of a 16-bit tensor's elements as integers; of a shard also by their places."""
-    bits = weight.view(torch.int16)
-    if version != SHARD:
-        return int(bits.sum(dtype=torch.int64))
-    total = 0
-    for dim in range(max(bits.dim(), 1)):
-        others = [d for d in range(bits.dim()) if d != dim]
-        sums = bits.sum(others, dtype=torch.int64) if others else bits.to(torch.int64)
-        places = 2 * torch.arange(sums.numel(), device=bits.device) + 1
-        total = 31 * total + int((sums.flatten() * places).sum())
-    return total
-
-
 def _weight(param: Tensor) -> tuple[Tensor, int]:
     """The parameter's memory on this process, and the version of it."""
     return local_of(param).detach(), SHARD if is_dtensor(param) else param._version
-
-
-def _encode(version: int, weight: Tensor, values: Tensor) -> OriginalValues:
-    """The values of `weight`, as short as they can be had again exactly."""
-    native_device = weight.device.type in ("cpu", "cuda")
-    if type(weight) is not Tensor or not native_device or not weight.numel():
-        return OriginalValues(version, 0, (values,))
-    native, rest = split_name(FORMAT, weight.dtype), new_rest(FORMAT, weight)
-    put(values, torch.empty_like(weight), rest, native)
-    wrong = get(weight, rest, native).view(torch.int32) != values.view(torch.int32)
-    indices = wrong.flatten().nonzero().flatten()
-    if EXCEPTION_BYTES * indices.numel() > 2 * weight.numel():
-        return OriginalValues(version, 0, (values,))
-    exceptions = values.flatten()[indices]
-    return OriginalValues(version, _checksum(weight, version), (rest, indices, exceptions))
 
 
 def track(module: nn.Module) -> None:

@@ -5,9 +5,8 @@ arguments that all share; the optimizers are in files named as in csrc/core/rule
 `step/`, what it keeps in `state/`, and work during the backward pass in `backward/`.
 """
 
-from amp_mp.optim.adadelta import Adadelta
 from amp_mp.optim.adam import Adam, AdamW, NAdam, RAdam
-from amp_mp.optim.adaptive import Adagrad, Adamax, Lion, RMSprop
+from amp_mp.optim.adaptive import Adadelta, Adagrad, Adamax, Lion, RMSprop
 from amp_mp.optim.base import FusedOptimizer, forget
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.muon.muon import Muon

@@ -1,4 +1,4 @@
-"""Adagrad, RMSprop, Adamax and Lion; their rules are csrc/core/rules/adaptive.h."""
+"""Adagrad, RMSprop, Adadelta, Adamax and Lion; rules: csrc/core/rules/adaptive.h, adadelta.h."""
 
 from typing import Any, Unpack
 
@@ -10,6 +10,7 @@ from amp_mp.optim.rule import Rule, State, has_momentum, numbers, same_in_all_gr
 
 ADAGRAD_NUMBERS = numbers("lr", "lr_decay", "eps", "weight_decay")
 RMSPROP_NUMBERS = numbers("lr", "eps", "weight_decay", "momentum", alpha="beta2")
+ADADELTA_NUMBERS = numbers("lr", "eps", "weight_decay", rho="beta2")
 ADAMAX_NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
 SUM = State("sum", "square", initial="initial_accumulator_value")
 BUFFER, SQUARE = State("momentum_buffer", "moment", late=True), State("square_avg", "square")
@@ -106,6 +107,41 @@ class RMSprop(FusedOptimizer):
         if same_in_all_groups(self.param_groups, "centered"):
             return centered
         return with_momentum if has_momentum(self.param_groups) else plain
+
+
+class Adadelta(FusedOptimizer):
+    """Zeiler, "ADADELTA: an adaptive learning rate method" (2012), as torch.optim.Adadelta.
+
+        g = g + weight_decay w
+        v = rho v + (1 - rho) g^2
+        d = sqrt(u + eps) / sqrt(v + eps) * g
+        u = rho u + (1 - rho) d^2
+        w = w - lr d
+
+    NVCaffe's AdaDelta is the same with other numbers: docs/migration.md.
+
+    Args:
+        lr: what the update d is multiplied by. Default 1.
+        rho: decay rate of v and u, in [0, 1]. Default 0.9.
+        eps: added to v and u under the roots. Default 1e-6.
+        weight_decay: what is added to the gradient, times the weight. Default 0.
+
+    State: square_avg (v) and acc_delta (u).
+    """
+
+    _rules = (Rule("adadelta_", ADADELTA_NUMBERS, (SQUARE, State("acc_delta", "square"))),)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, options)
 
 
 class Adamax(FusedOptimizer):

@@ -27,8 +27,7 @@ from amp_mp.optim.state.loading import load_state
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.saving import shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.params import param_infos
-from amp_mp.optim.step.refuse import refuse_param, refuse_zero
+from amp_mp.optim.step.params import param_infos, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.sharding.reduction import checked_groups
 

@@ -5,16 +5,17 @@ csrc/core/scale.h, so that a policy runs on the host or on a device. `overflows`
 a row and warns.
 """
 
-from amp_mp.scaling.dynamic import (
+from amp_mp.scaling.policies import (
     AdaptiveGradScale,
     Backoff,
     Hysteresis,
     LogMax,
+    ScalePolicy,
+    Static,
     Tolerance,
     from_state_dict,
     make_policy,
 )
-from amp_mp.scaling.policies import ScalePolicy, Static
 
 LogNormal = LogMax
 Policy = ScalePolicy

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from amp_mp.sharding.parts import is_placed_as, part
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import is_dtensor, is_placed_as, local_of, part
 
 
 def count_sharded_modules() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from made import compiled, linked
+from made import ROOT, compiled, librarys, linked
 
 HERE = Path(__file__).resolve().parent
 
@@ -32,6 +32,12 @@ VARIANTS = {
         *("-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"),
     ],
     "tsan": ["-Og", "-g1", "-fsanitize=thread"],
+}
+
+# Sources without CUDA that the library is built of too, by the names of its objects.
+LIBRARYS = {
+    ROOT / "csrc/cpu/loops.cpp": "cpu_loops_baseline",
+    ROOT / "csrc/cpu/passes.cpp": "cpu_passes",
 }
 
 
@@ -57,10 +63,11 @@ def build(
 def objects_of(
     sources: Sequence[Path], variant: str, include: Sequence[Path], defines: Sequence[str] = ()
 ) -> dict[Path, Path]:
-    """The object of each source, two being compiled at a time."""
+    """The object of each source, the library's own where it serves; compiles two at a time."""
 
     def made(source: Path) -> Path:
-        return compiled(source, arguments(source, variant, include, defines))
+        own = librarys(LIBRARYS[source]) if variant == "plain" and source in LIBRARYS else None
+        return own or compiled(source, arguments(source, variant, include, defines))
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(sources, pool.map(made, sources), strict=True))
@@ -88,7 +95,7 @@ def arguments(
 def link(objects: Sequence[Path], program: Path, variant: str) -> Path:
     """Link objects, of which some may be of a variant without sanitizer, with the shim."""
     inputs = map(str, [*shim_objects(), *objects])
-    return linked(["g++", *VARIANTS[variant], *inputs, "-pthread"], program)
+    return linked(["g++", *VARIANTS[variant], *inputs, "-fopenmp", "-pthread"], program)
 
 
 def run(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from cuda_on_cpu.build import objects_of, shim_objects
-from made import KEPT, ROOT, compiled, linked
+from made import KEPT, ROOT, compiled, librarys, linked
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).resolve().parent
@@ -48,7 +48,8 @@ def build() -> Path:
     OUT.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(lambda unit: _object(*unit), _units()))
-    objects += [*objects_of(sorted(CSRC.glob("cuda/*.cu")), "plain", [CSRC]).values()]
+    plain = [*sorted(CSRC.glob("cuda/*.cu")), *sorted(CSRC.glob("cpu/*.cpp"))]
+    objects += [*objects_of(plain, "plain", [CSRC]).values()]
     objects += shim_objects()
     libraries = [f"-L{path}" for path in library_paths()]
     libraries += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
@@ -66,7 +67,7 @@ def build_cublas() -> Path:
 
 
 def _units() -> list[tuple[Path, list[str]]]:
-    """Every source but the kernels with its flags, those that take longest first."""
+    """Every source with torch's headers, with its flags, those that take longest first."""
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     for_torch = [part for path in includes for part in ("-isystem", path)]
     for_torch += [
@@ -76,24 +77,12 @@ def _units() -> list[tuple[Path, list[str]]]:
         '-DAMP_MP_CUDA_ARCHITECTURES=""',
         "-DAMP_MP_WITH_CUDA",
     ]
-    loops = [(s, ["-DAMP_MP_ISA=baseline"]) for s in sorted(CSRC.glob("cpu/*.cpp"))]
     with_torch = [*torch_units(CSRC, OUT), *sorted(HERE.glob("*.cpp"))]
-    return [*((s, for_torch) for s in with_torch), *loops]
+    return [(source, for_torch) for source in with_torch]
 
 
 def _object(source: Path, flags: list[str]) -> Path:
     """The object of a source: the library's own where that has what the pretend GPU needs."""
-    if source.parent == OUT:  # a unit of csrc/torch
-        librarys = ROOT / f"build/native/{source.stem}.o"
-        recipe, depends = librarys.with_suffix(".cmd"), librarys.with_suffix(".d")
-        needed = ["-DAMP_MP_WITH_CUDA", f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"']
-        made = recipe.read_text() if recipe.exists() else ""
-        if all(option in made for option in needed) and _is_current(librarys, depends):
-            return librarys
-    return compiled(source, ["g++", *FLAGS, *flags])
-
-
-def _is_current(target: Path, depends: Path) -> bool:
-    made_from = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    made = target.stat().st_mtime
-    return all(Path(p).exists() and Path(p).stat().st_mtime < made for p in made_from)
+    needed = ("-DAMP_MP_WITH_CUDA", f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"')
+    own = librarys(source.stem, *needed) if source.parent == OUT else None  # a unit of csrc/torch
+    return own or compiled(source, ["g++", *FLAGS, *flags])

@@ -1,6 +1,6 @@
 """Optimizers that work during the backward pass: `FusedOptimizer.attach`.
 
-`measure` reads each gradient while it is still in the cache. `release` steps each parameter as soon
-as its gradient is complete and frees the gradient. `ddp_hook` gives `release` the averaged
-gradients of a DistributedDataParallel.
+`attachment` has what both kinds share, and the one that reads each gradient while it is still in
+the cache. `release` steps each parameter as soon as its gradient is complete and frees the
+gradient. `ddp_hook` gives `release` the averaged gradients of a DistributedDataParallel.
 """

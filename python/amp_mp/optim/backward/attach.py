@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_mp.optim.backward.attachment import Attachment, Scaler
-from amp_mp.optim.backward.measure import Measure
+from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler
 from amp_mp.optim.backward.release import Release, refuse_shards
 from amp_mp.optim.state.formats import check_choice
 from amp_mp.optim.step.stepper import Stepper

@@ -1,6 +1,5 @@
 """Muon: momentum that is made orthogonal, for the matrices of a model, and AdamW for the rest.
 
 `muon` is the optimizer, `selection` chooses a model's matrices, `matrices` finds the matrices in a
-step's directions, `sharded` those that are split over processes, and `newton_schulz` makes them
-orthogonal.
+step's directions and makes them orthogonal, `sharded` those that are split over processes.
 """

@@ -1,17 +1,16 @@
 """Matrices that are split over processes: each is made orthogonal whole, by one of them."""
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_mp.optim.muon.matrices import WholeMatrices, shape_of
-from amp_mp.optim.muon.newton_schulz import orthogonalise_
+from amp_mp.optim.muon.matrices import WholeMatrices, orthogonalise_, shape_of
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
-from amp_mp.sharding.parts import part
-from amp_mp.sharding.shards import like, local_of, split_groups
+from amp_mp.sharding.shards import like, local_of, part, split_groups
 
 Members = Sequence[tuple[Tensor, Group]]
 
@@ -111,27 +110,24 @@ class Exchange:
         shapes = {i: shape_of(members[i][1], members[i][0]) for i in indices}
         matrices = [m for i in indices for m in _pieces(members[i][0], i, shapes[i], ranks)]
         owners = self._owners(matrices, shapes)
-        # Kinds of matrices that one stack may have: a shape, and a group's numbers.
-        self._stacks: list[tuple[Shape, Group, list[list[Piece]]]] = []
-        for number, matrix in enumerate(matrices):
-            if owners[number] != self._rank:
-                continue
-            index = matrix[0].member
-            shape, numbers = shapes[index], members[index][1]
-            last = self._stacks[-1] if self._stacks else None
-            if last is None or last[0] != shape or last[1] is not numbers:
-                self._stacks.append((shape, numbers, []))
-            self._stacks[-1][2].append(matrix)
         # What this process sends, in the order of owners, and gets, in the order of senders; each
         # in the order of matrices.
         sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m if p.rank == self._rank]
         sent.sort(key=lambda each: each[0])
         self._from = [(offsets[p.member] + p.at, p.size) for _, p in sent]
         self._sent = [sum(p.size for o, p in sent if o == rank) for rank in range(ranks)]
-        own = [p for _, _, stack in self._stacks for matrix in stack for p in matrix]
-        self._order = sorted(range(len(own)), key=lambda i: own[i].rank)
-        self._received = [sum(p.size for p in own if p.rank == rank) for rank in range(ranks)]
-        self._own = own
+        own = [matrix for n, matrix in enumerate(matrices) if owners[n] == self._rank]
+        got = sorted((p for matrix in own for p in matrix), key=lambda piece: piece.rank)
+        self._received = [sum(p.size for p in got if p.rank == rank) for rank in range(ranks)]
+        ends = accumulate((p.size for p in got), initial=0)
+        places = {p: slice(at, at + p.size) for p, at in zip(got, ends, strict=False)}
+        # Matrices of one shape with the same numbers, and where their pieces are in what it gets.
+        self._stacks: list[tuple[Shape, Group, list[slice]]] = []
+        kinds = {i: (shapes[i], id(members[i][1])) for i in indices}
+        for (shape, _), run in groupby(own, lambda matrix: kinds[matrix[0].member]):
+            pieces = [p for matrix in run for p in matrix]
+            numbers = members[pieces[0].member][1]
+            self._stacks.append((shape, numbers, [places[p] for p in pieces]))
 
     def _owners(self, matrices: list[list[Piece]], shapes: dict[int, Shape]) -> list[int]:
         """The process that makes each matrix orthogonal."""
@@ -155,15 +151,8 @@ class Exchange:
         sent = torch.cat(mine) if mine else directions[:0]
         received = sent.new_empty(sum(self._received))
         self._send(received, sent, self._received, self._sent)
-        sizes = [self._own[i].size for i in self._order]
-        arrived = list(received.split_with_sizes(sizes)) if sizes else []
-        in_order = [received] * len(arrived)
-        for place, tensor in zip(self._order, arrived, strict=True):
-            in_order[place] = tensor
-        done = 0
-        for shape, group, matrices in self._stacks:
-            own = in_order[done : done + sum(len(matrix) for matrix in matrices)]
-            done += len(own)
+        for shape, group, places in self._stacks:
+            own = [received[place] for place in places]
             stack = torch.cat(own).view(-1, *shape)
             orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
             torch._foreach_copy_(

@@ -11,33 +11,27 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.check_loadable import NUMBERS, RulesOf, check_loadable
-from amp_mp.optim.state.formats import (
-    DTYPES,
-    GROUPED,
-    NATIVE_FORMATS,
-    format_of,
-    get,
-    has_groups,
-    native_name,
-    new_state,
-    put,
-    same_layout,
-    scale_shape,
-)
+from amp_mp.optim.state.formats import DTYPES, GROUPED
 from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.schema import (
     MASTER,
     MASTER_ENTRIES,
     Entry,
     Schema,
-    copy_of,
     entry_name,
     rows_of,
     scale_name,
     schema_of,
 )
-from amp_mp.sharding.parts import is_placed_as, part, part_of_whole, whole
-from amp_mp.sharding.shards import is_dtensor, like, local_of, origin_of
+from amp_mp.sharding.shards import (
+    is_dtensor,
+    is_placed_as,
+    like,
+    local_of,
+    part,
+    part_of_whole,
+    whole,
+)
 
 State = dict[str, Any]  # of one parameter, by entry
 # What a saved state has, by entry: csrc/torch/step/load.h.
@@ -152,24 +146,25 @@ def _restore(
         if not isinstance(value, Tensor):
             state[name] = value
         elif entry is None and value.shape == param.shape:
-            state[name] = like(copy_of(part(value, param), value.dtype, local), param)
+            state[name] = like(_C.copy_as(part(value, param), None, local), param)
         elif entry is None or entry.like == "number":
             state[name] = whole(value).to(local.device, copy=True)
         elif entry.state == "master":
             masters[name] = value
         elif entry.like == "param":
-            wanted = format_of(group[entry.state], param)
-            data, scale = _converted(entry, saved, wanted, param, group, index)
-            kept = entry_name(entry.state, wanted)
+            wanted, seed = group[entry.state], int(group["seed"])
+            here = _part_of(entry, saved, param)
+            format, data, scale = _C.converted(param, wanted, *here, seed=seed, tensor_index=index)
+            kept = entry_name(entry.state, format)
             state[kept] = like(data, param)
             if scale is not None:
-                state[scale_name(kept)] = like(scale, param, scale_shape(param))
+                state[scale_name(kept)] = like(scale, param, _C.scale_shape(param))
     if param.dtype not in LOW_PRECISION or not MASTER_ENTRIES.keys().isdisjoint(state):
         return
     if not masters:  # a file of torch's: the master stays
         masters = {n: old[n] for n in MASTER_ENTRIES if old.get(n) is not None}
     found = {
-        name: copy_of(part(value, param), MASTER_ENTRIES[name].dtype, local)
+        name: _C.copy_as(part(value, param), MASTER_ENTRIES[name].dtype, local)
         for name, value in masters.items()
     }
     wanted_master = MASTER.get((group["master"], param.dtype))
@@ -179,44 +174,19 @@ def _restore(
         set_master(group["master"], param, state, master_of(param, found))
 
 
-def _converted(
-    entry: Entry, saved: dict[str, Any], wanted: str, param: Tensor, group: Group, index: int
-) -> tuple[Tensor, Tensor | None]:
-    """The data and scales of a saved state in the format `wanted`: plain tensors, copies."""
-    data, scale, local = saved[entry.name], None, local_of(param)
-    if entry.scale:
-        format, data, scale = _grouped_part(entry.format, data, saved[entry.scale], param)
-    else:
-        format = entry.format or NUMBERS[data.dtype]
-        data = copy_of(part(data, param), entry.dtype or DTYPES[format], local)
-    # Groups are of neighbours in memory, so another layout has other groups.
-    if format == wanted and (scale is None or same_layout(data, local)):
-        if entry.scale:
-            data = copy_of(data, data.dtype, local)
-        if scale is not None:
-            shape = scale_shape(param, tuple(local.shape))
-            scale = scale.detach().to(local.device, copy=True).reshape(shape)
-        return data, scale
-    values = get(data.detach(), scale, native_name(format))
-    data, scale = new_state(wanted, param)
-    native, random = native_name(wanted), {"seed": int(group["seed"]), "tensor_index": index}
-    if NATIVE_FORMATS[native]["stochastic"]:  # the same bits however the tensor is split
-        random |= origin_of(param)._asdict()
-    put(values.to(data.device), data, scale, native, **random)
-    return data, scale
-
-
-def _grouped_part(
-    format: str, data: Tensor, scale: Tensor, param: Tensor
-) -> tuple[str, Tensor, Tensor | None]:
-    """The format, data and scales of this process's part; float32 where it would cut groups."""
+def _part_of(entry: Entry, saved: State, param: Tensor) -> tuple[str, Tensor, Tensor | None]:
+    """A saved state's format, data and scales on this process; float32 where it cuts groups."""
+    data, format = saved[entry.name], entry.format
+    if not entry.scale:
+        return format or NUMBERS[data.dtype], part(data, param), None
+    scale = saved[entry.scale]
     if not is_dtensor(param):
         return format, whole(data), whole(scale)
-    shape, fits = scale_shape(param), has_groups(param)
+    shape, fits = _C.scale_shape(param), _C.has_groups(param)
     placed = is_placed_as(data, param) and is_placed_as(scale, param)
     if fits and placed and tuple(scale.shape) == shape:
         return format, local_of(data), local_of(scale)
     data, scale = whole(data), whole(scale)
     if fits and data.is_contiguous():
         return format, part_of_whole(data, param), part_of_whole(scale.reshape(shape), param)
-    return "float32", part_of_whole(get(data, scale, native_name(format)), param), None
+    return "float32", part_of_whole(_C.decode(data, scale, format), param), None

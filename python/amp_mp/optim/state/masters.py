@@ -1,43 +1,28 @@
-"""Float32 masters of low-precision parameters."""
+"""Float32 masters of low-precision parameters, and what a parameter's first one is made of."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.state.schema import MASTER, MASTER_ROWS
-from amp_mp.sharding.shards import local_of
+from amp_mp.optim.state.schema import MASTER_ROWS
 
-_MASTERS = _C.Masters(MASTER_ROWS)
+_masters = _C.Masters(MASTER_ROWS)  # whose signatures say what these do
+set_master, master_of, beside = _masters.set, _masters.of, _masters.beside
 
 
-def set_master(
-    format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
-) -> None:
-    """Gives a low-precision parameter a master of the format, holding `values` if there are any.
+@dataclass
+class FirstValues:
+    """What amp_mp.model keeps of prepared parameters.
 
-    Without values an existing master is kept, or converted if it has another format; "none" drops
-    it. The parameter becomes the rounded values; a split rounds a value half way between two
-    weights away from zero.
-    values: beside a DTensor a DTensor placed as it is, or the part on this process.
+    This package does not import that one, which puts its two functions here when it is imported.
+    take: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
+    tensors_of: what is kept for it until then.
     """
-    _MASTERS.set(format, param, state, values)
+
+    take: Callable[[Tensor], Tensor | None]
+    tensors_of: Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    """A low-precision parameter's master, a new float32 tensor of its shape and layout, or None.
-
-    Where the parameter was written since the last step, the master is what was written. Beside a
-    DTensor it is one, placed as the parameter is.
-    """
-    return _MASTERS.of(param, state)
-
-
-def beside(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """What makes a low-precision parameter a master: a float32 one, remainders or None.
-
-    Of a DTensor what is on this process, a plain tensor.
-    """
-    names = [entry.name for (_, weight), entry in MASTER.items() if weight == param.dtype]
-    return next((local_of(state[name]) for name in names if state.get(name) is not None), None)
+first_values = FirstValues(take=lambda param: None, tensors_of=lambda param: ())

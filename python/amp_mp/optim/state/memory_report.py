@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_mp.optim.state.first_values import first_values
+from amp_mp.optim.state.masters import first_values
 from amp_mp.optim.state.schema import CLOCK
 from amp_mp.sharding.shards import local_of
 

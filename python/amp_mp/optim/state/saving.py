@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_mp import _C
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.formats import get, native_name, short_name
+from amp_mp.optim.state.formats import short_name
 from amp_mp.optim.state.schema import as_bytes, rows_of, schema_of
 from amp_mp.sharding.shards import like, local_of
 
@@ -68,5 +69,5 @@ def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, 
         if row is not None:
             data, scale = local_of(state[row.name]), local_of(state.get(row.scale))
             format = row.format or short_name(data.dtype)
-            shown[name] = like(get(data, scale, native_name(format)), param)
+            shown[name] = like(_C.decode(data, scale, format), param)
     return shown

@@ -22,7 +22,6 @@ from amp_mp.optim.state.formats import (
     KINDS,
     MASTERS,
     NATIVE_FORMATS,
-    WITHOUT_GROUPS,
     short_name,
     split_name,
 )
@@ -158,19 +157,6 @@ def as_bytes(value: Tensor) -> Tensor:
     return like(shown, value, (*value.shape, shown.shape[-1]))
 
 
-def copy_of(value: Tensor, dtype: torch.dtype | None, local: Tensor) -> Tensor:
-    """A copy of a plain tensor in a dtype, with the layout and device of `local`.
-
-    dtype: of the elements where `value` shows their bytes; else the numbers are converted.
-    """
-    made = torch.empty_like(local, dtype=dtype)
-    if value.dtype == torch.uint8 and dtype == torch.int16:
-        made.unsqueeze(-1).view(torch.uint8).copy_(value)
-    else:
-        made.copy_(value)
-    return made
-
-
 # The same for native code: format, the weight's dtype (None: any), the entry and its dtype.
 MASTER_ROWS: list[tuple[Any, ...]] = [("float32", None, "master", torch.float32)]
 MASTER_ROWS += [(f, w, e.name, e.dtype) for (f, w), e in MASTER.items() if f != "float32"]
@@ -186,8 +172,7 @@ def layout_of(rule: Rule) -> _C.RuleLayout:
         for format, dtype in DTYPES.items():
             row = rows.get(format, rows[""])
             formats.append((format, dtype, row.name, row.scale or None))
-        without_groups = WITHOUT_GROUPS.get(state.kind, "float32")
-        states.append((state.name, state.initial, state.late, without_groups, formats))
+        states.append((state.name, state.initial, state.late, formats))
     own = rule.own or OwnNumber("layer", 0.0)
     options = () if rule.directions is None else rule.directions.options
     return _C.RuleLayout(

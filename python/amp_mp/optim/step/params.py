@@ -1,12 +1,15 @@
-"""Every parameter of an optimizer with its place, and the name that messages give it."""
+"""An optimizer's parameters: their places, their names in messages, and those that it refuses."""
 
+import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group
+from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
 
 
 class ParamInfo(NamedTuple):
@@ -24,3 +27,55 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
         for position, param in enumerate(group["params"]):
             yield param, ParamInfo(number, index, _C.param_label(group, number, position))
             index += 1
+
+
+def refuse_param(param: Tensor, label: str) -> None:
+    """Raises TypeError, by name, for a parameter that no step can update.
+
+    One on the meta device, of another dtype, of a tensor subclass other than DTensor, a DTensor
+    that is laid out in a way of its own, or one that fully_shard has gathered for a moment.
+    """
+    wrong = ""
+    if param.device.type == "meta":
+        wrong = "is on the meta device; give it memory first, with model.to_empty(device=...)"
+    elif is_dtensor(param):
+        wrong = why_unusable(param)
+    elif hasattr(param, "__tensor_flatten__"):  # a subclass without memory of its own
+        wrong = f"is a {type(param.data).__name__}; pass plain tensors or DTensors"
+    elif is_gathered(param):
+        wrong = (
+            "belongs to a module of fully_shard that is gathered now, and will not be the module's "
+            "parameter after it; call reshard() on the module first"
+        )
+    if not wrong and local_of(param).dtype not in NATIVE:
+        wrong = (
+            f"has dtype {param.dtype}; amp_mp's optimizers take float32, float16 and bfloat16, use "
+            "torch.optim for the others"
+        )
+    if not wrong and local_of(param).dtype != param.dtype:
+        wrong = (
+            f"says that its dtype is {param.dtype}, but its shard is {local_of(param).dtype}: "
+            ".data of a DTensor was set; convert the module instead, with model.to(dtype)"
+        )
+    if wrong:
+        raise TypeError(f"{label} {wrong}")
+
+
+def refuse_zero(optimizer: Any) -> None:
+    """Raises ValueError where ZeroRedundancyOptimizer makes the optimizer without process_groups.
+
+    Each process would clip by the norm of its own parameters, and skip alone.
+    """
+    measures = optimizer.max_grad_norm is not None or optimizer.check_overflow
+    if not measures or optimizer.process_groups:
+        return
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+            raise ValueError(
+                "max_grad_norm or check_overflow inside a ZeroRedundancyOptimizer needs "
+                "process_groups, the group that it shares the parameters over, as in "
+                "ZeroRedundancyOptimizer(..., process_groups=torch.distributed.group.WORLD): each "
+                "process would clip by its own part of the norm, and skip alone"
+            )

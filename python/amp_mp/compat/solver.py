@@ -1,4 +1,4 @@
-"""NVCaffe's solver_data_type: the type of weights and history, and what follows from it here."""
+"""NVCaffe's solver: its type of weights and history, and gradients that stay scaled."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_mp.compat.layer_kinds import KEPT, NORM
+from amp_mp import optim
+from amp_mp.compat.typed_forward import KEPT, NORM
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, rules_of
 from amp_mp.optim.rule import kinds_of
+from amp_mp.scaling.policies import check_scale
 
 # Each type's word, how a model gets it, and what it means.
 TYPES = {
@@ -26,6 +28,13 @@ TYPES = {
 }
 # How a state is stored in float16, by its kind. A square's root does not underflow.
 FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
+# Optimizers whose step is linear in the gradient, and those that divide it by a root of squares.
+LINEAR = (torch.optim.SGD, optim.SGD)
+NORMALISED = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
+    *(torch.optim.RMSprop, torch.optim.Adagrad),
+    *(optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad),
+)
 
 
 class SolverTypes:
@@ -81,3 +90,37 @@ class SolverTypes:
     def __str__(self) -> str:
         word, _, meaning = TYPES[self.dtype]
         return f"solver_data_type {word}: {meaning}"
+
+
+def shift_for_scale(optimizer: Optimizer, scale: float) -> Optimizer:
+    """Changes every param_group so that gradients S = `scale` times too large make the same steps.
+
+    SGD: d = g + weight_decay w and the step lr d are linear in g, so lr / S and weight_decay S.
+    Adam, NAdam, RMSprop, Adagrad: the step is g over the root of g's squares, which divides S away;
+    eps S, and weight_decay S where it joins the gradient. AdamW's decay does not, and stays.
+    Exact for powers of two, as long as nothing overflows. Undone by 1 / scale.
+
+    optimizer: one of torch.optim's or amp_mp.optim's of these kinds, before its first step. scale:
+    what the loss will be multiplied by. Returns the optimizer. ValueError: scale is not a positive
+    number; or an optimizer for which no such numbers exist (Adadelta's eps serves gradients and
+    updates, RAdam's first steps are linear in the gradient, later ones not) or are known.
+    """
+    check_scale(scale, "scale")
+    if not isinstance(optimizer, LINEAR + NORMALISED):
+        raise ValueError(
+            f"optimizer: no hyperparameters of {type(optimizer).__name__} make up for a loss "
+            "scale; unscale the gradients, with amp.FP16_Optimizer or a GradScaler"
+        )
+    # torch's AdamW is an Adam, and amp_mp's Adam is an AdamW.
+    is_adamw = isinstance(optimizer, torch.optim.AdamW | optim.AdamW)
+    is_adamw = is_adamw and not isinstance(optimizer, optim.Adam)
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, LINEAR):
+            group["lr"] = group["lr"] / scale
+        else:
+            group["eps"] *= scale
+        if not (is_adamw or group.get("decoupled_weight_decay", False)):
+            group["weight_decay"] *= scale
+    if (norm := getattr(optimizer, "max_grad_norm", None)) is not None:
+        optimizer.max_grad_norm = norm * scale  # type: ignore[union-attr]
+    return optimizer

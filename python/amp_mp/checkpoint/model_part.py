@@ -1,24 +1,86 @@
-"""Weights from a file, in its dtypes, into a model and into the masters of its parameters."""
+"""A model in a checkpoint: names without what wrappers add, and weights in the file's dtypes."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_mp.checkpoint.names import named_params, unwrapped, without_wrappers
-from amp_mp.checkpoint.templates import EXTRA
+from amp_mp import _C
+from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.model.original_values import (
-    awaits_original,
-    drop_original,
-    follow_sharding,
-    keep_original,
-)
+from amp_mp.model import original_values
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.optim.state.schema import MASTER_ENTRIES, copy_of
+from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.sharding.shards import is_dtensor, like, local_of
+
+EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
+# What torch.compile, activation checkpointing and FSDP1 put into names.
+PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in a DistributedDataParallel or torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = getattr(model, "_orig_mod", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def named_params(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """Every parameter by its name. One with several names has its first, or all of them."""
+    named = unwrapped(model).named_parameters(remove_duplicate=not every_name)
+    return {without_wrappers(name): param for name, param in named}
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's or module's name as the plain model has it."""
+    for part in PARTS:
+        name = f"{name}.".replace(part, "").removesuffix(".")
+    return name
+
+
+def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """By key, an empty tensor for every tensor of the model, None for what is no tensor.
+
+    targets: the model's state dict. Raises ValueError for a tensor that is missing (with strict,
+    also one that only the file has) or has another shape.
+    """
+    if contents.model is None:
+        raise ValueError(
+            "the checkpoint has none of the model's parameters, by their names; nothing was loaded"
+        )
+    own = {contents.weight(name): value for name, value in targets.items()}
+    if strict:
+        missing = sorted(own.keys() - contents.keys)
+        beside = {key for key in contents.tensors if key.startswith(contents.model)}
+        extra = sorted(beside - own.keys()) if contents.model else []
+        for keys, whose in ((missing, "in the checkpoint"), (extra, "in the model")):
+            if keys:
+                raise ValueError(
+                    f"{keys[0]!r} and {len(keys) - 1} others are not {whose}; nothing was loaded "
+                    "(strict=False leaves them out)"
+                )
+    found: dict[str, Any] = {}
+    for key, value in own.items():
+        entry = contents.tensors.get(key)
+        if key not in contents.keys:
+            continue
+        if entry is None or key.endswith(EXTRA):
+            found[key] = contents.empty(key)
+            continue
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape != entry.shape:
+            raise ValueError(
+                f"{key!r} has shape {entry.shape} in the checkpoint, {shape} in the model; nothing "
+                "was loaded"
+            )
+        found[key] = empty_like(value, entry)
+    return found
 
 
 def float32_values(
@@ -39,7 +101,7 @@ def float32_values(
             continue
         weight = local_of(weights[name])
         masters = {
-            entry: copy_of(local_of(value), MASTER_ENTRIES[entry].dtype, weight)
+            entry: _C.copy_as(local_of(value), MASTER_ENTRIES[entry].dtype, weight)
             for entry, value in states[name].items()
             if entry in MASTER_ENTRIES and value is not None
         }
@@ -90,7 +152,7 @@ def keep_masters(
     """
     for module in model.modules():
         names = {n for n, p in module.named_parameters(recurse=False)}
-        follow_sharding(module, names)
+        original_values.follow_sharding(module, names)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     groups: dict[Tensor, dict[str, Any]] = {}
     if fused is not None:
@@ -103,11 +165,11 @@ def keep_masters(
             if name in masters:
                 master = like(masters[name], param)
                 set_master(groups[param]["master"], param, fused.state[param], master)
-            drop_original(param, forget=True)
-        elif awaits_original(param):
+            original_values.drop_original(param, forget=True)
+        elif original_values.awaits_original(param):
             if name in masters:
-                keep_original(param, like(masters[name], param))
+                original_values.keep_original(param, like(masters[name], param))
             else:
-                drop_original(param)
+                original_values.drop_original(param)
     if fused is not None:
         stepper_of(fused).forget()

@@ -1,0 +1,114 @@
+// What Python sees of a parameter's state: arrays of formats, masters, the values before rounding.
+#include "torch/arguments.h"
+#include "torch/step/original_values.h"
+#include "torch/step/stepper.h"
+
+namespace amp_mp {
+namespace {
+
+std::vector<MasterEntry> master_entries(const py::list& masters) {
+  const py::list none;
+  const py::tuple clock = py::make_tuple("", "", "");
+  return make_layout("", none, masters, clock, 0, false, none, none, py::none(), false).masters;
+}
+
+// Masters with the table that they look entries up in.
+struct OwnMasters {
+  std::vector<MasterEntry> entries;
+  Masters masters() const { return Masters(entries); }
+};
+
+std::optional<at::Tensor> maybe(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+void bind_masters(py::module_& m) {
+  py::class_<OwnMasters>(m, "Masters")
+      .def(py::init([](const py::list& masters) { return OwnMasters{master_entries(masters)}; }),
+           py::arg("entries"))
+      .def(
+          "set",
+          [](const OwnMasters& own, const std::string& format, const py::object& param,
+             const py::dict& state, const py::object& values) {
+            const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
+            own.masters().set(format, param.ptr(), state.ptr(), given);
+          },
+          py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none())
+      .def(
+          "of",
+          [](const OwnMasters& own, const py::object& param, const py::dict& state) -> py::object {
+            const at::Tensor found =
+                own.masters().values(local_of(param.ptr()).detach(), state.ptr());
+            return found.defined() ? like(found, param.ptr()) : py::none();
+          },
+          py::arg("param"), py::arg("state"))
+      .def(
+          "beside",
+          [](const OwnMasters& own, const py::object& param, const py::dict& state) {
+            const at::Tensor weight = local_of(param.ptr());
+            const bool has_master = is_low_precision(weight);
+            return maybe(has_master ? own.masters().beside(weight, state.ptr()) : at::Tensor());
+          },
+          py::arg("param"), py::arg("state"));
+}
+
+void bind_arrays(py::module_& m) {
+  m.def(
+      "has_groups", [](const py::object& param) { return has_groups(param.ptr()); },
+      py::arg("param"));
+  m.def(
+      "scale_shape",
+      [](const py::object& param, const std::optional<std::vector<int64_t>>& part) {
+        return py::tuple(py::cast(scale_shape(param.ptr(), part)));
+      },
+      py::arg("param"), py::arg("part") = py::none());
+  m.def(
+      "copy_as",
+      [](const at::Tensor& value, std::optional<at::ScalarType> dtype, const at::Tensor& local) {
+        return copy_as(value, dtype.value_or(value.scalar_type()), local);
+      },
+      py::arg("value"), py::arg("dtype"), py::arg("local"));
+  m.def(
+      "encode",
+      [](const py::object& values, const std::string& format, uint64_t seed, int64_t step,
+         int64_t tensor_index) {
+        const auto [data, rest] = encoded(local_of(values.ptr()), format_named(format),
+                                          values.ptr(), seed, tensor_index, step);
+        return std::pair(data, maybe(rest));
+      },
+      py::arg("values"), py::arg("format"), py::kw_only(), py::arg("seed") = 0, py::arg("step") = 0,
+      py::arg("tensor_index") = 0);
+  m.def(
+      "decode",
+      [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
+        return values_of(data, rest.value_or(at::Tensor()), format_named(format));
+      },
+      py::arg("data"), py::arg("rest"), py::arg("format"));
+  m.def(
+      "converted",
+      [](const py::object& param, const std::string& declared, const std::string& format,
+         const at::Tensor& data, const std::optional<at::Tensor>& scales, uint64_t seed,
+         int64_t tensor_index) {
+        const auto [stored, arrays] =
+            converted(param.ptr(), format_named(declared), format_named(format), data,
+                      scales.value_or(at::Tensor()), seed, tensor_index);
+        return std::tuple(kFormats[int(stored)].name, arrays.first, maybe(arrays.second));
+      },
+      py::arg("param"), py::arg("declared"), py::arg("format"), py::arg("data"), py::arg("scales"),
+      py::kw_only(), py::arg("seed"), py::arg("tensor_index"));
+}
+
+}  // namespace
+
+void bind_state(py::module_& m) {
+  bind_masters(m);
+  bind_arrays(m);
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  m.def("encode_original", &encode_original, py::arg("weight"), py::arg("values"),
+        py::arg("by_place"));
+  m.def("decode_original", &decode_original, py::arg("weight"), py::arg("stored"), ReleaseGil());
+  m.def("is_rounded_original", &is_rounded_original, py::arg("weight"), py::arg("stored"),
+        py::arg("checksum"), py::arg("by_place"), ReleaseGil());
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,254 @@
+"""An optimizer's state in a checkpoint, by the names of the model's parameters.
+
+A template is an empty tensor, as the file stores it, for torch.distributed.checkpoint to fill. It
+has the file's dtype, and is split over processes as the tensor that it is for, so that every
+process reads its own shard. Three things are read whole on every process: numbers such as the step
+count; codes of groups that the shards here would cut, with their scales; and what is neither the
+model's nor the optimizer's.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_mp import _C
+from amp_mp.apex.fp16_optimizer import FP16_Optimizer
+from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
+from amp_mp.checkpoint.model_part import named_params
+from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.state import schema
+from amp_mp.optim.state.check_loadable import check_loadable
+from amp_mp.sharding.shards import is_dtensor, like, local_of
+
+# The layout of codes that were not row-major, by the number of dimensions: the only dense one for
+# 2, the one that torch has a name for with more.
+OTHER_LAYOUTS = {2: (1, 0), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+
+
+def refuse_sharded(more: dict[str, Any]) -> None:
+    """TypeError for an optimizer of sharded parameters among other objects to save or load."""
+    for name, each in more.items():
+        groups = each.param_groups if isinstance(each, Optimizer) else []
+        if any(is_dtensor(param) for group in groups for param in group["params"]):
+            raise TypeError(
+                f"{name} is an optimizer of sharded parameters; save it with its model in a "
+                "directory of its own"
+            )
+
+
+def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
+    """The names of an optimizer's parameters, group by group.
+
+    TypeError for what is no torch.optim.Optimizer, or keeps masters in place of the model's
+    parameters; ValueError for a parameter that is not the model's.
+    """
+    if isinstance(optimizer, FP16_Optimizer):
+        raise TypeError(
+            "optimizer is an FP16_Optimizer; around one of amp_mp's pass optimizer.optimizer and "
+            "scaler=optimizer.loss_scaler, around another save its state_dict() as it is"
+        )
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {kind}")
+    names = {param: name for name, param in named_params(model).items()}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in names:
+                raise ValueError(
+                    f"{_C.param_label(group, number, position)}, of shape {tuple(param.shape)}, is "
+                    "none of the model's parameters; make the optimizer after the model was "
+                    "sharded, from model.parameters()"
+                )
+        found.append([names[param] for param in group["params"]])
+    return found
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict with names in place of numbers, as torch's checkpoints have it."""
+    names = names_of_groups(model, optimizer)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.init_state()  # what has had no gradient yet is in the file, too
+    packed = optimizer.state_dict()
+    groups = list(zip(packed["param_groups"], names, strict=True))
+    name_of = {n: k for group, own in groups for n, k in zip(group["params"], own, strict=True)}
+    return {
+        "state": {name_of[number]: state for number, state in packed["state"].items()},
+        "param_groups": [{**group, "params": own} for group, own in groups],
+    }
+
+
+def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
+    """Raises ValueError where the file has no optimizer.
+
+    So it does, with strict, where the file has states of parameters that are not among `names`.
+    """
+    if contents.optimizer is None:
+        raise ValueError(
+            "the checkpoint has no optimizer's state by the names of the model's parameters (names "
+            "are in what amp_mp.checkpoint.save and torch's get_optimizer_state_dict write, not in "
+            "optimizer.state_dict()); nothing was loaded"
+        )
+    others = sorted(contents.states.keys() - names)
+    if strict and others:
+        raise ValueError(
+            f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
+            "others, which this optimizer does not have; nothing was loaded (strict=False leaves "
+            "them out)"
+        )
+
+
+def template(
+    contents: Contents, name: str, param: Tensor, wanted: Collection[str] | None = None
+) -> dict[str, Any]:
+    """By entry, an empty tensor for what the file has of a parameter's optimizer state.
+
+    wanted: the entries to read, all by default. Raises ValueError for codes in an unknown layout.
+    """
+    keys = contents.states.get(name, {})
+    keys = {entry: key for entry, key in keys.items() if wanted is None or entry in wanted}
+    found: dict[str, Any] = {}
+    for entry, key in keys.items():
+        scales = contents.tensors.get(keys.get(schema.scale_name(entry), ""))
+        if key not in contents.tensors or entry in schema.CLOCK:
+            found[entry] = contents.empty(key, local_of(param).device)
+        elif scales is not None:
+            data = contents.tensors[key]
+            found |= _grouped(entry, data, scales, param)
+        elif entry not in found:
+            found[entry] = _empty_state(contents, key, param)
+    return found
+
+
+def _empty_state(contents: Contents, key: str, param: Tensor) -> Tensor | None:
+    """An empty tensor for a state without groups, or for what has another shape: whole."""
+    entry, shape = contents.tensors[key], tuple(param.shape)
+    if entry.shape == shape:
+        return empty_like(param, entry)
+    if entry.shape == (*shape, 2) and entry.dtype == torch.uint8:
+        return schema.as_bytes(empty_like(param, TensorInfo(shape, torch.int16)))
+    return contents.empty(key, local_of(param).device)
+
+
+def _grouped(entry: str, data: TensorInfo, scales: TensorInfo, param: Tensor) -> dict[str, Tensor]:
+    """Empty codes and their scales: cut as the parameter is where that cuts between groups."""
+    local, second = local_of(param), schema.scale_name(entry)
+    if scales.shape == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
+        own = local.new_empty(_C.scale_shape(param, local.shape), dtype=scales.dtype)
+        return {entry: empty_like(param, data), second: like(own, param, scales.shape)}
+    row_major = _C.scale_shape(torch.empty(data.shape, device="meta"))
+    order = tuple(range(len(data.shape)))
+    if len(scales.shape) == 1 and row_major != scales.shape:
+        # Groups are of neighbours in memory, and flat scales say that this was not row-major.
+        order = OTHER_LAYOUTS.get(len(data.shape), ())
+        if not order:
+            raise ValueError(
+                f"{entry!r} of a parameter of shape {data.shape} was saved in a layout that is not "
+                "row-major; load it into a parameter of the same layout; nothing was loaded"
+            )
+    codes = torch.empty([data.shape[d] for d in order], dtype=data.dtype, device=local.device)
+    codes = codes.permute([order.index(d) for d in range(len(order))])
+    whole = torch.empty(scales.shape, dtype=scales.dtype, device=local.device)
+    return {entry: codes, second: whole}
+
+
+def packed_state(
+    contents: Contents,
+    values: dict[str, Any],
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    states: dict[str, dict[str, Any]],
+    strict: bool,
+) -> dict[str, Any]:
+    """The state dict for an optimizer to load.
+
+    values: what was read, by key. groups: the names of the optimizer's parameters, group by group.
+    states: of each parameter. Raises ValueError where the file groups the parameters otherwise, or
+    the optimizer cannot load the states; nothing is changed.
+    """
+    saved: dict[str, dict[str, Any]] = {}
+    for key, (owner, setting) in contents.groups().items():
+        saved.setdefault(owner, {})[setting] = values[key]
+    names = [name for own in groups for name in own]
+    number_of = {name: number for number, name in enumerate(names)}
+    packed = {
+        "state": {number_of[name]: states[name] for name in names if states[name]},
+        "param_groups": [
+            {**group, **_settings(saved, own, strict), "params": [number_of[name] for name in own]}
+            for group, own in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+    _check(optimizer, packed, names)
+    return packed
+
+
+def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) -> dict[str, Any]:
+    """The numbers of the file's param_group that holds these parameters.
+
+    saved: groups by number, with the names in "params", or settings by each parameter's name.
+    """
+    groups = [group for group in saved.values() if set(names) & set(group.get("params", ()))]
+    known = {name for group in groups for name in group["params"]}
+    for name in names:
+        if name in saved and "params" not in saved[name]:
+            known.add(name)
+            if saved[name] not in groups:
+                groups.append(saved[name])
+    lacking = [name for name in names if name not in known]
+    if strict and lacking:
+        raise ValueError(
+            f"{lacking[0]!r} and {len(lacking) - 1} others are in no param_group of the checkpoint;"
+            " nothing was loaded (strict=False leaves them out)"
+        )
+    if len(groups) > 1:
+        raise ValueError(
+            f"the parameters of the group of {names[0]!r} are in {len(groups)} param_groups of the "
+            "checkpoint; make the optimizer with the groups that it was saved with; nothing was "
+            "loaded"
+        )
+    return {k: v for group in groups for k, v in group.items() if k != "params"}
+
+
+def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
+    """Raises ValueError where the optimizer cannot load the state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not isinstance(optimizer, FusedOptimizer):
+        for number, state in packed["state"].items():
+            _refuse_for_torch(optimizer, state, params[number], names[number])
+        return
+    stepper = stepper_of(optimizer)
+    entries = schema.schema_of(stepper.rules).entries
+    for number, state in packed["state"].items():
+        known = [entry for n in state if (entry := entries.get(n)) is not None]
+        strange = sorted(n for n, value in state.items() if n not in entries and _is_state(value))
+        if strange and not any(e.like == "param" and e.state != "master" for e in known):
+            raise ValueError(
+                f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
+                f"{type(optimizer).__name__} keeps: another optimizer saved it; nothing was loaded"
+            )
+    check_loadable(packed, params, stepper.rules, stepper.rules_of)
+
+
+def _refuse_for_torch(
+    optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str
+) -> None:
+    """Raises ValueError for a parameter's state that an optimizer of torch cannot load."""
+    shape = tuple(param.shape)
+    for entry, value in state.items():
+        if entry in schema.MASTER_ENTRIES or schema.is_coded(entry):
+            raise ValueError(
+                f"the checkpoint has {entry!r}, which {type(optimizer).__name__} does not know; "
+                "load it into an optimizer of amp_mp; nothing was loaded"
+            )
+        if entry not in schema.CLOCK and _is_state(value) and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{entry!r} of {name!r} has shape {tuple(value.shape)} in the checkpoint, the "
+                f"parameter {shape}; nothing was loaded"
+            )
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -1,0 +1,203 @@
+"""Writes a checkpoint, and reads it into a model that may be stored and split otherwise."""
+
+import shutil
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_mp.checkpoint import model_part, optimizer_part
+from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
+from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
+from amp_mp.optim.state.schema import MASTER_ENTRIES
+
+INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
+
+
+def save(
+    path: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any
+) -> None:
+    """Writes a model, its optimizer and whatever else is named into one directory.
+
+        amp.checkpoint.save("step_1000", model, optimizer, scheduler=scheduler, step=1000)
+
+    Every process calls it with its shards; nothing is gathered. The directory is one of
+    torch.distributed.checkpoint, {"model": ..., "optimizer": ..., name: ...}, with the names of the
+    unwrapped model's parameters. It appears under its name when it is complete: an interrupted
+    save leaves an earlier one as it was.
+
+    Args:
+        path: the directory, which all processes see; a checkpoint that is there is replaced.
+        model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
+            compiled.
+        optimizer: of amp_mp or torch.optim, over the model's own parameters.
+        more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
+            on all processes, of which one writes it.
+
+    Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
+    parameters, FileExistsError where path is a file or a directory with other files in it, and
+    RuntimeError where a process cannot write. If a process does not call it, the others wait for
+    the process group's timeout.
+    """
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    target = Path(path)
+    partial = target.with_name(target.name + INCOMPLETE)
+    weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
+    with all_or_none():
+        optimizer_part.refuse_sharded(more)
+        by_name = None if optimizer is None else optimizer_part.named_state(model, optimizer)
+        if is_first_process():
+            _refuse_other_files(target)
+            shutil.rmtree(partial, ignore_errors=True)
+    for name, value in weights.items():
+        if name.endswith(model_part.EXTRA) and isinstance(value, dict | list):
+            weights[name] = (value,)  # stored as one value
+    state: dict[str, Any] = {"model": weights}
+    if by_name is not None:
+        state["optimizer"] = by_name
+    with all_or_none():
+        kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
+        state = with_structure(state | kept, kept)
+    run(state_dict_saver.save, state, partial, f"{path} was not written")
+    with all_or_none():
+        if is_first_process():
+            _put_in_place(target, partial)
+
+
+def _refuse_other_files(target: Path) -> None:
+    """FileExistsError where something is there that is no checkpoint."""
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; a checkpoint is a directory")
+    own = (".metadata", ".distcp")
+    found = sorted(target.iterdir()) if target.exists() else []
+    others = [each.name for each in found if not each.name.endswith(own)]
+    if others:
+        raise FileExistsError(
+            f"{target} holds {others[0]!r}, which is not of a checkpoint; saving would delete it. "
+            "Name a directory of its own for each checkpoint"
+        )
+
+
+def _put_in_place(target: Path, partial: Path) -> None:
+    """Puts the new checkpoint in the place of the earlier one, which is deleted last."""
+    previous = target.with_name(target.name + PREVIOUS)
+    if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        target.rename(previous)
+    partial.rename(target)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+@torch.no_grad()
+def load(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """Reads what `save`, or torch.distributed.checkpoint, wrote; on any number of processes.
+
+        found = amp.checkpoint.load("step_1000", model, optimizer, scheduler=scheduler)
+        step = found["step"]
+
+    Weights and states of any of amp_mp's formats are read into any other. Of a file of
+    torch.optim.AdamW and the like, float32 weights become the masters of low-precision parameters
+    and their rounded values the parameters; the step count and the moments go on. Without an
+    optimizer, a model from amp_mp.prepare keeps the file's float32 values, or its masters, for the
+    optimizer that takes its first step later.
+
+    Every process calls it and reads its own shards. For that it needs memory beside the model and
+    the optimizer: the file's tensors of these shards and the new state, about twice their bytes;
+    where formats or dtypes differ also float32 copies, up to three times. Nothing is read whole
+    but small numbers, `more`, and states stored as `m8` or `log8` whose groups of 32 the shards
+    would cut.
+
+    Args:
+        path: the directory. Load only files that you trust: `more` is unpickled.
+        model, optimizer: as for `save`, in their own dtypes, formats and shards.
+        strict: True raises ValueError where the model or the optimizer has a tensor that the file
+            lacks, or the other way round. False leaves out what only one of them has. A parameter
+            without any state in the file has taken no step.
+        more: objects with load_state_dict (schedulers, scalers), by the names they were saved with.
+            Modules are loaded before the others.
+
+    Returns what else is in the file, by name; state dicts of the objects in `more` too.
+    Raises on all processes, with nothing changed: FileNotFoundError where there is no complete
+    checkpoint, ValueError naming what is missing or of another shape or group, TypeError for an
+    object that cannot be loaded, RuntimeError where a process cannot read its part.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
+    with all_or_none():
+        params = model_part.named_params(model)
+        contents = Contents(path, params)
+        groups = [] if optimizer is None else optimizer_part.names_of_groups(model, optimizer)
+        names = {name for group in groups for name in group}
+        _check_more(contents, more)
+        template = model_part.template(contents, targets, strict)
+        if optimizer is not None:
+            optimizer_part.check_has_optimizer(contents, names, strict)
+        states = {
+            name: optimizer_part.template(
+                contents, name, param, None if name in names else MASTER_ENTRIES
+            )
+            for name, param in params.items()
+        }
+        others = [*contents.others(), *(contents.groups() if groups else ())]
+        values = template | {key: contents.empty(key) for key in others}
+        for name, state in states.items():
+            values |= {contents.states[name][entry]: value for entry, value in state.items()}
+    failed = f"{path} could not be read; nothing was loaded"
+    run(state_dict_loader.load, values, Path(path), failed)
+    with all_or_none():
+        weights = {n: values[k] for n in targets if (k := contents.weight(n)) in template}
+        states = {
+            name: {entry: values[contents.states[name][entry]] for entry in state}
+            for name, state in states.items()
+        }
+        masters = model_part.float32_values(params, weights, states, names)
+        packed = None
+        if optimizer is not None:  # keep_masters sets those that have float32 values
+            own = {name: MASTER_ENTRIES if name in masters else () for name in names}
+            kept = {n: {k: v for k, v in states[n].items() if k not in own[n]} for n in names}
+            packed = optimizer_part.packed_state(contents, values, optimizer, groups, kept, strict)
+        found = rebuilt(contents, {key: values[key] for key in contents.others()})
+    del values, states
+
+    model_part.load_weights(model, targets, weights, masters)
+    if optimizer is not None and packed is not None:
+        absent = [param for name, param in params.items() if name in names - weights.keys()]
+        before = {param: optimizer.state[param] for param in absent if param in optimizer.state}
+        optimizer.load_state_dict(packed)
+        optimizer.state.update(before)
+    model_part.keep_masters(model, optimizer, weights, masters)
+    for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
+        each.load_state_dict(found.get(name, {}))
+    return found
+
+
+def _check_more(contents: Contents, more: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for an object that nothing can be loaded into."""
+    optimizer_part.refuse_sharded(dict(more))
+    for name, each in more.items():
+        if not callable(getattr(each, "load_state_dict", None)):
+            raise TypeError(
+                f"{name} has no load_state_dict; what was saved under this name is in the dict "
+                "that load returns"
+            )
+        empty_here = hasattr(each, "state_dict") and not each.state_dict()  # a disabled GradScaler
+        if name not in contents.parts and not empty_here:
+            raise ValueError(
+                f"the checkpoint has no part named {name!r}; it has "
+                f"{', '.join(sorted(contents.parts))}; nothing was loaded"
+            )
