@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
+import torch
 from curves import draw_curve, figure
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Run, Trainer
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+import amp_mp as amp
+from amp_mp.casting.products import choose_products, describe_products
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo"
 CHUNK = 10  # steps of one run before the next takes its turn: a disturbance then slows all of them
@@ -38,9 +43,13 @@ LOOKS = (("tab:blue", "-", "o"), ("tab:green", "-.", "s"), ("tab:orange", "--", 
 def compare(steps: int, **common: Any) -> dict[str, Trainer]:
     """Train every arm, by turns; ``common`` are further settings of all arms."""
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
+    chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
     with tqdm(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
         for start in range(0, steps, CHUNK):
             for name, trainer in trainers.items():
+                # torch.autocast computes as it does in a script without amp_mp.
+                products = "native" if name == "torch.autocast" else chosen
+                choose_products("auto" if products == "undecided" else products, torch.bfloat16)
                 for _ in range(min(CHUNK, steps - start)):
                     bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
                     bar.update()
@@ -79,6 +88,14 @@ def table(results: dict[str, dict[str, float]]) -> Table:
     return result
 
 
+def processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def draw(runs: dict[str, Run], caption: str, path: Path) -> None:
     """Save every run's losses, against the step and against the training time."""
     picture, (by_step, by_time) = figure(2)
@@ -107,6 +124,7 @@ def main() -> None:
     except (SettingsError, FileNotFoundError) as error:
         command_line.error(str(error))
     results = {name: measurements(each, trainers[BASELINE]) for name, each in trainers.items()}
+    print(f"processor: {processor()}\n{describe_products()}")
     Console().print(table(results))
 
     ours, autocast = results["amp_mp"], results["torch.autocast"]

@@ -20,11 +20,17 @@ from leftovers import global_state, restore  # imports amp_mp
 from pretend_gpu.suite import ON_A_GPU
 
 import amp_mp as amp
+from amp_mp import _C
 from amp_mp.casting import op_table
+from amp_mp.casting.products import choose_products
+from amp_mp.dtypes import LOW_PRECISION
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+for low in LOW_PRECISION:  # before any test: the choice holds for the process
+    choose_products("auto", low)
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
@@ -50,11 +56,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def cast_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has Apex's table cast matrix products on a CPU without bfloat16 instructions too.
+    """Has Apex's table cast matrix products on a CPU whose bfloat16 products are slow, too.
 
-    The table leaves them to torch there. The others decide by size.
+    The table leaves them in float32 there. The others decide by size.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
+    if _C.products.choice(torch.bfloat16) == "float32":
         by_size = {"low_precision_if_large": "low_precision"}
         rows = tuple((by_size.get(policy, policy), ops) for policy, ops in op_table.APEX)
         monkeypatch.setattr(op_table, "APEX", rows)

@@ -10,6 +10,7 @@
 #include "torch/casting/trace.h"
 #include "torch/main_grad.h"
 #include "torch/ops.h"
+#include "torch/products/products.h"
 #include "torch/step/stepper.h"
 #include "torch/tables.h"
 
@@ -24,6 +25,10 @@ py::dict build_info() {
   info["cuda_architectures"] = AMP_MP_CUDA_ARCHITECTURES;
   info["cpu"] = cpu::kernels()->name;
   info["compiler"] = __VERSION__;
+  py::dict of_cpu;
+  for (const auto& [name, dtype] : {std::pair("bfloat16", at::kBFloat16), {"float16", at::kHalf}})
+    of_cpu[name] = products::choice(dtype);
+  info["products"] = of_cpu;
   return info;
 }
 
@@ -103,6 +108,12 @@ PYBIND11_MODULE(_C, m) {
         py::arg("grad_output"), py::arg("input"), py::arg("gemm") = py::none(),
         py::arg("handle") = 0, py::call_guard<py::gil_scoped_release>());
   m.def("accumulates", &accumulates, py::arg("leaf"));
+
+  auto p = m.def_submodule("products");
+  p.def("choose", &products::choose, py::arg("dtype"), py::arg("in_float32"));
+  p.def("choice", &products::choice, py::arg("dtype"));
+  p.def("seconds", &products::seconds_of_product, py::arg("dtype"), py::arg("size"),
+        py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);

@@ -517,6 +517,16 @@ def decide(
 ) -> Tensor:
     """A verdict, float64 [5]. totals: results of `measure`, one per device, or none."""
 
+class products:  # noqa: N801 (a submodule)
+    """Products of low-precision tensors in float32: csrc/torch/products/products.h."""
+
+    @staticmethod
+    def choose(dtype: torch.dtype, in_float32: bool) -> None: ...
+    @staticmethod
+    def choice(dtype: torch.dtype) -> str: ...
+    @staticmethod
+    def seconds(dtype: torch.dtype, size: int, limit_s: float) -> tuple[float, float]: ...
+
 class casting:  # noqa: N801 (a submodule)
     """The op-policy table: the headers of csrc/torch/casting."""
 

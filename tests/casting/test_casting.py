@@ -210,15 +210,6 @@ def test_explain_lists_the_casts(apex: str) -> None:
     assert [(cast.argument, cast.cached) for cast in found] == [("weight", False), ("weight", True)]
 
 
-@pytest.mark.parametrize("op", ["linear", "mm", "addmv"])
-def test_a_cpu_decides_by_size_if_it_has_bfloat16_instructions(op: str) -> None:
-    with_size = "low_precision_if_large"
-    wanted = with_size if torch.cpu._is_avx512_bf16_supported() else "stock"
-    with amp.set_policy(f"aten::{op}", with_size, "cpu"):
-        assert amp.policies("cpu")[f"aten::{op}"] == wanted
-    amp.casting.uninstall()
-
-
 def test_policies_print_as_a_table(apex: str) -> None:
     lines = str(amp.policies(apex)).splitlines()
     assert lines[0].split() == ["operator", "policy"]
@@ -346,7 +337,7 @@ def test_a_graph_for_any_number_of_rows_casts_as_eager_does(apex: str) -> None:
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
         dtypes.add(found.dtype)
-    by_size = apex == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    by_size = apex == "cpu" and amp.build_info()["products"]["bfloat16"] == "native"
     assert dtypes == ({torch.float32, LOW} if by_size else {LOW})
     assert graphs <= 2, "one for each answer"
     torch._dynamo.reset()

@@ -25,13 +25,13 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 365,
-    "apex": 1597,
-    "casting": 570,
+    "apex": 1600,
+    "casting": 634,
     "checkpoint": 921,
     "compat": 1273,
-    "diagnose": 1258,
+    "diagnose": 1260,
     "grad_scaler": 441,
-    "model": 1320,
+    "model": 1329,
     "nn": 601,
     "optim": 3782,
     "scaling": 425,

@@ -86,9 +86,7 @@ std::string set_policy(const std::string& device, const std::string& op,
   const std::lock_guard<std::mutex> lock(mutex);
   Entry* entry = find_or_register(device, op);
   if (!entry) return "";
-  auto wanted = OpPolicy(found - names.begin());
-  if (wanted == OpPolicy::low_precision_if_large && device == "cpu" && !has_fast_bfloat16())
-    wanted = OpPolicy::stock;  // without bfloat16 instructions: torch's choice
+  const auto wanted = OpPolicy(found - names.begin());
   return names[size_t(entry->policy.exchange(wanted))];
 }
 

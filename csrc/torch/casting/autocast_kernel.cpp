@@ -126,7 +126,7 @@ std::optional<at::ScalarType> dtype_for(OpPolicy policy, const Entry& e, Stack* 
     case OpPolicy::bfloat16_only: return low == at::kBFloat16 ? low : at::kFloat;
     case OpPolicy::widest: return widest(e, stack);
     case OpPolicy::low_precision_if_large:
-      return e.depends_on_size(low) && !is_large(e.operands, *stack) ? widest(e, stack) : low;
+      return e.depends_on_size() && !is_faster(low, e.operands, *stack) ? widest(e, stack) : low;
     default: return {};
   }
 }

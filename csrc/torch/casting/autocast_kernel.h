@@ -31,11 +31,8 @@ struct Entry {
            t.device().type() == device;
   }
 
-  // Whether OpPolicy::low_precision_if_large looks at sizes: only for bfloat16 on a CPU. Float16 is
-  // slower there at any size.
-  bool depends_on_size(at::ScalarType low) const {
-    return low == at::kBFloat16 && device == at::kCPU && operands.left >= 0;
-  }
+  // Whether OpPolicy::low_precision_if_large looks at sizes: for products on a CPU.
+  bool depends_on_size() const { return device == at::kCPU && operands.left >= 0; }
 };
 
 // A boxed kernel, which fits every operator. It reads the entry's policy at each call.

@@ -30,9 +30,9 @@ struct Product {
     const at::ScalarType low = at::autocast::get_autocast_dtype(e->device);
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     at::ScalarType to = low;
-    if (if_large && e->depends_on_size(low)) {
+    if (if_large && e->depends_on_size()) {
       const at::Tensor* tensors[] = {tensor_of(args)...};
-      if (!is_large(*tensors[left], *tensors[right], e->operands.transposed)) {
+      if (!is_faster(low, *tensors[left], *tensors[right], e->operands.transposed)) {
         const at::ScalarType type = tensors[left]->scalar_type();
         const bool uniform = (has_dtype(args, type) && ...);
         if (uniform) return op.redispatch(below, args...);

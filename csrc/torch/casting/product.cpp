@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "torch/products/products.h"
+
 namespace amp_mp::casting {
 namespace {
 
@@ -78,6 +80,16 @@ float threshold(const int16_t (&table)[kRows][Columns], TablePosition row, Table
   return (1 - row.fraction) * along(row.index) + row.fraction * along(row.index + 1);
 }
 
+bool is_large(int64_t m, int64_t n, int64_t k) {
+  if (m <= 1 || n <= 1 || k <= 0 || m * n * k < kLeastWork) return false;
+  const TablePosition row = between_powers(m, kRows);
+  const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
+  const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
+                            : threshold(kEvenTable, row, between_powers(n, kEven));
+  constexpr float kRounding = 0.15f;  // tolerance of the interpolation
+  return std::log2(float(k)) + kRounding >= from;
+}
+
 bool is_symbolic(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
@@ -133,17 +145,9 @@ Operands operands_of(const c10::FunctionSchema& schema) {
   return found;
 }
 
-bool is_large(int64_t m, int64_t n, int64_t k) {
-  if (m <= 1 || n <= 1 || k <= 0 || m * n * k < kLeastWork) return false;
-  const TablePosition row = between_powers(m, kRows);
-  const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
-  const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
-                            : threshold(kEvenTable, row, between_powers(n, kEven));
-  constexpr float kRounding = 0.15f;  // tolerance of the interpolation
-  return std::log2(float(k)) + kRounding >= from;
-}
-
-bool is_large(const at::Tensor& left, const at::Tensor& right, bool transposed) {
+bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& right,
+               bool transposed) {
+  if (products::in_float32(low)) return false;
   if (is_symbolic(left) || is_symbolic(right)) return is_large_symbolic(left, right, transposed);
   if (left.dim() == 0 || right.dim() < 2 || left.numel() == 0) return false;
   const c10::IntArrayRef sizes = right.sizes();
@@ -153,19 +157,10 @@ bool is_large(const at::Tensor& left, const at::Tensor& right, bool transposed) 
   return is_large(left.numel() / k, n, k);  // batches are rows
 }
 
-bool is_large(const Operands& operands, const torch::jit::Stack& stack) {
+bool is_faster(at::ScalarType low, const Operands& operands, const torch::jit::Stack& stack) {
   const IValue* arguments = &stack[stack.size() - size_t(operands.arguments)];
-  return is_large(arguments[operands.left].toTensor(), arguments[operands.right].toTensor(),
-                  operands.transposed);
-}
-
-bool has_fast_bfloat16() {
-#if defined(__x86_64__)
-  static const bool fast = __builtin_cpu_supports("avx512bf16");
-  return fast;
-#else
-  return false;
-#endif
+  return is_faster(low, arguments[operands.left].toTensor(), arguments[operands.right].toTensor(),
+                   operands.transposed);
 }
 
 }  // namespace amp_mp::casting

@@ -1,5 +1,5 @@
 #pragma once
-// Which matrix products are faster in bfloat16 on a CPU. oneDNN's bfloat16 product needs 10 us
+// Which matrix products are faster in low precision on a CPU. oneDNN's bfloat16 product needs 10 us
 // before its first multiplication, and the casts need time too: a small product is up to ten times
 // faster in float32.
 #include <ATen/core/function_schema.h>
@@ -19,13 +19,10 @@ struct Operands {
 // so on.
 Operands operands_of(const c10::FunctionSchema& schema);
 
-// Whether the product is faster in bfloat16, the cast of the left factor included. Matrix times
-// vector never is.
-bool is_large(const at::Tensor& left, const at::Tensor& right, bool transposed);
-bool is_large(const Operands& operands, const torch::jit::Stack& stack);
-bool is_large(int64_t m, int64_t n, int64_t k);
-
-// Whether this processor has bfloat16 instructions; others emulate them slowly.
-bool has_fast_bfloat16();
+// Whether the product is faster in low precision, the cast of the left factor included. Matrix
+// times vector never is, and no product on a processor that computes them in float32 (products.h).
+bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& right,
+               bool transposed);
+bool is_faster(at::ScalarType low, const Operands& operands, const torch::jit::Stack& stack);
 
 }  // namespace amp_mp::casting

@@ -12,6 +12,7 @@ from amp_mp import _C
 from amp_mp.apex.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve, set_keep_casts
 from amp_mp.casting.op_table import install, set_verbose
+from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 
 
@@ -56,6 +57,8 @@ def init(
     if not enabled:
         return AmpHandle()
     device, low = resolve(device_type, dtype)
+    if device == "cpu":
+        choose_products("auto", low)
     if loss_scale is None:
         loss_scale = "dynamic" if low == torch.float16 else 1.0
     policy = make_policy(loss_scale, dynamic=Backoff(init_scale=2.0**16))

@@ -6,7 +6,6 @@ casts are off. The hooks switch casts off while an optimizer steps.
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from amp_mp import _C
 from amp_mp.casting.op_table import DEVICES, check_device, install_default
+from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +56,8 @@ def autocast(
     if enabled and not compiling:
         install_step_hooks()
         install_default("torch", device)
+        if device == "cpu":
+            choose_products("auto", low)
     region = _KeepingCasts if keep_casts and not compiling else torch.autocast
     return region(device, dtype=low, enabled=enabled, cache_enabled=cache_enabled)
 
@@ -94,18 +96,7 @@ def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, to
     low = dtype or (torch.float16 if device == "cuda" else torch.bfloat16)
     if low not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
-    if device == "cpu" and low == torch.float16:
-        _warn_slow()
     return device, low
-
-
-@functools.cache
-def _warn_slow() -> None:
-    warnings.warn(
-        "amp_mp: float16 on a CPU is 3 to 100 times slower than float32; it is of use for testing. "
-        "bfloat16 is fast there",
-        stacklevel=4,
-    )
 
 
 def half_function(function: F) -> F:

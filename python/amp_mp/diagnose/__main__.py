@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from amp_mp.casting.products import describe_products
 from amp_mp.diagnose.recording import EnoughError, Recording
 from amp_mp.scaling.policies import check_scale
 
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     finally:  # the script's exception or exit goes on from here as it was raised
         sys.stdout.flush()
         found = recording.finish(options.out)
+        print(describe_products())
     if not found:
         sys.exit(1)
 

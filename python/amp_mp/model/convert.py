@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.original_values import (
@@ -25,6 +26,7 @@ def prepare(
     keep_fp32: Kept | None = None,
     *,
     keep_fp32_only: Kept | None = None,
+    products: str = "auto",
 ) -> nn.Module:
     """Turns a model's parameters and buffers into `dtype`, in place, and returns the model.
 
@@ -45,17 +47,24 @@ def prepare(
             was given, also in tuples, dicts and dataclasses; given no floating-point tensor it
             returns `dtype`. A module that shares a parameter with it is kept as well.
         keep_fp32_only: the same, in place of the default; marks still count.
+        products: how a CPU computes products of `dtype`, in this process: "native", or "float32":
+            rounded to `dtype` afterwards. Default "auto": what is faster on this processor
+            (docs/prepare.md). CUDA's are native.
 
     Raises, before anything is changed:
-        ValueError: dtype is another one; a pattern matches nothing (a typo would go unnoticed);
-            the model is or contains a wrapper; a parameter is lazy or an inference tensor; a
-            fully_shard unit has run a forward, or would have parameters of two dtypes.
+        ValueError: dtype or products is another one; a pattern matches nothing (a typo would go
+            unnoticed); the model is or contains a wrapper; a parameter is lazy or an inference
+            tensor; a fully_shard unit has run a forward, or would have parameters of two dtypes.
         TypeError: model is not a module; keep_fp32 holds something that is neither type nor string.
         RuntimeError: called under torch.inference_mode().
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
-    return _convert("prepare", model, dtype, keep_fp32, keep_fp32_only)
+    check_products(products)
+    _convert("prepare", model, dtype, keep_fp32, keep_fp32_only)
+    if any(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters()):
+        choose_products(products, dtype)
+    return model
 
 
 def convert_network(

@@ -1,0 +1,143 @@
+"""A GPT's training step on processors with and without fast low-precision products.
+
+    python benchmarks/products_step.py                      each instruction set, two threads
+    python benchmarks/products_step.py --isa AVX2 --rounds 30
+
+oneDNN is held to an instruction set by DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a
+processor that has no other. Times are medians over rounds in which the arms take turns, as a part
+of float32's, with the range of the middle half; memory is what autograd keeps of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import amp_mp as amp
+from amp_mp import _C
+from amp_mp.casting.products import choose_products, describe_products
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt_settings import Settings
+from gpt_trainer import Trainer
+
+ISAS = ("", "AVX512_CORE", "AVX2")
+FLOAT32 = {"precision": "float32", "optimizer": "torch-adamw"}
+OURS = {"precision": "bfloat16", "optimizer": "adamw"}
+# By name: the settings, whether amp.init's casts are on, and the products of low precision.
+ARMS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "float32": (FLOAT32, False, "native"),
+    "torch.autocast": ({**FLOAT32, "precision": "autocast"}, False, "native"),
+    "prepare, native": (OURS, False, "native"),
+    "prepare": (OURS, False, "auto"),
+    "amp.init": (FLOAT32, True, "auto"),
+}
+
+
+@contextmanager
+def set_up(casts: bool, products: str) -> Iterator[None]:
+    """A block with amp.init's casts, if `casts`, and these products."""
+    handle = amp.init(device_type="cpu", enabled=casts, loss_scale=1.0)
+    choose_products(products, torch.bfloat16)
+    yield
+    handle._deactivate()
+
+
+def kept_bytes(trainer: Trainer) -> int:
+    """The bytes of a forward pass that autograd keeps, besides parameters; each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: alive.append(t) or pack(t), lambda t: t
+    ):
+        trainer._loss(*trainer.batch(0))
+    return sum(kept.values())
+
+
+def measure(rounds: int, threads: int) -> dict[str, Any]:
+    """Seconds of each arm's steps, and its bytes; the processor's speeds beside them."""
+    torch.set_num_threads(threads)
+    choose_products("auto", torch.bfloat16)
+    auto = _C.products.choice(torch.bfloat16)
+    arms = {
+        name: (Trainer(Settings(**settings, steps=10**6, eval_every=10**6)), casts,
+               auto if products == "auto" else products)
+        for name, (settings, casts, products) in ARMS.items()
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(rounds + 2):
+        for name, (trainer, casts, products) in arms.items():
+            if number > 3 and min(seconds[name]) > 5 * min(seconds["float32"]):
+                continue  # far slower: two rounds tell
+            with set_up(casts, products):
+                before = time.perf_counter()
+                trainer.step()
+                if number >= 2:
+                    seconds[name].append(time.perf_counter() - before)
+    found: dict[str, Any] = {"products": describe_products(), "chosen": auto, "seconds": seconds}
+    found["bytes"] = {}
+    for name, (trainer, casts, products) in arms.items():
+        with set_up(casts, products):
+            found["bytes"][name] = kept_bytes(trainer)
+    return found
+
+
+def show(isa: str, found: dict[str, Any]) -> None:
+    """Prints the table of one instruction set."""
+    base = found["seconds"]["float32"]
+    table = Table("", "ms", "of float32's time", "kept of a step, of float32's")
+    for name, seconds in found["seconds"].items():
+        ratios = [own / other for own, other in zip(seconds, base, strict=False)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        kept = found["bytes"][name] / found["bytes"]["float32"]
+        cells = f"{1e3 * statistics.median(seconds):.1f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        table.add_row(name, *cells, f"{kept:.0%}")
+    console = Console(width=100)
+    console.print(f"DNNL_MAX_CPU_ISA={isa or '(unset)'}; auto: {found['chosen']}")
+    console.print(found["products"], highlight=False)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--isa", choices=ISAS, nargs="*", default=ISAS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(arguments.rounds, arguments.threads)))
+        return
+    for isa in arguments.isa:
+        environment = {**os.environ, **({"DNNL_MAX_CPU_ISA": isa} if isa else {})}
+        command = [sys.executable, __file__, "--child", f"--rounds={arguments.rounds}"]
+        done = subprocess.run(
+            [*command, f"--threads={arguments.threads}"], env=environment, stdout=subprocess.PIPE,
+            text=True, check=True,
+        )  # fmt: skip
+        show(isa, json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+#include "torch/products/products.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <mutex>
+
+namespace amp_mp::products {
+namespace {
+
+enum Choice { undecided, native, float32 };
+
+std::atomic<Choice> of_bfloat16{undecided}, of_float16{undecided};
+
+std::atomic<Choice>& chosen(at::ScalarType low) {
+  TORCH_CHECK_VALUE(low == at::kBFloat16 || low == at::kHalf,
+                    "dtype must be torch.bfloat16 or torch.float16, found ", low);
+  return low == at::kBFloat16 ? of_bfloat16 : of_float16;
+}
+
+// Once in a process, and for good: torch must not lose kernels that another thread runs.
+void replace_kernels() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    // Silences torch's warning that a kernel is overridden, which is intended here.
+    struct Silent : c10::WarningHandler {
+      void process(const c10::Warning&) override {}
+    } silent;
+    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    auto* aten =
+        new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    replace_products(*aten);
+    replace_convolution(*aten);
+    replace_attention(*aten);
+  });
+}
+
+}  // namespace
+
+bool in_float32(at::ScalarType low) {
+  if (low == at::kBFloat16) return of_bfloat16.load(std::memory_order_relaxed) == float32;
+  return low == at::kHalf && of_float16.load(std::memory_order_relaxed) == float32;
+}
+
+void choose(at::ScalarType low, bool in_float32) {
+  std::atomic<Choice>& own = chosen(low);
+  if (in_float32) replace_kernels();
+  own = in_float32 ? float32 : native;
+}
+
+std::string choice(at::ScalarType low) {
+  static constexpr std::array names = {"undecided", "native", "float32"};
+  return names[chosen(low)];
+}
+
+std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, double limit_s) {
+  const auto options = at::TensorOptions().dtype(low);
+  const at::Tensor a = at::zeros({n, n}, options), b = at::zeros({n, n}, options);
+  at::Tensor out = at::empty({n, n}, options);
+  using Clock = std::chrono::steady_clock;
+  const auto seconds = [](Clock::time_point from) {
+    return std::chrono::duration<double>(Clock::now() - from).count();
+  };
+  std::pair<double, double> least(INFINITY, INFINITY);
+  const auto begin = Clock::now();
+  for (int runs = 0; runs < 2 || (runs < 20 && seconds(begin) < limit_s); ++runs) {
+    const auto first = Clock::now();
+    at::cpu::mm_out(out, a, b);
+    least.first = std::min(least.first, seconds(first));
+    const auto second = Clock::now();
+    multiply_in_float32(out, {}, a, b, 0.0, 1.0);
+    least.second = std::min(least.second, seconds(second));
+  }
+  return least;
+}
+
+}  // namespace amp_mp::products

@@ -1,0 +1,44 @@
+#pragma once
+// Products of low-precision tensors on a CPU that multiplies float32 faster: computed in float32
+// and stored in low precision ("pseudo float32"). The kernels take the place of torch's own below
+// autograd, so that forward and backward passes, hooks, checkpointing, torch.func and compiled
+// graphs use them alike; while a dtype is not in float32 they call torch's kernels.
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace amp_mp::products {
+
+// Whether products of a dtype, bfloat16 or float16, are computed in float32.
+bool in_float32(at::ScalarType low);
+
+// Chooses that for the process. The first choice of float32 replaces torch's kernels on the CPU:
+// of mm, addmm, bmm, baddbmm, convolution and attention, and of their derivatives.
+void choose(at::ScalarType low, bool in_float32);
+
+// "native", "float32", or "undecided" before the first choice.
+std::string choice(at::ScalarType low);
+
+// Seconds of a product of n x n matrices of a dtype, native and in float32: the least of those that
+// end within a time, of two at least.
+std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, double limit_s);
+
+// out = beta * summand + alpha * (a @ b) for low-precision matrices, and for batches of them;
+// summand, undefined or of a shape that expands to out's, has the same dtype.
+void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
+                         const at::Tensor& b, double beta, double alpha);
+void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summand,
+                                 const at::Tensor& a, const at::Tensor& b, double beta,
+                                 double alpha);
+
+// Elements of a block that is converted at a time: 1 MiB in float32, which stays in the cache.
+constexpr int64_t kBlock = int64_t(1) << 18;
+
+// How many of `count` slices, each of some number of elements, make a block; at least one.
+int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock);
+
+// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU.
+void replace_products(torch::Library& aten);
+void replace_convolution(torch::Library& aten);
+void replace_attention(torch::Library& aten);
+
+}  // namespace amp_mp::products

@@ -1,0 +1,131 @@
+// mm, addmm, bmm and baddbmm in all their forms: in float32 where that is switched on and the
+// arguments are plain; else torch's own kernel, which also raises torch's errors.
+#include <ATen/ExpandUtils.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/baddbmm_cpu_dispatch.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include "torch/products/products.h"
+
+namespace amp_mp::products {
+namespace {
+
+using at::Scalar;
+using at::Tensor;
+
+bool are_factors(const Tensor& a, const Tensor& b, int64_t dims) {
+  return in_float32(a.scalar_type()) && b.scalar_type() == a.scalar_type() && a.dim() == dims &&
+         b.dim() == dims && a.size(dims - 1) == b.size(dims - 2) &&
+         (dims == 2 || a.size(0) == b.size(0)) && a.numel() > 0 && b.numel() > 0 &&
+         a.layout() == at::kStrided && b.layout() == at::kStrided;
+}
+
+std::vector<int64_t> sizes_of(const Tensor& a, const Tensor& b) {
+  auto sizes = a.sizes().vec();
+  sizes.back() = b.size(-1);
+  return sizes;
+}
+
+bool is_summand(const Tensor& summand, const Tensor& a, const Tensor& b) {
+  return summand.scalar_type() == a.scalar_type() && summand.layout() == at::kStrided &&
+         at::is_expandable_to(summand.sizes(), sizes_of(a, b));
+}
+
+void multiply(const Tensor& out, const Tensor& summand, const Tensor& a, const Tensor& b,
+              const Scalar& beta, const Scalar& alpha) {
+  const auto compute = a.dim() == 2 ? multiply_in_float32 : multiply_batches_in_float32;
+  compute(out, summand, a, b, beta.toDouble(), alpha.toDouble());
+}
+
+Tensor product(const Tensor& summand, const Tensor& a, const Tensor& b, const Scalar& beta,
+               const Scalar& alpha) {
+  const Tensor out = at::empty(sizes_of(a, b), a.options());
+  multiply(out, summand, a, b, beta, alpha);
+  return out;
+}
+
+// Through a new tensor, because `out` may be one of the arguments or overlap itself.
+Tensor& product_to(Tensor& out, const Tensor& summand, const Tensor& a, const Tensor& b,
+                   const Scalar& beta, const Scalar& alpha) {
+  const Tensor found = product(summand, a, b, beta, alpha);
+  at::native::resize_output(out, found.sizes());
+  return out.copy_(found);
+}
+
+bool takes(const Tensor& out, const Tensor& a) { return out.scalar_type() == a.scalar_type(); }
+
+Tensor mm(const Tensor& a, const Tensor& b) {
+  return are_factors(a, b, 2) ? product({}, a, b, 0, 1) : at::cpu::mm(a, b);
+}
+
+Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  const bool ours = are_factors(a, b, 2) && takes(out, a);
+  return ours ? product_to(out, {}, a, b, 0, 1) : at::cpu::mm_out(out, a, b);
+}
+
+Tensor bmm(const Tensor& a, const Tensor& b) {
+  return are_factors(a, b, 3) ? product({}, a, b, 0, 1) : at::cpu::bmm(a, b);
+}
+
+Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  const bool ours = are_factors(a, b, 3) && takes(out, a);
+  return ours ? product_to(out, {}, a, b, 0, 1) : at::cpu::bmm_out(out, a, b);
+}
+
+Tensor addmm(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+             const Scalar& alpha) {
+  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b);
+  return ours ? product(c, a, b, beta, alpha) : at::cpu::addmm(c, a, b, beta, alpha);
+}
+
+Tensor& addmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+                  const Scalar& alpha, Tensor& out) {
+  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b) && takes(out, a);
+  return ours ? product_to(out, c, a, b, beta, alpha)
+              : at::cpu::addmm_out(out, c, a, b, beta, alpha);
+}
+
+Tensor& addmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+               const Scalar& alpha) {
+  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b) && c.sizes() == sizes_of(a, b);
+  return ours ? product_to(c, c, a, b, beta, alpha) : at::cpu::addmm_(c, a, b, beta, alpha);
+}
+
+Tensor baddbmm(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+               const Scalar& alpha) {
+  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b);
+  return ours ? product(c, a, b, beta, alpha) : at::cpu::baddbmm(c, a, b, beta, alpha);
+}
+
+Tensor& baddbmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+                    const Scalar& alpha, Tensor& out) {
+  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b) && takes(out, a);
+  return ours ? product_to(out, c, a, b, beta, alpha)
+              : at::cpu::baddbmm_out(out, c, a, b, beta, alpha);
+}
+
+Tensor& baddbmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+                 const Scalar& alpha) {
+  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b) && c.sizes() == sizes_of(a, b);
+  return ours ? product_to(c, c, a, b, beta, alpha) : at::cpu::baddbmm_(c, a, b, beta, alpha);
+}
+
+}  // namespace
+
+void replace_products(torch::Library& aten) {
+  aten.impl("mm", mm);
+  aten.impl("mm.out", mm_out);
+  aten.impl("bmm", bmm);
+  aten.impl("bmm.out", bmm_out);
+  aten.impl("addmm", addmm);
+  aten.impl("addmm.out", addmm_out);
+  aten.impl("addmm_", addmm_);
+  aten.impl("baddbmm", baddbmm);
+  aten.impl("baddbmm.out", baddbmm_out);
+  aten.impl("baddbmm_", baddbmm_);
+}
+
+}  // namespace amp_mp::products

@@ -1,0 +1,73 @@
+"""How a CPU computes products of low-precision tensors: in their own arithmetic or in float32's.
+
+Processors with bfloat16 or float16 instructions multiply these dtypes faster than float32, others
+up to 400 times slower. There, matrix products, convolutions and attention take low-precision
+tensors, compute in float32, and return low precision (csrc/torch/products).
+"""
+
+import os
+
+import torch
+from torch import distributed
+
+from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION
+
+CHOICES = ("auto", "native", "float32")
+VARIABLE = "AMP_MP_PRODUCTS"
+SETTINGS = ("bfloat16", "float16", "float32", "measure")
+# By rows and columns of a matrix: float32's products are taken where native ones need more than so
+# many times as long. Emulated ones take milliseconds at 64 already. The margin at 256 keeps the
+# choice the same on a busy machine.
+SLOWER = {64: 4.0, 256: 1.1}
+
+
+def choose_products(products: str, dtype: torch.dtype) -> None:
+    """Chooses how this process computes products of a dtype on the CPU.
+
+    products: "native", "float32", or "auto": as AMP_MP_PRODUCTS says, else as chosen before, else
+    by a measurement of at most 30 ms. The first process of a torch.distributed run that measures
+    decides for all of them. AMP_MP_PRODUCTS: "bfloat16" or "float16" for the one dtype whose
+    products are native, "float32" for neither, "measure" to measure in each process by itself.
+
+    Raises ValueError as `check_products`.
+    """
+    check_products(products)
+    setting, name = os.environ.get(VARIABLE), str(dtype).removeprefix("torch.")
+    if setting in SETTINGS[:3]:
+        products = "native" if setting == name else "float32"
+    elif products == "auto" and (products := _C.products.choice(dtype)) == "undecided":
+        products = measured(dtype)
+        if setting is None and distributed.is_available() and distributed.is_initialized():
+            store = distributed.distributed_c10d._get_default_store()
+            products = store.compare_set(f"amp_mp/products/{name}", "", products).decode()
+    _C.products.choose(dtype, products == "float32")
+
+
+def check_products(products: str) -> None:
+    """Raises ValueError for another word, in the argument or in AMP_MP_PRODUCTS."""
+    setting = os.environ.get(VARIABLE, "measure")
+    for name, found, known in (("products", products, CHOICES), (VARIABLE, setting, SETTINGS)):
+        if found not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
+
+
+def measured(dtype: torch.dtype) -> str:
+    """What is faster on this processor with this number of threads: "native" or "float32"."""
+    for size, slower in SLOWER.items():
+        native, in_float32 = _C.products.seconds(dtype, size, 0.005)
+        if native > slower * in_float32:
+            return "float32"
+    return "native"
+
+
+def describe_products() -> str:
+    """A line for each low-precision dtype: the speeds on this CPU, and what was chosen."""
+    lines = []
+    for dtype in LOW_PRECISION:
+        native, in_float32 = (2e-9 * 256**3 / s for s in _C.products.seconds(dtype, 256, 0.01))
+        lines.append(
+            f"{dtype} products on this CPU: native {native:.0f} GFLOP/s, in float32 "
+            f"{in_float32:.0f}; chosen: {_C.products.choice(dtype)}"
+        )
+    return "\n".join(lines)

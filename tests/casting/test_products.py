@@ -1,0 +1,271 @@
+"""Products of low-precision tensors on a CPU: native or in float32, with the same meaning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (torch's name)
+
+import amp_mp as amp
+from amp_mp import _C
+from amp_mp.casting import products
+
+DTYPES = [torch.bfloat16, torch.float16]
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp of 1
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """A dtype whose products are computed in float32; as chosen before afterwards."""
+    monkeypatch.delenv(products.VARIABLE, raising=False)
+    before = {dtype: _C.products.choice(dtype) for dtype in DTYPES}
+    products.choose_products("float32", request.param)
+    yield request.param
+    for dtype, choice in before.items():
+        _C.products.choose(dtype, choice == "float32")
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# More and fewer rows, columns and depth than a block of 2^18 elements has room for; 0 and 1.
+SIZES = [(7, 5, 3), (700, 600, 500), (3000, 300, 90), (90, 300, 3000), (300, 9000, 90),
+         (1, 64, 64), (64, 1, 1), (600, 700, 1)]  # fmt: skip
+
+
+def expect_rounded_once(found: Tensor, exact: Tensor, sizes: Tensor, depth: int) -> None:
+    """exact: in float64. sizes: the sum of the summands' absolute values."""
+    assert found.shape == exact.shape
+    bound = UNIT[found.dtype] * exact.abs() + (depth + 2) * 2.0**-24 * sizes + 2.0**-25
+    worst = ((found.double() - exact).abs() / bound).max()
+    assert worst <= 1.001, f"{worst} times the bound"
+
+
+def stored(t: Tensor, how: str) -> Tensor:
+    """The same numbers in another order in memory."""
+    if how == "transposed":
+        return t.mT.contiguous().mT
+    if how == "strided":
+        return t.repeat_interleave(2, -1)[..., ::2]
+    return t
+
+
+@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
+@pytest.mark.parametrize(("m", "k", "n"), SIZES)
+def test_matrices(low: torch.dtype, m: int, k: int, n: int, how: str) -> None:
+    a, b = (stored(values(*s, dtype=low, seed=s[0]), how) for s in ((m, k), (k, n)))
+    c = values(n, dtype=low, seed=3)
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    expect_rounded_once(a @ b, exact, sizes, k)
+    expect_rounded_once(F.linear(a, b.t()), exact, sizes, k)
+    added = 0.5 * c.double() - 2.0 * exact
+    found = torch.addmm(c, a, b, beta=0.5, alpha=-2.0)
+    expect_rounded_once(found, added, 2 * sizes + c.double().abs(), k)
+    assert torch.equal(torch.addmm(c.fill_(torch.nan), a, b, beta=0.0), a @ b)
+    out = torch.empty(0, dtype=low)
+    assert torch.equal(torch.mm(a, b, out=out), a @ b)
+    into = values(m, n, dtype=low, seed=5)
+    wanted = torch.addmm(into, a, b, beta=2.0)
+    assert torch.equal(into.addmm_(a, b, beta=2.0), wanted)
+
+
+@pytest.mark.parametrize(
+    ("batches", "m", "k", "n"), [(3, 5, 7, 2), (40, 100, 64, 100), (2, 700, 600, 500)]
+)
+def test_batches_of_matrices(low: torch.dtype, batches: int, m: int, k: int, n: int) -> None:
+    a, b = values(batches, m, k, dtype=low), values(batches, k, n, dtype=low, seed=1)
+    c = values(m, n, dtype=low, seed=3)
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    expect_rounded_once(a @ b, exact, sizes, k)
+    expect_rounded_once(torch.einsum("bmk,bkn->bmn", a, b), exact, sizes, k)
+    found = torch.baddbmm(c, a, b, beta=0.5, alpha=-2.0)
+    added = 0.5 * c.double() - 2.0 * exact
+    expect_rounded_once(found, added, 2 * sizes + c.double().abs(), k)
+    assert torch.equal(torch.bmm(a, b, out=torch.empty(0, dtype=low)), a @ b)
+    into = values(batches, m, n, dtype=low, seed=5)
+    wanted = torch.baddbmm(into, a, b)
+    assert torch.equal(into.baddbmm_(a, b), wanted)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(96, 160), (5, 70, 96)),
+    "conv1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, groups=2), (5, 8, 40)),
+    "conv2d": (lambda: nn.Conv2d(8, 6, 3, stride=2, bias=False), (40, 8, 90, 90)),
+    "conv3d": (lambda: nn.Conv3d(4, 6, 2, dilation=2), (3, 4, 9, 9, 9)),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(8, 6, 3, output_padding=1, stride=2),
+                         (4, 8, 11, 11)),
+    "lstm": (lambda: nn.LSTM(8, 6), (5, 3, 8)),
+}  # fmt: skip
+
+
+def gradients(layer: nn.Module, x: Tensor, seed: int) -> tuple[Tensor, ...]:
+    """The layer's result and the gradients of input and weights for a random gradient."""
+    x = x.detach().requires_grad_()
+    result = layer(x)
+    result = result[0] if isinstance(result, tuple) else result
+    grad = values(*result.shape, dtype=torch.float32, seed=seed).to(result.dtype)
+    inputs = [x, *layer.parameters()]
+    return result.detach(), *torch.autograd.grad(result, inputs, grad)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_forward_and_backward(low: torch.dtype, name: str, channels_last: bool) -> None:
+    make, shape = LAYERS[name]
+    layer, x = make().to(low), values(*shape, dtype=low)
+    if channels_last and x.dim() == 4:
+        layer, x = (t.to(memory_format=torch.channels_last) for t in (layer, x))
+    found = gradients(layer, x, 7)
+    layer64 = make().double()
+    layer64.load_state_dict(layer.state_dict())
+    wanted = gradients(layer64, x.double(), 7)
+    for own, exact in zip(found, wanted, strict=True):
+        assert own.dtype == low
+        # Rounded once, of values about 1 and sums of them: far from one ulp of the largest.
+        steps = 40 if name == "lstm" else 2  # an LSTM rounds at every gate and step
+        assert (own.double() - exact).abs().max() <= steps * UNIT[low] * exact.abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool", "low", "each"])
+def test_attention(low: torch.dtype, mask: str | None, causal: bool) -> None:
+    if mask and causal:
+        pytest.skip("torch takes one of both")
+    q, k, v = (values(30, 4, 120, 32, dtype=low, seed=s) for s in range(3))
+    given = None
+    if mask:
+        shape = (30, 1, 120, 120) if mask == "each" else (120, 120)
+        given = values(*shape, dtype=low, seed=4)
+        given = given > -1 if mask == "bool" else given
+    runs = []
+    for dtype in (low, torch.float64):
+        own = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        masked = given if given is None or mask == "bool" else given.to(dtype)
+        result = F.scaled_dot_product_attention(*own, attn_mask=masked, is_causal=causal)
+        grad = values(*result.shape, dtype=torch.float32, seed=9).to(dtype)
+        runs.append((result, *torch.autograd.grad(result, own, grad)))
+    for found, exact in zip(*runs, strict=True):
+        assert found.dtype == low
+        # The backward pass reads the rounded result: two roundings.
+        assert (found.double() - exact).abs().max() <= 3 * UNIT[low] * exact.abs().max()
+
+
+def test_what_torch_refuses_it_refuses_in_its_own_words(low: torch.dtype) -> None:
+    a = torch.ones(3, 4, dtype=low)
+    for wrong in (lambda: a @ a, lambda: a @ torch.ones(4, 2), lambda: torch.mm(a, a[0])):
+        with pytest.raises(RuntimeError) as ours:
+            wrong()
+        _C.products.choose(low, False)
+        with pytest.raises(RuntimeError) as torchs:
+            wrong()
+        _C.products.choose(low, True)
+        assert str(ours.value) == str(torchs.value)
+    empty = torch.ones(0, 4, dtype=low)
+    assert (empty @ a.t()).shape == (0, 3)
+    assert torch.equal(
+        torch.ones(2, 0, dtype=low) @ torch.ones(0, 3, dtype=low), torch.zeros(2, 3, dtype=low)
+    )
+
+
+def test_nothing_in_float32_is_kept_for_backward(low: torch.dtype) -> None:
+    layer, x = nn.Linear(64, 64).to(low), values(8, 64, dtype=low)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        F.scaled_dot_product_attention(*[layer(x).view(1, 1, 8, 64)] * 3).sum()
+    assert torch.float32 not in kept[:2]
+    assert kept.count(torch.float32) <= 1  # attention's sums, a number a row, as torch keeps them
+
+
+def test_torch_func_compile_and_checkpoint_compute_the_same(low: torch.dtype) -> None:
+    layer, x = nn.Linear(64, 48).to(low), values(8, 64, dtype=low)
+    wanted = layer(x)
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(x), wanted)
+    assert torch.equal(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False), wanted)
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), wanted)
+    each = torch.func.vmap(lambda row: F.linear(row[None], layer.weight, layer.bias)[0])(x)
+    assert torch.allclose(each.float(), wanted.float(), atol=4 * UNIT[low])
+    whole = torch.func.jacrev(lambda x: F.linear(x, layer.weight))(x[0])
+    assert torch.equal(whole, layer.weight)
+
+
+def test_prepare_chooses_and_says_what_it_does_not_know(monkeypatch: Any) -> None:
+    monkeypatch.delenv(products.VARIABLE, raising=False)
+    with pytest.raises(
+        ValueError, match="products must be one of auto, native, float32; found 'bf16'"
+    ):
+        amp.prepare(nn.Linear(2, 2), torch.bfloat16, products="bf16")
+    before = _C.products.choice(torch.bfloat16)
+    for choice in ("float32", "native"):
+        model = amp.prepare(nn.Linear(2, 2), torch.bfloat16, products=choice)
+        assert amp.build_info()["products"]["bfloat16"] == choice
+        assert model(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    monkeypatch.setenv(products.VARIABLE, "fast")
+    with pytest.raises(
+        ValueError, match=r"AMP_MP_PRODUCTS must be one of bfloat16, .*found 'fast'"
+    ):
+        amp.prepare(nn.Linear(2, 2), torch.bfloat16)
+    _C.products.choose(torch.bfloat16, before == "float32")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("bfloat16", ["native", "float32"]), ("float16", ["float32", "native"]),
+     ("float32", ["float32", "float32"])],
+)  # fmt: skip
+def test_the_variable_overrides_the_argument(setting: str, expected: list[str]) -> None:
+    code = (
+        "import torch, amp_mp as amp\n"
+        "for dtype in torch.bfloat16, torch.float16:\n"
+        "    amp.prepare(torch.nn.Linear(2, 2), dtype, products='native')\n"
+        "print(*amp.build_info()['products'].values())"
+    )
+    environment = {**os.environ, products.VARIABLE: setting}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == expected
+
+
+@pytest.mark.parametrize(
+    ("native", "in_float32", "expected"),
+    [(1.0, 1.0, "native"), (1.0, 0.95, "native"), (1.0, 0.8, "float32"), (9.0, 1.0, "float32")],
+)
+def test_the_faster_one_is_chosen_with_a_margin(
+    monkeypatch: pytest.MonkeyPatch, native: float, in_float32: float, expected: str
+) -> None:
+    monkeypatch.setattr(_C.products, "seconds", lambda *_: (native, in_float32))
+    assert products.measured(torch.bfloat16) == expected
+
+
+def chosen(words: list[str]) -> str:
+    rank = torch.distributed.get_rank()
+    products.measured = lambda dtype: words[rank]  # type: ignore[assignment]
+    amp.prepare(nn.Linear(2, 2), torch.float16)
+    return amp.build_info()["products"]["float16"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("distributed")
+def test_ranks_that_measure_differently_choose_the_same() -> None:
+    assert len(set(on_ranks(2, chosen, ["native", "float32"]))) == 1
+
+
+def test_casts_leave_products_alone_where_low_precision_is_slower(low: torch.dtype) -> None:
+    linear, x = nn.Linear(256, 256), torch.randn(64, 256)
+    handle = amp.init(device_type="cpu", dtype=low, loss_scale=1.0)
+    try:
+        assert linear(x).dtype == torch.float32
+        casts = [(c.op, c.to_dtype) for c in amp.explain(linear, x)]
+        assert (str(low), "aten::linear") not in casts
+    finally:
+        handle._deactivate()
+        amp.casting.uninstall()
