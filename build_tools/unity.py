@@ -12,10 +12,11 @@ from pathlib import Path
 def torch_units(csrc: Path, folder: Path) -> list[Path]:
     """Writes the two sources to `folder`, where they changed, and returns them."""
     units = {"torch_ops": csrc.glob("torch/*.cpp"), "torch_folders": csrc.glob("torch/*/**/*.cpp")}
-    return [_write(folder / f"{name}.cpp", sorted(sources)) for name, sources in units.items()]
+    return [one_unit(folder / f"{name}.cpp", sorted(sources)) for name, sources in units.items()]
 
 
-def _write(unit: Path, sources: list[Path]) -> Path:
+def one_unit(unit: Path, sources: list[Path]) -> Path:
+    """Writes a source that includes others, where they changed, and returns it."""
     text = "".join(f'#include "{source}"\n' for source in sources)
     if not unit.exists() or unit.read_text() != text:
         unit.write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from around_sharding import adamw, apart, error, fsdp, loss_of, net, tensor_para
 from around_sharding import even as even_net
 from layouts import made_once
 from ranks import on_ranks
+from tiers import tiered
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_mp as amp
@@ -31,8 +33,13 @@ def named_again(kind: str, through: str) -> tuple[str, float]:
     return error(train, model, optimizer, 1), apart(before, whole(model))
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp", "hsdp"])
-@pytest.mark.parametrize("through", ["world", "mesh"])
+@pytest.mark.parametrize(
+    ("kind", "through"),
+    tiered(
+        itertools.product(["fsdp", "tp", "hsdp"], ["world", "mesh"]),
+        [("fsdp", "world"), ("hsdp", "mesh")],
+    ),
+)
 def test_processes_that_share_the_parameters_are_refused(kind: str, through: str) -> None:
     for rank, (raised, moved) in enumerate(on_ranks(2, named_again, kind, through)):
         assert f"same parameters, [{1 - rank}]" in raised

@@ -183,7 +183,7 @@ def read_theirs(layout: str, preset: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("full", [False, True] if LARGE else [False])
-@pytest.mark.parametrize(("theirs", "ours"), [(None, 2), (1, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("theirs", "ours"), [(None, 2), full((1, 1)), (2, 4), full((4, 2))])
 def test_what_torch_wrote_is_read_into_every_preset(
     theirs: int | None, ours: int, full: bool, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def misplaced(optimizer: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
+@pytest.mark.parametrize(("layout", "world"), tiered(SPLITS, SPLITS[1:2] + SPLITS[3:6]))
 def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
     for rank in on_ranks(world, compare, layout, ["adamw"], list(STORAGES)):
         assert rank == []

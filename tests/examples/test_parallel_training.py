@@ -73,7 +73,7 @@ def test_a_checkpoint_is_resumed_by_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "run"
     whole = losses(2, parallel="fsdp")
     on_ranks(2, interrupted, path)
-    for processes, kind in RESUMED if LARGE else RESUMED[:2]:
+    for processes, kind in RESUMED if LARGE else RESUMED[1:2]:
         copy = shutil.copytree(path, tmp_path / f"{processes} {kind}")
         resumed = losses(processes, parallel=kind, checkpoint=copy, resume=True)
         assert resumed[0] == whole[0], "from the file"

@@ -15,6 +15,7 @@ import sharded_memory
 import torch
 import torch.distributed as dist
 from ranks import LARGE, on_ranks
+from tiers import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -110,7 +111,7 @@ def test_the_code_of_the_page_trains(number: int, tmp_path: Path) -> None:
 
 # Starting torchrun takes seconds, so `make test` runs one of its commands.
 SOME = [block for block in COMMANDS if "torchrun" not in block or "--memory tiny" in block]
-BLOCKS = COMMANDS if LARGE else SOME
+BLOCKS = COMMANDS if LARGE else [full(b) if "torchrun" in b else b for b in SOME]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SHIM = HERE.parent / "cuda_on_cpu"
 sys.path.append(str(ROOT))
 
-from build_tools.unity import torch_units  # noqa: E402
+from build_tools.unity import one_unit, torch_units  # noqa: E402
 
 CSRC = ROOT / "csrc"
 OUT = KEPT / "pretend_gpu"
@@ -77,7 +77,8 @@ def _units() -> list[tuple[Path, list[str]]]:
         '-DAMP_MP_CUDA_ARCHITECTURES=""',
         "-DAMP_MP_WITH_CUDA",
     ]
-    with_torch = [*torch_units(CSRC, OUT), *sorted(HERE.glob("*.cpp"))]
+    own = one_unit(OUT / "pretend_gpu.cpp", sorted(HERE.glob("*.cpp")))
+    with_torch = [own, *torch_units(CSRC, OUT)]
     return [(source, for_torch) for source in with_torch]
 
 

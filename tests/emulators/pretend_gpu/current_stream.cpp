@@ -6,7 +6,7 @@
 namespace pretend_gpu {
 namespace {
 
-thread_local std::array<c10::StreamId, 2> current = {};  // of each device; 0 is the default stream
+thread_local std::array<c10::StreamId, 2> stream_of = {};  // of each device; 0 is the default stream
 
 }  // namespace
 
@@ -15,11 +15,11 @@ cuda_on_cpu::StreamId id_of(const c10::Stream& stream) {
 }
 
 cuda_on_cpu::StreamId current_stream(c10::DeviceIndex device) {
-  return {device, intptr_t(current.at(size_t(device)))};
+  return {device, intptr_t(stream_of.at(size_t(device)))};
 }
 
 c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream) {
-  return std::exchange(current.at(size_t(device)), stream);
+  return std::exchange(stream_of.at(size_t(device)), stream);
 }
 
 void settle(const c10::Device& device) {

@@ -12,7 +12,7 @@ namespace pretend_gpu {
 namespace {
 
 std::atomic<int64_t> operators = 0;
-std::mutex mutex;
+std::mutex ledger_mutex;
 bool is_open = false;
 Ledger ledger;
 
@@ -26,25 +26,25 @@ void refuse_during_capture(const std::string& name) {
 void note_operator(const std::string& name) {
   refuse_during_capture(name);
   ++operators;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(ledger_mutex);
   if (is_open) ledger.operators.push_back(name);
 }
 
 void note_sync(const std::string& name) {
   refuse_during_capture(name);
   ++cuda_on_cpu::counts.synchronisations;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(ledger_mutex);
   if (is_open) ledger.syncs.push_back(name);
 }
 
 void open_ledger() {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(ledger_mutex);
   TORCH_CHECK(!is_open, "pretend GPU: a ledger is open already");
   is_open = true;
 }
 
 Ledger close_ledger() {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(ledger_mutex);
   is_open = false;
   return std::exchange(ledger, {});
 }
