@@ -5,7 +5,6 @@ Exact comparisons use small integers and powers of two, which every format here 
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 import amp_mp as amp
 from amp_mp.scaling import Backoff
 
-pytestmark = pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
+pytestmark = pytest.mark.usefixtures("cast_products")
 
 
 def product(weight: Tensor) -> Tensor:
@@ -189,16 +188,6 @@ def test_without_a_device_type_the_gpu_is_meant_where_there_is_one() -> None:
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     assert amp.autocast().device == wanted
     assert amp.casting.disable_casts().device == wanted
-
-
-def test_float16_on_a_cpu_is_warned_of_once() -> None:
-    importlib.import_module("amp_mp.casting.autocast")._warn_slow.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        amp.autocast("cpu", torch.float16)
-        amp.autocast("cpu", torch.float16)
-    assert ["float16 on a CPU" in str(warning.message) for warning in caught] == [True]
-    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("function", [amp.init, amp.autocast])

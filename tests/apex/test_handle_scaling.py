@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 from amp_mp.scaling import Backoff
 
-pytestmark = pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
+pytestmark = pytest.mark.usefixtures("cast_products")
 
 
 # The scaled loss.
@@ -261,7 +261,9 @@ def test_what_is_no_optimizer_is_refused_by_name(start: Start, device: str, wron
         pass
 
 
-def test_the_gradient_of_a_float32_island_is_exact(start: Start, device: str) -> None:
+def test_the_gradient_of_a_float32_island_is_exact(
+    start: Start, device: str, cast_products: None
+) -> None:
     """Backward under casts recomputes in low precision what forward computed in float32."""
     weight = nn.Parameter(torch.randn(256, 256, device=device))
     x = torch.randn(256, 256, device=device)

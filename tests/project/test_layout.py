@@ -26,7 +26,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 FOLDER_LINES = {
     ".": 365,
     "apex": 1600,
-    "casting": 634,
+    "casting": 636,
     "checkpoint": 921,
     "compat": 1273,
     "diagnose": 1260,

@@ -33,7 +33,8 @@ def train(wrap: str) -> list[Tensor]:
 
     wrap: "ddp", "fsdp2" or "alone"; every rank has the same batch, whose mean gradient is its own.
     """
-    amp.init(device_type="cpu", dtype=LOW, loss_scale=1.0)
+    # "torch": products are cast on any processor.
+    amp.init(device_type="cpu", dtype=LOW, loss_scale=1.0, policies="torch")
     net = model()
     if wrap == "ddp":
         net = nn.parallel.DistributedDataParallel(net)

@@ -11,6 +11,7 @@ import torch
 
 from amp_mp import _C
 from amp_mp.casting.op_lists import APEX, APEX_CPU, TORCH_LOW, TORCH_WIDEST
+from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.text_table import aligned
 
 DEVICES = ("cpu", "cuda")
@@ -188,7 +189,9 @@ class CastTable(list[Cast]):
 
     def __str__(self) -> str:
         rows = ((*cast[:4], "cached" if cast.cached else "") for cast in self)
-        return aligned(("operator", "argument", "from", "to", ""), rows)
+        slow = [low for low in LOW_PRECISION if _C.products.choice(low) == "float32"]
+        notes = [f"\n{low} on this CPU: products are faster in float32, and stay" for low in slow]
+        return aligned(("operator", "argument", "from", "to", ""), rows) + "".join(notes)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTable:

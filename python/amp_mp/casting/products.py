@@ -1,8 +1,7 @@
 """How a CPU computes products of low-precision tensors: in their own arithmetic or in float32's.
 
-Processors with bfloat16 or float16 instructions multiply these dtypes faster than float32, others
-up to 400 times slower. There, matrix products, convolutions and attention take low-precision
-tensors, compute in float32, and return low precision (csrc/torch/products).
+Processors without instructions for a dtype multiply it up to 400 times slower than float32. There,
+products, convolutions and attention compute in float32 and round once (csrc/torch/products).
 """
 
 import os
