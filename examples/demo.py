@@ -6,8 +6,9 @@ All three start from the same weights and see the same batches:
   torch.autocast  the same under torch.autocast in bfloat16
   amp_mp          bfloat16 weights, amp_mp's AdamW, which clips inside the step
 
-The runs take turns, ten steps each. The program prints a table, draws the loss curves in
-demo/loss.png and writes the numbers to demo/result.json.
+The runs take turns, ten steps each; one whose steps take five times as long as float32's ends after
+two. The program prints a table, draws the loss curves in demo/loss.png and writes the numbers to
+demo/result.json.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ BASELINE = "float32"
 LOOKS = (("tab:blue", "-", "o"), ("tab:green", "-.", "s"), ("tab:orange", "--", "x"))
 
 
-def compare(steps: int, **common: Any) -> dict[str, Trainer]:
-    """Train every arm, by turns; ``common`` are further settings of all arms."""
+def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Trainer]:
+    """Train every arm, by turns; ``common`` are further settings of all arms.
+
+    An arm whose steps take more than ``slowest`` times as long as float32's ends after two.
+    """
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
     chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
     with tqdm(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
@@ -50,20 +54,30 @@ def compare(steps: int, **common: Any) -> dict[str, Trainer]:
                 # torch.autocast computes as it does in a script without amp_mp.
                 products = "native" if name == "torch.autocast" else chosen
                 choose_products("auto" if products == "undecided" else products, torch.bfloat16)
+                times, least = trainer.run.step_seconds, trainers[BASELINE].run.step_seconds
                 for _ in range(min(CHUNK, steps - start)):
-                    bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
+                    if len(times) != 2 or min(times) <= slowest * min(least):
+                        bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
                     bar.update()
     return trainers
 
 
 def measurements(trainer: Trainer, baseline: Trainer) -> dict[str, float]:
-    """The numbers of one run; difference and speed-up are relative to ``baseline``."""
+    """The numbers of one run; difference and speed-up are relative to ``baseline``.
+
+    A run that ended after two steps has no losses.
+    """
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    loss, loss_before = (t.run.validation[-1][1] for t in (trainer, baseline))
+    losses: dict[str, float] = {}
+    if trainer.run.validation:
+        loss, loss_before = (t.run.validation[-1][1] for t in (trainer, baseline))
+        losses = {
+            "validation_loss": loss,
+            "difference_percent": 100 * (loss / loss_before - 1),
+        }
     seconds, seconds_before = (t.run.median_step_seconds() for t in (trainer, baseline))
     return {
-        "validation_loss": loss,
-        "difference_percent": 100 * (loss / loss_before - 1),
+        **losses,
         "step_milliseconds": 1000 * seconds,
         "speed_up": seconds_before / seconds,
         "bytes_per_parameter": trainer.training_bytes() / parameters,
@@ -84,7 +98,9 @@ def table(results: dict[str, dict[str, float]]) -> Table:
     for column in result.columns[1:]:
         column.justify = "right"
     for title, form in rows.items():
-        result.add_row(title, *(form.format(**column) for column in results.values()))
+        name = form[1:].split(":")[0]
+        cells = (form.format(**c) if name in c else "stopped" for c in results.values())
+        result.add_row(title, *cells)
     return result
 
 
@@ -100,6 +116,8 @@ def draw(runs: dict[str, Run], caption: str, path: Path) -> None:
     """Save every run's losses, against the step and against the training time."""
     picture, (by_step, by_time) = figure(2)
     for (name, run), look in zip(runs.items(), LOOKS, strict=True):
+        if not run.validation:
+            continue  # it ended after two steps
         draw_curve(by_step, run.train_loss, run.validation, name, *look)
         # With the median step time, so that other work on the machine does not bend the curve.
         seconds = [run.median_step_seconds() * (k + 1) for k in range(len(run.train_loss))]

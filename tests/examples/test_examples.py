@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import subprocess
 import sys
@@ -65,8 +66,20 @@ def test_low_precision_keeps_masters_and_float32_keeps_none() -> None:
         assert (low > 0) == (precision == "bfloat16")
 
 
+def test_the_demo_stops_arms_that_would_take_an_hour(tmp_path: Path) -> None:
+    trainers = demo.compare(**SMALL, slowest=0.0)
+    assert [trainer.steps_done for trainer in trainers.values()] == [2, 2, 2]
+    results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
+    loss, *_, speed_up, _ = zip(
+        *(column.cells for column in demo.table(results).columns[1:]), strict=True
+    )
+    assert loss == ("stopped",) * 3
+    assert all(cell.endswith("x") for cell in speed_up)
+    demo.draw({name: t.run for name, t in trainers.items()}, "caption", tmp_path / "loss.png")
+
+
 def test_the_demo_compares_three_arms_on_the_same_batches(tmp_path: Path) -> None:
-    trainers = demo.compare(**SMALL)
+    trainers = demo.compare(**SMALL, slowest=math.inf)
     assert list(trainers) == ["float32", "torch.autocast", "amp_mp"]
     results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
     first = [trainer.run.train_loss[0] for trainer in trainers.values()]
