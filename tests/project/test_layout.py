@@ -25,13 +25,13 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 365,
-    "apex": 1597,
+    "apex": 1637,
     "casting": 570,
-    "checkpoint": 921,
+    "checkpoint": 923,
     "compat": 1273,
     "diagnose": 1258,
     "grad_scaler": 441,
-    "model": 1320,
+    "model": 1351,
     "nn": 601,
     "optim": 3782,
     "scaling": 425,

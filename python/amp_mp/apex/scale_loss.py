@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.fp16_utils import master_params
 from amp_mp.apex.gradients import multiply_gradients, set_aside, totals_of
+from amp_mp.apex.larc import without_larc
 from amp_mp.apex.wrapper import LOSS_SCALE
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -104,8 +105,9 @@ class ScaledLosses:
                 return
             iteration = self._begin()
             scale, params = policy.scale, all_parameters(optimizers)
-            fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
-            folding = [each for each in fused if _may_unscale(each, optimizers)]
+            inner = [without_larc(each) for each in optimizers]
+            fused = [each for each in inner if isinstance(each, FusedOptimizer)]
+            folding = [each for each in fused if _may_unscale(each, inner)]
             with set_aside(params), _warning_if_unscaled(loss):
                 yield loss.float() * scale
                 overflow, max_abs = overflow_in(totals_of(params), scale)

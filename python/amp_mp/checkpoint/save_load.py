@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_mp.apex.larc import without_larc
 from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
@@ -46,7 +47,7 @@ def save(
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    target = Path(path)
+    target, optimizer = Path(path), without_larc(optimizer)
     partial = target.with_name(target.name + INCOMPLETE)
     weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
@@ -137,6 +138,7 @@ def load(
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    optimizer = without_larc(optimizer)
     targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
     with all_or_none():
         params = model_part.named_params(model)

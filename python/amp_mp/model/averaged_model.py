@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model import original_values
+from amp_mp.model.float32_state_dict import masters_apart
 from amp_mp.model.sharded import refuse_sharded
-from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import beside
 from amp_mp.optim.step.graphs import is_capturing
@@ -296,9 +296,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     states = [optimizer.state for optimizer in optimizers]
     apart: dict[Tensor, Tensor] = {}  # an FP16_Optimizer's masters around an optimizer of torch
     for each in optimizers:
-        if hasattr(each, "fp16_groups") and not isinstance(each.optimizer, FusedOptimizer):
-            groups = zip(each.fp16_groups, each.fp32_from_fp16_groups, strict=True)
-            apart |= {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
+        apart |= masters_apart(each)
 
     def of(param: Tensor) -> Tensor | None:
         found = (beside(param, state.get(param, {})) for state in states)

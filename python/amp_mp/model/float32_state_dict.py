@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
@@ -14,14 +15,38 @@ from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.sharding.shards import is_dtensor, like, local_of, other_rank
 
 
-def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str, Tensor]:
+def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The masters of an FP16_Optimizer around one of torch's, by the model's parameters.
+
+    TypeError where the argument is no optimizer.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        found = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {found}")
+    if not hasattr(optimizer, "fp16_groups") or _fused_in(optimizer) is optimizer.optimizer:
+        return {}
+    groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
+    return {p: m for low, own in groups for p, m in zip(low, own, strict=True)}
+
+
+def _fused_in(optimizer: Any) -> FusedOptimizer | None:
+    """The amp_mp optimizer that this is, or that it is around."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, FusedOptimizer) else None
+
+
+def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The model's state dict with every low-precision floating-point tensor as float32.
 
     A parameter that has a master gives the master, exactly; before the first step after `prepare`
     the values that were rounded. Others are cast up. All are copies. DTensors give DTensors,
-    placed as they are; no process sends anything.
+    placed as they are; no process sends anything. optimizer: any; masters are those of amp_mp's, of
+    FP16_Optimizer and LARC around them, and of FP16_Optimizer around others. TypeError for no
+    optimizer.
     """
-    masters = {p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION}
+    masters: dict[Any, Any] = masters_apart(optimizer) or {
+        p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION
+    }
     result = {}
     for name, value in model.state_dict(keep_vars=True).items():
         master = masters.get(value) if isinstance(value, nn.Parameter) else None
@@ -36,14 +61,15 @@ def float32_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> dict[str,
 
 @torch.no_grad()
 def load_float32_state_dict(
-    model: nn.Module, optimizer: FusedOptimizer, state_dict: dict[str, Any], strict: bool = True
+    model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any], strict: bool = True
 ) -> Any:
     """Loads a float32 model's state dict; no bit is lost where the optimizer has masters.
 
     Weights become the rounded values, masters the values themselves. Other optimizer states stay.
     A sharded model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
     set_model_state_dict makes them of whole tensors. Returns what Module.load_state_dict does, and
-    raises what it does; ValueError for DTensors that another rank has saved.
+    raises what it does; before, ValueError for DTensors that another rank has saved, TypeError as
+    float32_state_dict.
     """
     for name, value in state_dict.items():
         if (rank := other_rank(value)) is not None:
@@ -52,18 +78,25 @@ def load_float32_state_dict(
                 "each rank the file that the same rank has saved, or use amp_mp.checkpoint; "
                 "nothing was loaded"
             )
+    apart, fused = masters_apart(optimizer), _fused_in(optimizer)
     result = model.load_state_dict(state_dict, strict=strict)
-    pairs = zip(optimizer.param_groups, stepper_of(optimizer).group_rules(), strict=True)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in apart and name in state_dict:
+            local_of(apart[param]).copy_(local_part(state_dict[name], param))
+            drop_original(param, forget=True)
+    if apart or fused is None:
+        return result
+    pairs = zip(fused.param_groups, stepper_of(fused).group_rules(), strict=True)
     stepped = {param: pair for pair in pairs for param in pair[0]["params"]}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.dtype not in LOW_PRECISION or param not in stepped or name not in state_dict:
             continue
-        (group, rule), state = stepped[param], optimizer.state[param]
+        (group, rule), state = stepped[param], fused.state[param]
         _C.init_state(rule, group, param, state)
         weight, loaded = local_of(param), local_part(state_dict[name], param)
         values = torch.empty_like(weight, dtype=torch.float32).copy_(loaded)
         if group["master"] != "none":
             set_master(group["master"], param, state, values)
             drop_original(param, forget=True)
-    stepper_of(optimizer).forget()
+    stepper_of(fused).forget()
     return result
