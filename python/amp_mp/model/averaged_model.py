@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model import original_values
-from amp_mp.model.float32_state_dict import masters_apart
+from amp_mp.model.float32_state_dict import masters_apart, refuse_swapped, swapped
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import beside
@@ -21,8 +21,6 @@ from amp_mp.optim.step.graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
 Decay = float | Callable[[int], float] | None  # AveragedModel explains it
-
-_swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
 class AveragedModel(nn.Module):
@@ -139,12 +137,13 @@ class AveragedModel(nn.Module):
     def swap(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """Puts the averages into the model's weights and buffers, in place, for a `with` block.
 
-        After the block, also where it raises, they have the bytes that they had. Copies of them
-        exist meanwhile. Inside, save no checkpoint of the model or the optimizer. The block's
-        variable is the model: the given one, by default the followed one.
+        After the block, also where it raises or is interrupted, they have the bytes that they had.
+        Copies of them exist meanwhile. The block's variable is the model: the given one, by default
+        the followed one.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
-        where an optimizer steps, `update` or another `swap` is called inside, or, after restoring
+        where an optimizer steps, `update`, another `swap`, amp_mp.checkpoint or
+        a float32 state dict of the model is called inside, or, after restoring
         the weights, where anything else wrote them.
         """
         followed, optimizers = self._following()
@@ -155,6 +154,8 @@ class AveragedModel(nn.Module):
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
+            if swapped.isdisjoint(own):  # left behind by an interrupt
+                return
             stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
             if optimizer in known or not own.isdisjoint(stepped):
                 raise RuntimeError(
@@ -162,27 +163,41 @@ class AveragedModel(nn.Module):
                     "are averages; step after the block"
                 )
 
-        _refuse_swapped(live, "swap()")
+        refuse_swapped(live, "swap()")
         waiting = filter(original_values.awaits_original, live)
         kept = {tensor: original_values.values_of(tensor) for tensor in waiting}
         saved = [tensor.detach().clone() for tensor in live]
         written: list[str] = []
-        hook = register_optimizer_step_pre_hook(refuse)
-        _swapped.update(own)
-        try:
-            _write(live, averages)
-            versions = [tensor._version for tensor in live]
-            yield model
-            # Buffers may be written: a norm's statistics.
-            found = zip(names, live, versions, strict=True)
-            written = [n for n, t, v in found if t._version != v and id(t) in own]
-        finally:
+        hooks: list[Any] = []
+
+        def restore() -> None:
+            """To be called again where an interrupt has ended it; does nothing once it is done."""
+            if not saved:
+                return
             _write(live, saved)
             _C.used_on_current_stream(saved)
             for param, original in kept.items():
                 original_values.copy_values(param, original)
-            _swapped.difference_update(own)
-            hook.remove()
+            swapped.difference_update(own)
+            for hook in hooks:
+                hook.remove()
+            saved.clear()
+
+        try:
+            try:
+                hooks.append(register_optimizer_step_pre_hook(refuse))
+                swapped.update(own)
+                _write(live, averages)
+                versions = [tensor._version for tensor in live]
+                yield model
+                # Buffers may be written: a norm's statistics.
+                found = zip(names, live, versions, strict=True)
+                written = [n for n, t, v in found if t._version != v and id(t) in own]
+            finally:
+                restore()
+        except BaseException:
+            restore()
+            raise
         if written:
             first = ", ".join(sorted(written)[:5])
             raise RuntimeError(
@@ -244,7 +259,7 @@ class AveragedModel(nn.Module):
         """Moves the averages towards the masters, in one native call a device."""
         rest_of = _rests_of(self._following()[1])
         averages, live, moving = self._tensors(model)
-        _refuse_swapped(live, "an update")
+        refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "
@@ -314,15 +329,6 @@ def _decay_number(decay: Any) -> float:
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must be in [0, 1], found {decay!r}")
     return float(decay)
-
-
-def _refuse_swapped(live: Sequence[Tensor], what: str) -> None:
-    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
-    if _swapped and not _swapped.isdisjoint(map(id, live)):
-        raise RuntimeError(
-            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
-            "after the block"
-        )
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A model's float32 weights: read from its optimizer's masters, and loaded into them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ from amp_mp.model.sharded import local_part
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.sharding.shards import is_dtensor, like, local_of, other_rank
+
+swapped: set[int] = set()  # ids of the parameters that hold averages now
+
+
+def refuse_swapped(tensors: Iterable[Tensor], what: str) -> None:
+    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
+    if swapped and not swapped.isdisjoint(map(id, tensors)):
+        raise RuntimeError(
+            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
+            "after the block"
+        )
 
 
 def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
@@ -44,6 +56,7 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     FP16_Optimizer and LARC around them, and of FP16_Optimizer around others. TypeError for no
     optimizer.
     """
+    refuse_swapped(model.parameters(), "float32_state_dict()")
     masters: dict[Any, Any] = masters_apart(optimizer) or {
         p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION
     }
@@ -78,6 +91,7 @@ def load_float32_state_dict(
                 "each rank the file that the same rank has saved, or use amp_mp.checkpoint; "
                 "nothing was loaded"
             )
+    refuse_swapped(model.parameters(), "load_float32_state_dict()")
     apart, fused = masters_apart(optimizer), _fused_in(optimizer)
     result = model.load_state_dict(state_dict, strict=strict)
     for name, param in model.named_parameters(remove_duplicate=False):
