@@ -24,18 +24,18 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 365,
-    "apex": 1637,
+    ".": 374,
+    "apex": 1633,
     "casting": 570,
     "checkpoint": 927,
     "compat": 1273,
     "diagnose": 1258,
     "grad_scaler": 441,
-    "model": 1368,
+    "model": 1377,
     "nn": 601,
-    "optim": 3782,
-    "scaling": 425,
-    "sharding": 631,
+    "optim": 3789,
+    "scaling": 423,
+    "sharding": 630,
 }
 SHARED = {
     "amp_mp.dtypes",

@@ -82,19 +82,18 @@ class LARC(OptimizerAround):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf):
+        if getattr(self, "found_inf", None):
             return None
-        kept_scale = self._scale_gradients(self._take_scale())
+        scale = self._scale_gradients(self._take_scale())
         decaying = [group for group in self.param_groups if "weight_decay" in group]
         kept = [group["weight_decay"] for group in decaying]
         try:
             for group in decaying:
                 group["weight_decay"] = 0.0
-            if kept_scale is None:
-                found = self.optimizer.step()
-            else:
-                found = stepper_of(self.optimizer).step_with(Handed(kept_scale))
+            inner: Any = self.optimizer
+            found = (
+                stepper_of(inner).step_with(Handed(scale)) if scale is not None else inner.step()
+            )
         finally:
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay
@@ -146,9 +145,7 @@ class LARC(OptimizerAround):
                 grad.copy_(scaled)
         return kept
 
-    def _factors(
-        self, grad: Tensor, weight: Tensor, group: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _factors(self, grad: Tensor, weight: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
         """Each tensor's ratio, in float64, and what its weight is multiplied by, in float32."""
         adapts, decay, lr = (grad > 0) & (weight > 0), group.get("weight_decay", 0.0), group["lr"]
         ratio = self.trust_coefficient * weight / (grad + decay * weight + self.eps)

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding.gradients import overflow_in
+from amp_mp.text_table import warn
 
 logger = logging.getLogger("amp_mp")
 
@@ -185,10 +185,9 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
     true: Callable[..., None] = loss.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        warnings.warn(
-            "amp_mp: backward() was called on the unscaled loss inside a scale_loss block, which "
-            "will divide its gradients by the scale; call scaled_loss.backward() instead",
-            stacklevel=2,
+        warn(
+            "backward() was called on the unscaled loss inside a scale_loss block, which "
+            "will divide its gradients by the scale; call scaled_loss.backward() instead"
         )
         true(*args, **kwargs)
 

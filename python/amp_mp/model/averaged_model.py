@@ -154,10 +154,9 @@ class AveragedModel(nn.Module):
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            if swapped.isdisjoint(own):  # left behind by an interrupt
-                return
             stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-            if optimizer in known or not own.isdisjoint(stepped):
+            # An interrupt may have left this hook behind.
+            if swapped & own and (optimizer in known or not own.isdisjoint(stepped)):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
                     "are averages; step after the block"
@@ -168,7 +167,6 @@ class AveragedModel(nn.Module):
         kept = {tensor: original_values.values_of(tensor) for tensor in waiting}
         saved = [tensor.detach().clone() for tensor in live]
         written: list[str] = []
-        hooks: list[Any] = []
 
         def restore() -> None:
             """To be called again where an interrupt has ended it; does nothing once it is done."""
@@ -179,13 +177,12 @@ class AveragedModel(nn.Module):
             for param, original in kept.items():
                 original_values.copy_values(param, original)
             swapped.difference_update(own)
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
             saved.clear()
 
+        hook = register_optimizer_step_pre_hook(refuse)
         try:
             try:
-                hooks.append(register_optimizer_step_pre_hook(refuse))
                 swapped.update(own)
                 _write(live, averages)
                 versions = [tensor._version for tensor in live]
@@ -309,9 +306,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     None: the parameter is its own. Before the first step the values that `prepare` kept are given.
     """
     states = [optimizer.state for optimizer in optimizers]
-    apart: dict[Tensor, Tensor] = {}  # an FP16_Optimizer's masters around an optimizer of torch
-    for each in optimizers:
-        apart |= masters_apart(each)
+    apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
 
     def of(param: Tensor) -> Tensor | None:
         found = (beside(param, state.get(param, {})) for state in states)

@@ -28,23 +28,13 @@ def refuse_swapped(tensors: Iterable[Tensor], what: str) -> None:
 
 
 def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
-    """The masters of an FP16_Optimizer around one of torch's, by the model's parameters.
-
-    TypeError where the argument is no optimizer.
-    """
+    """The masters of an FP16_Optimizer around one of torch's; TypeError for no optimizer."""
     if not hasattr(optimizer, "param_groups"):
-        found = type(optimizer).__name__
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {found}")
-    if not hasattr(optimizer, "fp16_groups") or _fused_in(optimizer) is optimizer.optimizer:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {optimizer!r}")
+    if not hasattr(optimizer, "fp16_groups") or isinstance(optimizer.optimizer, FusedOptimizer):
         return {}
     groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
     return {p: m for low, own in groups for p, m in zip(low, own, strict=True)}
-
-
-def _fused_in(optimizer: Any) -> FusedOptimizer | None:
-    """The amp_mp optimizer that this is, or that it is around."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, FusedOptimizer) else None
 
 
 def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -52,9 +42,8 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
 
     A parameter that has a master gives the master, exactly; before the first step after `prepare`
     the values that were rounded. Others are cast up. All are copies. DTensors give DTensors,
-    placed as they are; no process sends anything. optimizer: any; masters are those of amp_mp's, of
-    FP16_Optimizer and LARC around them, and of FP16_Optimizer around others. TypeError for no
-    optimizer.
+    placed as they are; no process sends anything. optimizer: of amp_mp, FP16_Optimizer or LARC, or
+    any other, which has no masters. TypeError for no optimizer.
     """
     refuse_swapped(model.parameters(), "float32_state_dict()")
     masters: dict[Any, Any] = masters_apart(optimizer) or {
@@ -81,8 +70,7 @@ def load_float32_state_dict(
     Weights become the rounded values, masters the values themselves. Other optimizer states stay.
     A sharded model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
     set_model_state_dict makes them of whole tensors. Returns what Module.load_state_dict does, and
-    raises what it does; before, ValueError for DTensors that another rank has saved, TypeError as
-    float32_state_dict.
+    raises what it does; ValueError for another rank's DTensors, TypeError for no optimizer.
     """
     for name, value in state_dict.items():
         if (rank := other_rank(value)) is not None:
@@ -92,13 +80,13 @@ def load_float32_state_dict(
                 "nothing was loaded"
             )
     refuse_swapped(model.parameters(), "load_float32_state_dict()")
-    apart, fused = masters_apart(optimizer), _fused_in(optimizer)
+    apart, fused = masters_apart(optimizer), getattr(optimizer, "optimizer", optimizer)
     result = model.load_state_dict(state_dict, strict=strict)
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in apart and name in state_dict:
             local_of(apart[param]).copy_(local_part(state_dict[name], param))
             drop_original(param, forget=True)
-    if apart or fused is None:
+    if apart or not isinstance(fused, FusedOptimizer):
         return result
     pairs = zip(fused.param_groups, stepper_of(fused).group_rules(), strict=True)
     stepped = {param: pair for pair in pairs for param in pair[0]["params"]}
