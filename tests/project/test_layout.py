@@ -25,13 +25,13 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 374,
-    "apex": 1633,
+    "apex": 1632,
     "casting": 570,
     "checkpoint": 927,
     "compat": 1273,
     "diagnose": 1258,
     "grad_scaler": 441,
-    "model": 1377,
+    "model": 1376,
     "nn": 601,
     "optim": 3789,
     "scaling": 423,

@@ -91,9 +91,8 @@ class LARC(OptimizerAround):
             for group in decaying:
                 group["weight_decay"] = 0.0
             inner: Any = self.optimizer
-            found = (
-                stepper_of(inner).step_with(Handed(scale)) if scale is not None else inner.step()
-            )
+            folds = scale is not None
+            found = stepper_of(inner).step_with(Handed(scale)) if folds else inner.step()
         finally:
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay

@@ -142,9 +142,8 @@ class AveragedModel(nn.Module):
         the followed one.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
-        where an optimizer steps, `update`, another `swap`, amp_mp.checkpoint or
-        a float32 state dict of the model is called inside, or, after restoring
-        the weights, where anything else wrote them.
+        where an optimizer steps, `update`, `swap`, amp_mp.checkpoint or a float32 state dict of
+        the model is called inside, or, after restoring the weights, where anything else wrote them.
         """
         followed, optimizers = self._following()
         model = followed if model is None else model
