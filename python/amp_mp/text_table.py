@@ -1,6 +1,8 @@
-"""How tables are written as text, and the shares, scales and dtypes in them."""
+"""How tables are written as text, the shares, scales and dtypes in them; and warnings."""
 
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,3 +34,11 @@ def scale_text(scale: float) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def warn(message: str) -> None:
+    """Warns at the line outside of amp_mp and torch that led here."""
+    frame, level, inner = sys._getframe(1), 2, ("amp_mp", "torch", "contextlib")
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in inner:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"amp_mp: {message}", stacklevel=level)

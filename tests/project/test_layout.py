@@ -24,18 +24,18 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 365,
-    "apex": 1600,
+    ".": 375,
+    "apex": 1635,
     "casting": 636,
-    "checkpoint": 921,
+    "checkpoint": 927,
     "compat": 1273,
     "diagnose": 1260,
     "grad_scaler": 441,
-    "model": 1329,
+    "model": 1385,
     "nn": 601,
-    "optim": 3782,
-    "scaling": 425,
-    "sharding": 631,
+    "optim": 3789,
+    "scaling": 423,
+    "sharding": 630,
 }
 SHARED = {
     "amp_mp.dtypes",

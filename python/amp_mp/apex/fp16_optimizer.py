@@ -1,6 +1,5 @@
 """FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.text_table import warn
 
 FLAGS = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")  # in a snapshot
 
@@ -160,7 +160,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """The true gradients, a list per group; None, with a warning, after an overflow."""
         if not self.overflow:
             return self._masters.gradients()
-        warnings.warn("amp_mp: after an overflow there are no master gradients", stacklevel=2)
+        warn("after an overflow there are no master gradients")
         return None
 
     @outside_graphs

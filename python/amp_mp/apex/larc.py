@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from amp_mp.apex.wrapper import OptimizerAround, shown
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.sharding.gradients import GradientStatistics, statistics_of, writable_gradient
 from amp_mp.sharding.shards import local_of
@@ -25,10 +26,11 @@ class LARC(OptimizerAround):
         g = (g + weight_decay w) ratio; unchanged where |w| or |g| is 0
 
     The inner optimizer then steps without weight decay. Norms are those of whole tensors, also of
-    DTensors, and the host does not wait for them. Gradients must be unscaled before, as by a
-    GradScaler or FP16_Optimizer around this optimizer, and clipped. `amp.optim.LARS(clip=True)` is
-    the same around SGD in the fused step, which writes no gradient. param_groups, state, state_dict
-    and defaults are the inner optimizer's.
+    DTensors, and the host does not wait for them. Clip before. Under a GradScaler or
+    handle.scale_loss the step unscales, in float32; float16 gradients around an amp_mp optimizer
+    then keep a scale until its step. `amp.optim.LARS(clip=True)` is the same around SGD in the
+    fused step, which writes no gradient. param_groups, state, state_dict and defaults are the inner
+    optimizer's.
 
     Args:
         optimizer: any torch.optim.Optimizer.
@@ -43,6 +45,7 @@ class LARC(OptimizerAround):
     """
 
     optim: Any = shown("optimizer")  # Apex's name
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -63,7 +66,9 @@ class LARC(OptimizerAround):
         self._statistics: GradientStatistics | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_statistics": None}
+        # Without hooks, as torch's, and without the step of this object that a scheduler put here.
+        own = "optimizer", "trust_coefficient", "clip", "eps"
+        return {"_statistics": None} | {name: getattr(self, name) for name in own}
 
     def __repr__(self) -> str:
         numbers = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
@@ -77,51 +82,80 @@ class LARC(OptimizerAround):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._scale_gradients()
+        if getattr(self, "found_inf", None):
+            return None
+        scale = self._scale_gradients(self._take_scale())
         decaying = [group for group in self.param_groups if "weight_decay" in group]
         kept = [group["weight_decay"] for group in decaying]
         try:
             for group in decaying:
                 group["weight_decay"] = 0.0
-            found = self.optimizer.step()
+            inner: Any = self.optimizer
+            folds = scale is not None
+            found = stepper_of(inner).step_with(Handed(scale)) if folds else inner.step()
         finally:
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay
         return found if closure is None else loss
 
-    def _scale_gradients(self) -> None:
+    def _take_scale(self) -> Tensor | float | None:
+        """The gradients' scale, from a GradScaler or what the inner optimizer was handed."""
+        if isinstance(self.optimizer, FusedOptimizer):
+            stepper = stepper_of(self.optimizer)
+            handed, stepper.handed = stepper.handed, None
+            if handed is not None and carries_scale(handed, self.param_groups):
+                return handed.scale
+        return getattr(self, "grad_scale", None)
+
+    def _scale_gradients(self, scale: Tensor | float | None) -> Tensor | None:
+        """Divides the gradients by a scale and adapts them; returns the scale that they keep."""
         params = list(param_infos(self.param_groups))
         grads = [_checked(param, info) for param, info in params]
         weights = [local_of(param.detach()) for param, _ in params]
         self._statistics = statistics_of(self._statistics, self.param_groups)
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
-        squares = self._statistics.of_tensors(grads, present)
-        begin = 0
-        for group in self.param_groups:
-            own = slice(begin, begin + len(group["params"]))
-            begin, decay = own.stop, group.get("weight_decay", 0.0)
-            norms = squares[own, 0].sqrt(), squares[own, 3].sqrt()
-            factors = self._factors(*norms, decay, group["lr"])
-            for grad, weight, ratio, added in zip(grads[own], weights[own], *factors, strict=True):
-                if grad is None:
-                    continue
-                scaled = grad.float()  # itself, if it is float32
-                if decay != 0:
-                    scaled = scaled.addcmul_(weight.float(), added.to(grad.device))
-                scaled = scaled.mul_(ratio.to(grad.device))
-                if scaled is not grad:
-                    grad.copy_(scaled)
+        grad_norms, weight_norms = self._statistics.of_tensors(grads, present).sqrt()[:, [0, 3]].T
+        inverse = torch.ones((), device=grad_norms.device)
+        if scale is not None:
+            inverse = torch.as_tensor(scale, device=inverse.device).double().reciprocal().float()
+            grad_norms = grad_norms * inverse
+        sizes = [len(group["params"]) for group in self.param_groups]
+        norms = zip(grad_norms.split(sizes), weight_norms.split(sizes), strict=True)
+        found = [self._factors(*own, g) for own, g in zip(norms, self.param_groups, strict=True)]
+        ratios, decays = (torch.cat(each) for each in zip(*found, strict=True))
+        kept = None
+        if scale is not None and grads and getattr(self.optimizer, "amp_scaling", False):
+            # No element exceeds its tensor's norm: the largest one becomes 2^15 at most.
+            largest = (ratios * (grad_norms + decays * weight_norms)).amax()
+            kept = torch.exp2((15 - largest.log2().ceil()).clamp(-24, 24)).float()
+            ratios = ratios * kept
+        decayed = any(group.get("weight_decay", 0.0) != 0 for group in self.param_groups)
+        for grad, weight, *numbers in zip(grads, weights, ratios.float(), decays, strict=True):
+            if grad is None:
+                continue
+            ratio, decay, unscale = (x.to(grad.device) for x in (*numbers, inverse))
+            scaled = grad.float()  # itself, if it is float32
+            if scale is not None:
+                scaled = scaled.mul_(unscale)
+            if decayed:
+                scaled = scaled.addcmul_(weight.float(), decay)
+            scaled = scaled.mul_(ratio)
+            if scaled is not grad:
+                grad.copy_(scaled)
+        return kept
 
-    def _factors(
-        self, grad: Tensor, weight: Tensor, decay: float, lr: float | Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Each tensor's ratio, and what its weight is multiplied by, in float32."""
-        adapts = (grad > 0) & (weight > 0)
+    def _factors(self, grad: Tensor, weight: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Each tensor's ratio, in float64, and what its weight is multiplied by, in float32."""
+        adapts, decay, lr = (grad > 0) & (weight > 0), group.get("weight_decay", 0.0), group["lr"]
         ratio = self.trust_coefficient * weight / (grad + decay * weight + self.eps)
         if self.clip:
-            rate = lr.to(ratio.device) if isinstance(lr, Tensor) else lr
-            ratio = (ratio / rate).clamp(max=1)
-        return torch.where(adapts, ratio, 1.0).float().unbind(), (decay * adapts.float()).unbind()
+            ratio = (ratio / (lr.to(ratio.device) if isinstance(lr, Tensor) else lr)).clamp(max=1)
+        return torch.where(adapts, ratio, 1.0), decay * adapts.float()
+
+
+def without_larc(optimizer: Any) -> Any:
+    """The optimizer in a LARC, any other itself."""
+    return optimizer.optimizer if isinstance(optimizer, LARC) else optimizer
 
 
 def _refuse_too_late(optimizer: Optimizer) -> None:

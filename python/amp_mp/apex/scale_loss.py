@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.apex.fp16_utils import master_params
 from amp_mp.apex.gradients import multiply_gradients, set_aside, totals_of
+from amp_mp.apex.larc import without_larc
 from amp_mp.apex.wrapper import LOSS_SCALE
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -25,6 +25,7 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding.gradients import overflow_in
+from amp_mp.text_table import warn
 
 logger = logging.getLogger("amp_mp")
 
@@ -104,8 +105,9 @@ class ScaledLosses:
                 return
             iteration = self._begin()
             scale, params = policy.scale, all_parameters(optimizers)
-            fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
-            folding = [each for each in fused if _may_unscale(each, optimizers)]
+            inner = [without_larc(each) for each in optimizers]
+            fused = [each for each in inner if isinstance(each, FusedOptimizer)]
+            folding = [each for each in fused if _may_unscale(each, inner)]
             with set_aside(params), _warning_if_unscaled(loss):
                 yield loss.float() * scale
                 overflow, max_abs = overflow_in(totals_of(params), scale)
@@ -183,10 +185,9 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
     true: Callable[..., None] = loss.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        warnings.warn(
-            "amp_mp: backward() was called on the unscaled loss inside a scale_loss block, which "
-            "will divide its gradients by the scale; call scaled_loss.backward() instead",
-            stacklevel=2,
+        warn(
+            "backward() was called on the unscaled loss inside a scale_loss block, which "
+            "will divide its gradients by the scale; call scaled_loss.backward() instead"
         )
         true(*args, **kwargs)
 

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_mp.apex.larc import without_larc
 from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
+from amp_mp.model.float32_state_dict import refuse_swapped
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
@@ -46,10 +48,12 @@ def save(
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    target = Path(path)
+    target, optimizer = Path(path), without_larc(optimizer)
     partial = target.with_name(target.name + INCOMPLETE)
     weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
+        for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
+            refuse_swapped(each.parameters(), "checkpoint.save()")
         optimizer_part.refuse_sharded(more)
         by_name = None if optimizer is None else optimizer_part.named_state(model, optimizer)
         if is_first_process():
@@ -137,9 +141,11 @@ def load(
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    optimizer = without_larc(optimizer)
     targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
     with all_or_none():
         params = model_part.named_params(model)
+        refuse_swapped(params.values(), "checkpoint.load()")
         contents = Contents(path, params)
         groups = [] if optimizer is None else optimizer_part.names_of_groups(model, optimizer)
         names = {name for group in groups for name in group}

@@ -13,16 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model import original_values
+from amp_mp.model.float32_state_dict import masters_apart, refuse_swapped, swapped
 from amp_mp.model.sharded import refuse_sharded
-from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import beside
 from amp_mp.optim.step.graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
 Decay = float | Callable[[int], float] | None  # AveragedModel explains it
-
-_swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
 class AveragedModel(nn.Module):
@@ -139,13 +137,13 @@ class AveragedModel(nn.Module):
     def swap(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """Puts the averages into the model's weights and buffers, in place, for a `with` block.
 
-        After the block, also where it raises, they have the bytes that they had. Copies of them
-        exist meanwhile. Inside, save no checkpoint of the model or the optimizer. The block's
-        variable is the model: the given one, by default the followed one.
+        After the block, also where it raises or is interrupted, they have the bytes that they had.
+        Copies of them exist meanwhile. The block's variable is the model: the given one, by default
+        the followed one.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
-        where an optimizer steps, `update` or another `swap` is called inside, or, after restoring
-        the weights, where anything else wrote them.
+        where an optimizer steps, `update`, `swap`, amp_mp.checkpoint or a float32 state dict of
+        the model is called inside, or, after restoring the weights, where anything else wrote them.
         """
         followed, optimizers = self._following()
         model = followed if model is None else model
@@ -156,33 +154,46 @@ class AveragedModel(nn.Module):
 
         def refuse(optimizer: Any, *_: Any) -> None:
             stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-            if optimizer in known or not own.isdisjoint(stepped):
+            # An interrupt may have left this hook behind.
+            if swapped & own and (optimizer in known or not own.isdisjoint(stepped)):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
                     "are averages; step after the block"
                 )
 
-        _refuse_swapped(live, "swap()")
+        refuse_swapped(live, "swap()")
         waiting = filter(original_values.awaits_original, live)
         kept = {tensor: original_values.values_of(tensor) for tensor in waiting}
         saved = [tensor.detach().clone() for tensor in live]
         written: list[str] = []
-        hook = register_optimizer_step_pre_hook(refuse)
-        _swapped.update(own)
-        try:
-            _write(live, averages)
-            versions = [tensor._version for tensor in live]
-            yield model
-            # Buffers may be written: a norm's statistics.
-            found = zip(names, live, versions, strict=True)
-            written = [n for n, t, v in found if t._version != v and id(t) in own]
-        finally:
+
+        def restore() -> None:
+            """To be called again where an interrupt has ended it; does nothing once it is done."""
+            if not saved:
+                return
             _write(live, saved)
             _C.used_on_current_stream(saved)
             for param, original in kept.items():
                 original_values.copy_values(param, original)
-            _swapped.difference_update(own)
+            swapped.difference_update(own)
             hook.remove()
+            saved.clear()
+
+        hook = register_optimizer_step_pre_hook(refuse)
+        try:
+            try:
+                swapped.update(own)
+                _write(live, averages)
+                versions = [tensor._version for tensor in live]
+                yield model
+                # Buffers may be written: a norm's statistics.
+                found = zip(names, live, versions, strict=True)
+                written = [n for n, t, v in found if t._version != v and id(t) in own]
+            finally:
+                restore()
+        except BaseException:
+            restore()
+            raise
         if written:
             first = ", ".join(sorted(written)[:5])
             raise RuntimeError(
@@ -244,7 +255,7 @@ class AveragedModel(nn.Module):
         """Moves the averages towards the masters, in one native call a device."""
         rest_of = _rests_of(self._following()[1])
         averages, live, moving = self._tensors(model)
-        _refuse_swapped(live, "an update")
+        refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "
@@ -294,11 +305,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     None: the parameter is its own. Before the first step the values that `prepare` kept are given.
     """
     states = [optimizer.state for optimizer in optimizers]
-    apart: dict[Tensor, Tensor] = {}  # an FP16_Optimizer's masters around an optimizer of torch
-    for each in optimizers:
-        if hasattr(each, "fp16_groups") and not isinstance(each.optimizer, FusedOptimizer):
-            groups = zip(each.fp16_groups, each.fp32_from_fp16_groups, strict=True)
-            apart |= {p: m for low, masters in groups for p, m in zip(low, masters, strict=True)}
+    apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
 
     def of(param: Tensor) -> Tensor | None:
         found = (beside(param, state.get(param, {})) for state in states)
@@ -316,15 +323,6 @@ def _decay_number(decay: Any) -> float:
     if not 0 <= decay <= 1:
         raise ValueError(f"decay must be in [0, 1], found {decay!r}")
     return float(decay)
-
-
-def _refuse_swapped(live: Sequence[Tensor], what: str) -> None:
-    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
-    if _swapped and not _swapped.isdisjoint(map(id, live)):
-        raise RuntimeError(
-            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
-            "after the block"
-        )
 
 
 @torch.no_grad()

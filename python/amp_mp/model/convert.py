@@ -1,13 +1,19 @@
 """Converts a whole model to a dtype, with or without keeping the float32 values for masters."""
 
+from typing import Any
+from weakref import WeakSet
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.original_values import (
+    awaits_original,
     drop_original,
     keep_original,
     original_of,
@@ -18,6 +24,7 @@ from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
+from amp_mp.text_table import warn
 
 
 def prepare(
@@ -92,6 +99,22 @@ def convert_network(
     return _convert("convert_network", model, dtype, keep_fp32, keep_fp32_only)
 
 
+_stepped = WeakSet[Optimizer]()
+
+
+def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
+    """Before each step: warns at the first one of a torch optimizer over prepared parameters."""
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if type(optimizer).__module__.startswith("torch.optim") and any(map(awaits_original, params)):
+        name = f"optim.{type(optimizer).__name__}"
+        found = f"torch.{name} updates low-precision weights of amp_mp.prepare without float32"
+        lost = "masters, and loses updates that are small beside the weights"
+        warn(f"{found} {lost}: take amp_mp.{name}, or amp_mp.FP16_Optimizer around it")
+
+
 def _convert(
     function: str,
     model: nn.Module,
@@ -101,6 +124,8 @@ def _convert(
 ) -> nn.Module:
     """Converts as `prepare` or `convert_network`, whichever `function` names."""
     _check(function, model)
+    if _warn_without_masters not in hooks._global_optimizer_pre_hooks.values():
+        hooks.register_optimizer_step_pre_hook(_warn_without_masters)
     prepares, kept = function == "prepare", select(model, keep_fp32, keep_fp32_only)
     targets: dict[int, tuple[Tensor, torch.dtype]] = {}
     for tensor in named_tensors(model).values():
@@ -163,10 +188,8 @@ def _check(function: str, model: nn.Module) -> None:
 
 def _smallest_low_precision(model: nn.Module) -> LowPrecisionWeight | None:
     """The low-precision parameter of the model with the fewest elements."""
+    params = [(p, m, name) for m in model.modules() for name, p in own_parameters(m).items()]
     found = [
-        (param.numel(), LowPrecisionWeight(module, name))
-        for module in model.modules()
-        for name, param in own_parameters(module).items()
-        if param.dtype in LOW_PRECISION
+        (p.numel(), LowPrecisionWeight(m, n)) for p, m, n in params if p.dtype in LOW_PRECISION
     ]
     return min(found, key=lambda each: each[0], default=(0, None))[1]

@@ -1,10 +1,10 @@
 """The watch over overflows: how many steps in a row overflow, and when to warn of it."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_mp.scaling.policies import ScalePolicy
+from amp_mp.text_table import warn
 
 STUCK = 5  # overflows in a row at a scale that does not fall
 SKIPS = 25  # skipped steps in a row
@@ -41,11 +41,10 @@ class OverflowWatch:
         if self.in_a_row < SKIPS or self.warned == self.since:
             return
         self.warned = self.since
-        warnings.warn(
-            f"amp_mp: {name} has skipped {self.in_a_row} steps in a row, since step {self.since}: "
+        warn(
+            f"{name} has skipped {self.in_a_row} steps in a row, since step {self.since}: "
             "gradients are inf or NaN, nothing is updated, and training stands still. The "
-            f"gradients concerned, of this step:\n{describe()}",
-            stacklevel=4,
+            f"gradients concerned, of this step:\n{describe()}"
         )
 
     def update(
@@ -59,9 +58,8 @@ class OverflowWatch:
         if not (stuck and self.at_scale == STUCK) and self.in_a_row != INCURABLE:
             return
         floor = ", which cannot fall further" if stuck else ""
-        warnings.warn(
-            f"amp_mp: gradients have been inf or NaN in each of the last {self.in_a_row} steps, "
+        warn(
+            f"gradients have been inf or NaN in each of the last {self.in_a_row} steps, "
             f"since step {self.since}, and the loss scale is {policy.scale:g}{floor}: no scale can "
-            f"cure that. The gradients concerned, of this step:\n{describe(before)}",
-            stacklevel=3,
+            f"cure that. The gradients concerned, of this step:\n{describe(before)}"
         )

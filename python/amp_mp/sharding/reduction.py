@@ -3,7 +3,6 @@
 Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.sharding.shards import is_dtensor, split_groups
+from amp_mp.text_table import warn
 
 # A process group, and the rows of tensors that are split over it; None for all of them.
 Member = tuple[Any, Tensor | None]
@@ -139,11 +139,10 @@ def _warn_of_copies(rows: Tensor) -> None:
         return
     squares = rows[:, 0].tolist()
     if len(squares) > 1 and len(set(squares)) == 1 and 0 < squares[0] < float("inf"):
-        warnings.warn(
-            "amp_mp: all processes of process_groups have the same gradients, which are counted "
+        warn(
+            "all processes of process_groups have the same gradients, which are counted "
             f"{len(squares)} times. The argument is for processes that hold other parameters "
-            "(pipeline stages); leave it out for copies, as of DistributedDataParallel",
-            stacklevel=2,
+            "(pipeline stages); leave it out for copies, as of DistributedDataParallel"
         )
 
 

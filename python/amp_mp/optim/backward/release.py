@@ -1,7 +1,6 @@
 """Gradient release: steps each parameter, and frees its gradient, as soon as it is complete."""
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import GradientStatistics, local_gradient
 from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.text_table import warn
 
 
 class Release(Attachment):
@@ -310,9 +310,8 @@ def warn_of_nonfinite(report: tuple[Any, ...] | None) -> None:
     report: StepReport's fields of the last step that has reached the host, or None.
     """
     if report is not None and report[1]:
-        warnings.warn(
-            f"amp_mp: gradients were inf or NaN in step {report[0]}, and release=True has "
+        warn(
+            f"gradients were inf or NaN in step {report[0]}, and release=True has "
             "stepped shards with them: a hook cannot know what other processes find. Load the last "
-            "checkpoint, and train without release where this may happen",
-            stacklevel=5,
+            "checkpoint, and train without release where this may happen"
         )

@@ -1,0 +1,106 @@
+"""float32_state_dict and load_float32_state_dict with an optimizer inside of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes
+from torch import Tensor, nn
+
+import amp_mp as amp
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "FP16_Optimizer": lambda o: amp.FP16_Optimizer(o, verbose=False),
+    "LARC": amp.apex.LARC,
+    "FP16_Optimizer around LARC": lambda o: amp.FP16_Optimizer(amp.apex.LARC(o), verbose=False),
+}
+INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.05, momentum=0.9, master="float32"),
+    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
+    "amp AdamW micro": lambda params: amp.optim.AdamW(
+        params, lr=0.01, betas=(0.9, 0.99), memory="micro"
+    ),
+}
+LOW = [torch.bfloat16, torch.float16]
+
+
+def made(wrapper: str, inner: str, dtype: torch.dtype, seed: int = 1) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    net = amp.prepare(nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)), dtype)
+    return net, WRAPPERS[wrapper](INNER[inner](net.parameters()))
+
+
+def train(net: nn.Module, optimizer: Any) -> None:
+    x = torch.linspace(-1, 1, 10, dtype=net[0].weight.dtype).reshape(2, 5)  # type: ignore[index]
+    loss = net(x).float().square().mean()
+    if isinstance(optimizer, amp.FP16_Optimizer):
+        optimizer.backward(loss)
+    else:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def has_masters(wrapper: str, inner: str) -> bool:
+    return wrapper != "LARC" or inner.startswith("amp")
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_masters_inside_a_wrapper_are_given(wrapper: str, inner: str, dtype: torch.dtype) -> None:
+    net, optimizer = made(wrapper, inner, dtype)
+    for _ in range(3):
+        train(net, optimizer)
+    found = amp.float32_state_dict(net, optimizer)
+    assert all(x.dtype == torch.float32 for x in found.values())
+    again = {name: x.to(net.state_dict()[name].dtype) for name, x in found.items()}
+    if inner != "amp AdamW micro":  # split24 rounds ties otherwise
+        assert raw_bytes(again) == raw_bytes(net.state_dict())
+    kept = not torch.equal(found["0.weight"], net[0].weight.float())  # type: ignore[index]
+    assert kept == has_masters(wrapper, inner)
+    if isinstance(optimizer, amp.FP16_Optimizer):
+        (masters,) = optimizer.fp32_from_fp16_groups
+        (params,) = optimizer.fp16_groups
+        names = {param: name for name, param in net.named_parameters()}
+        for param, master in zip(params, masters, strict=True):
+            assert torch.equal(found[names[param]], master)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("inner", [name for name in INNER if "micro" not in name])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_masters_inside_a_wrapper_are_loaded(wrapper: str, inner: str, dtype: torch.dtype) -> None:
+    net, optimizer = made(wrapper, inner, dtype)
+    train(net, optimizer)
+    wanted: dict[str, Tensor] = {
+        name: torch.randn_like(x) for name, x in amp.float32_state_dict(net, optimizer).items()
+    }
+    amp.load_float32_state_dict(net, optimizer, wanted)
+    if has_masters(wrapper, inner):
+        found = amp.float32_state_dict(net, optimizer)
+        assert raw_bytes(found) == raw_bytes(wanted)
+        # A step from there begins at the loaded values.
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        train(net, optimizer)
+        assert raw_bytes(amp.float32_state_dict(net, optimizer)) == raw_bytes(wanted)
+    rounded = {name: x.to(net.state_dict()[name].dtype) for name, x in wanted.items()}
+    assert raw_bytes(net.state_dict()) == raw_bytes(rounded)
+
+
+@pytest.mark.parametrize("wrong", [None, "AdamW", [1], nn.Linear(2, 2)])
+def test_what_is_no_optimizer_is_refused_before_a_byte_changes(wrong: Any) -> None:
+    net, _ = made("LARC", "amp AdamW", torch.bfloat16)
+    before = raw_bytes(net.state_dict())
+    values = {name: x.float() + 1 for name, x in net.state_dict().items()}
+    with pytest.raises(TypeError, match=r"^optimizer must be a torch.optim.Optimizer, found"):
+        amp.load_float32_state_dict(net, wrong, values)
+    with pytest.raises(TypeError, match=r"^optimizer must be a torch.optim.Optimizer, found"):
+        amp.float32_state_dict(net, wrong)
+    assert raw_bytes(net.state_dict()) == before
