@@ -59,6 +59,19 @@ def stored(t: Tensor, how: str) -> Tensor:
     return t
 
 
+@pytest.mark.parametrize("setting", ["bfloat16", "float16", "float32"])
+def test_either_choice_rounds_a_product_once(
+    low: torch.dtype, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(products.VARIABLE, setting)
+    amp.prepare(nn.Linear(2, 2), low)
+    native = str(low).endswith(f".{setting}")
+    assert _C.products.choice(low) == ("native" if native else "float32")
+    a, b = values(33, 70, dtype=low), values(70, 50, dtype=low, seed=1)
+    sizes = a.double().abs() @ b.double().abs()
+    expect_rounded_once(a @ b, a.double() @ b.double(), sizes, 70)
+
+
 @pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize(("m", "k", "n"), SIZES)
 def test_matrices(low: torch.dtype, m: int, k: int, n: int, how: str) -> None:
