@@ -2,7 +2,7 @@
 # On a machine with a GPU, with the python3, torch and CUDA that are there and no network.
 #
 #   gpu.sh           everything, what decides the most first, in less than 27 minutes
-#   gpu.sh tests     bits, waits and launches, all other tests; like the next two, less than 9 minutes
+#   gpu.sh tests     bits, waits and launches, all other tests; like the next two, less than 10 minutes
 #   gpu.sh bench     the benchmark
 #   gpu.sh sanitize  memcheck and racecheck
 #
@@ -17,8 +17,8 @@ part=${1:-all}
 case $part in
   all) total=1600 steps='bits host_waits bench_key cuda_tests bench memcheck racecheck other_tests' ;;
   tests) total=530 steps='bits host_waits cuda_tests other_tests' ;;
-  bench) total=533 steps='bench' ;;
-  sanitize) total=530 steps='memcheck racecheck' ;;
+  bench) total=590 steps='bench' ;;
+  sanitize) total=590 steps='memcheck racecheck' ;;
   *) echo "gpu.sh: expected tests, bench, sanitize or nothing, found $part" >&2; exit 2 ;;
 esac
 total=${GPU_SECONDS:-$total}
@@ -145,7 +145,7 @@ run() {
 }
 
 build=200
-[ "$part" = bench ] || [ "$part" = sanitize ] && build=100  # the rest is promised to what comes
+[ "$part" = bench ] || [ "$part" = sanitize ] && build=180  # the rest is promised to what comes
 step build "$build" "$python" benchmarks/gpu/gpu_build.py "$logs/environment.json" \
   "$logs/built.json" || exit 1
 for name in $steps; do run "$name"; done

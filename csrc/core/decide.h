@@ -32,6 +32,9 @@ AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const fl
   }
   const double coefficient = max_norm > 0 ? max_norm / (v.norm + 1e-6) : 1.0;
   v.multiplier = unscale * (coefficient < 1 ? coefficient : 1.0);
+  // A loss scale of 0, NaN or 2^-128 and less, whose reciprocal float32 does not have: every update
+  // would be NaN. torch's scaler finds these in its unscaled gradients.
+  if (!(fabs(v.multiplier) <= 3.4028234663852886e38)) v.found_inf = 1;
   return v;
 }
 

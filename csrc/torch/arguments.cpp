@@ -95,11 +95,14 @@ HyperTensors make_hyper(const py::kwargs& hyper) {
 bool same_items(const py::list& lists, const py::list& items) {
   Py_ssize_t at = 0;
   const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
-  for (const py::handle list : lists) {
-    const Py_ssize_t length = PyList_GET_SIZE(list.ptr());
+  for (const py::handle given : lists) {
+    const py::object list = fast_sequence(given.ptr());
+    if (!list) throw py::type_error("amp_mp: lists holds no sequence, but " + repr_of(given));
+    const Py_ssize_t length = PySequence_Fast_GET_SIZE(list.ptr());
     if (at + length > count) return false;
     for (Py_ssize_t i = 0; i < length; ++i)
-      if (PyList_GET_ITEM(list.ptr(), i) != PyList_GET_ITEM(items.ptr(), at++)) return false;
+      if (PySequence_Fast_GET_ITEM(list.ptr(), i) != PyList_GET_ITEM(items.ptr(), at++))
+        return false;
   }
   return at == count;
 }

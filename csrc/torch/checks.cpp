@@ -1,6 +1,7 @@
 #include "torch/checks.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <sstream>
@@ -24,6 +25,17 @@ bool is_subclass(const at::Tensor& t) {
          t.key_set().has_any(at::kFunctorchWrappedTensors);
 }
 
+bool has_memory(const at::Tensor& t) {
+  if (t.numel() == 0) return true;
+  int64_t last = t.storage_offset();
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return !t._is_zerotensor() && uint64_t(last + 1) * t.element_size() <= t.storage().nbytes();
+}
+
+at::Tensor with_memory(const at::Tensor& t) {
+  return t.defined() && t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t;
+}
+
 void check_plain(const at::Tensor& t, const Label& label) {
   TORCH_CHECK_TYPE(t.defined(), "amp_mp: ", label.text(), " is None; a tensor is needed");
   TORCH_CHECK_TYPE(
@@ -35,6 +47,9 @@ void check_plain(const at::Tensor& t, const Label& label) {
                    "; only dense tensors are supported (for an embedding: sparse=False)");
   TORCH_CHECK_TYPE(t.is_cpu() || t.is_cuda(), "amp_mp: ", label.text(), " (", describe(t),
                    ") is neither on a CPU nor on a CUDA device");
+  TORCH_CHECK_VALUE(has_memory(t), "amp_mp: ", label.text(), " (", describe(t),
+                    ") has no memory for its elements: it is a ZeroTensor, or its storage was made "
+                    "smaller; pass a tensor as torch.zeros makes it");
 }
 
 namespace {
@@ -123,13 +138,19 @@ void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label&
                     "; create it with torch.empty_like(..., memory_format=torch.preserve_format)");
 }
 
-void check_origin(const Origin& o, const std::string& name) {
+void check_origin(const Origin& o, int64_t size, const std::string& name) {
+  const bool in_order =
+      o.first >= 0 && o.row_length >= 0 && (o.row_length == 0 || o.row_stride >= o.row_length);
+  int64_t end = size;
+  const bool overflows =
+      in_order &&
+      ((o.row_length > 0 && __builtin_mul_overflow(size / o.row_length + 1, o.row_stride, &end)) ||
+       __builtin_add_overflow(o.first, end, &end));
   TORCH_CHECK_VALUE(
-      o.first >= 0 && o.row_length >= 0 && (o.row_length == 0 || o.row_stride >= o.row_length),
-      "amp_mp: the shard of ", name, " cannot begin at element ", o.first, " with rows of ",
-      o.row_length, " elements, ", o.row_stride,
-      " apart; no number may be negative, and no row longer than the distance to "
-      "the next");
+      in_order && !overflows, "amp_mp: the shard of ", name, " cannot begin at element ", o.first,
+      " with rows of ", o.row_length, " elements, ", o.row_stride,
+      " apart; no number may be negative, no row longer than the distance to the next, and no "
+      "element beyond 2^63");
 }
 
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) {

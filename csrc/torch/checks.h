@@ -26,8 +26,15 @@ std::string describe(const at::Tensor& t);  // "shape [2, 3], dtype Half, device
 // Whether the tensor is a DTensor, FakeTensor or functorch wrapper, without memory of its own.
 bool is_subclass(const at::Tensor& t);
 
+// Whether every element lies in the tensor's storage. A ZeroTensor has none, and neither has a
+// storage that was made smaller (FSDP frees parameters so).
+bool has_memory(const at::Tensor& t);
+
+// A ZeroTensor as zeros that have memory; any other tensor itself.
+at::Tensor with_memory(const at::Tensor& t);
+
 // Raises unless the tensor's data can be read through a pointer: a dense tensor on a CPU or CUDA
-// device, no subclass.
+// device with memory for its elements, no subclass.
 void check_plain(const at::Tensor& t, const Label& label);
 
 // dtypes of the tensors that store a format: of the data, and of the second array (Undefined if the
@@ -57,8 +64,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
                        const Label& like_label);
 
-// Raises unless the origin can be that of a shard.
-void check_origin(const Origin& origin, const std::string& name);
+// Raises unless the origin can be that of a shard of so many elements.
+void check_origin(const Origin& origin, int64_t size, const std::string& name);
 
 // Raises if two of the tensors share memory.
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written);

@@ -36,15 +36,13 @@ Measurement measure(const Tensors& tensors, at::Device device,
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor* t = &tensors[i];
     if (!t->defined()) continue;
+    if (t->_is_zerotensor()) t = &kept.emplace_back(with_memory(*t));
     const auto index = int64_t(i);
     const Label label =
         names ? Label{"the gradient", index, &(*names)[i]} : Label{"tensors", index};
     check_plain(*t, label);
     check_device(*t, device, label);
-    if (!t->is_non_overlapping_and_dense()) {
-      kept.push_back(t->contiguous());
-      t = &kept.back();
-    }
+    if (!t->is_non_overlapping_and_dense()) t = &kept.emplace_back(t->contiguous());
     readings[i] = {t->numel(), array_of(*t, label)};
   }
   return Measurement(readings, device);
@@ -96,10 +94,11 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
     const Label to_label{"to", int64_t(i)}, from_label{"from", int64_t(i)};
     check_writable(to[i], to_label);
     check_device(to[i], device, to_label);
-    check_plain(from[i], from_label);
-    check_device(from[i], device, from_label);
-    if (from[i].sizes() != to[i].sizes()) check_same_layout(from[i], to[i], from_label, to_label);
-    const at::Tensor* source = &from[i];
+    const at::Tensor given = with_memory(from[i]), *source = &given;
+    if (!given.is_same(from[i])) kept.push_back(given);
+    check_plain(given, from_label);
+    check_device(given, device, from_label);
+    if (given.sizes() != to[i].sizes()) check_same_layout(given, to[i], from_label, to_label);
     if (!same_layout(*source, to[i]) || source->is_neg()) {
       kept.push_back(at::empty_like(to[i], source->options()).copy_(*source));
       source = &kept.back();

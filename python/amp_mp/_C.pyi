@@ -89,7 +89,8 @@ class Slots:
 
         Element e of params[i] is element first + e // row_length * row_stride + e % row_length of
         the whole tensor, or first + e where row_length is 0. device: of all tensors; default:
-        that of params[0], or the CPU if there is none.
+        that of params[0], or the CPU if there is none. groups ascend from 0 on. TypeError or
+        ValueError, by name, for what a step could not write.
         """
 
     def __len__(self) -> int: ...
@@ -125,7 +126,7 @@ class Measurement:
     """Statistics of one read of tensors; on CUDA sums of spans, which the step's kernel adds."""
 
     def __init__(self, rows: Tensor) -> None:
-        """Statistics that are known already, in the form of `rows`."""
+        """Statistics that are known already, in the form of `rows`; else TypeError, ValueError."""
 
     @property
     def rows(self) -> Tensor:
@@ -181,9 +182,23 @@ def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
 
 def has_form(
-    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], param: Tensor
+    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], param: Tensor, step: str
 ) -> bool:
     """Whether a saved state is as `form` says: csrc/torch/step/load.h."""
+
+def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """ValueError where a state dict has other parts, groups or numbers of parameters."""
+
+def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state dict in the order of the groups' param_names: csrc/torch/step/state_dict.h."""
+
+def wrong_clock(value: Any, name: str) -> str:
+    """What is wrong with a number of a parameter's clock; empty where it can be."""
+
+def wrong_state(
+    schema: Any, needed: tuple[str, ...], given: Any, param: Tensor
+) -> tuple[str, str] | None:
+    """The entry of a parameter's saved state that cannot be loaded, and what is wrong with it."""
 
 def copy_of_form(
     saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], step: str

@@ -73,21 +73,37 @@ def test_a_part_can_be_called_alone(tmp_path: Path, target: str, steps: list[str
     assert outcomes(machine) == dict.fromkeys(steps, "passed")
     limits = [int(line.split()[-2]) for line in done.stdout.splitlines() if "at most" in line]
     assert len(limits) == len(steps)
-    assert max(limits) < 540
+    assert max(limits) < 600
 
 
 def test_the_parts_have_the_time_that_is_promised(tmp_path: Path) -> None:
-    """Even where the build takes all of its own: 100 s for each of 4 lists, 200 s for each tool."""
+    """Even where the build takes all its time: 90 s for each of 4 lists, 200 s for each tool."""
     script = (ROOT / "benchmarks/gpu/gpu.sh").read_text()
     machine = Machine(tmp_path, {})
     machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
-    assert "build=100  #" in script
-    bench = machine.make("gpu-bench", GPU_SECONDS=str(533 - 100))
+    assert "build=180  #" in script
+    bench = machine.make("gpu-bench", GPU_SECONDS=str(590 - 180))
     assert bench.returncode == 0
     (call,) = machine.called("gpu_step.py")
-    assert int(call.split("--seconds ")[1].split()[0]) >= 400
-    sanitize = machine.make("gpu-sanitize", GPU_SECONDS=str(530 - 100))
+    assert int(call.split("--seconds ")[1].split()[0]) >= 360
+    sanitize = machine.make("gpu-sanitize", GPU_SECONDS=str(590 - 180))
     assert sanitize.stdout.count("at most 200 s") == 2
+
+
+@pytest.mark.parametrize("part", ["tests", "bench", "sanitize"])
+def test_without_make_the_script_is_called(tmp_path: Path, part: str) -> None:
+    """bash benchmarks/gpu/gpu.sh PART, from any folder"""
+    machine = Machine(tmp_path, {})
+    machine.tool("compute-sanitizer", '#!/bin/bash\nexec "${@:5}"\n')
+    machine.tool("make", "#!/bin/bash\nexit 127\n")
+    done = machine.run(["bash", str(machine.tree / "benchmarks/gpu/gpu.sh"), part])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(outcomes(machine).values()) == {"passed"}
+
+
+def test_git_leaves_the_results_alone() -> None:
+    """Else a copy of the tree without untracked files has lost what an earlier call measured."""
+    assert "/benchmarks/results/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_the_callers_wheels_are_found(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ CASES = {
     "scheduler": ("ValueError the checkpoint has no part named 'scheduler'", ""),
     "object on rank 1": ("TypeError step has no load_state_dict", "Raised on rank 1"),
     "groups on rank 1": ("ValueError parameter 0 of group 0", "Raised on rank 1"),
-    "another optimizer": ("ValueError the checkpoint has 'exp_avg", ""),
+    "another optimizer": ("ValueError the checkpoint: 'exp_avg", ""),
     "second optimizer": ("TypeError step is an optimizer of sharded parameters", ""),
 }
 

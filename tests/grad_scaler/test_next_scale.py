@@ -48,7 +48,7 @@ def iteration(scaler: Any, stepped: list[Any], bad: list[bool], device: str) -> 
     [
         {"init_scale": 3.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 2},
         {"init_scale": 2.0**127, "growth_interval": 1},  # twice that is infinite
-        {"init_scale": 2.0**-140, "growth_interval": 3},  # subnormal: it may rise, not fall
+        {"init_scale": 2.0**-127, "growth_interval": 3},  # subnormal: it may rise, not fall
         {"init_scale": 2.0**-124, "backoff_factor": 0.25, "growth_interval": 6},
     ],
     ids=["odd factors", "largest", "subnormal", "smallest"],

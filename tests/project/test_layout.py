@@ -25,15 +25,15 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 375,
-    "apex": 1635,
+    "apex": 1636,
     "casting": 636,
-    "checkpoint": 927,
+    "checkpoint": 1041,
     "compat": 1273,
     "diagnose": 1260,
-    "grad_scaler": 441,
+    "grad_scaler": 446,
     "model": 1385,
     "nn": 601,
-    "optim": 3789,
+    "optim": 3793,
     "scaling": 423,
     "sharding": 630,
 }

@@ -97,6 +97,10 @@ class Machine:
 
     def make(self, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """`make target` in the tree; without network where this system can take it away."""
+        return self.run(["make", "--no-print-directory", target], **environment)
+
+    def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        """A command in the tree, as `make` runs one."""
         offline = ["unshare", "-rn"] if _can_unshare() else []
         own = ("AMP_MP_", "PYTHON", "MAKE", "MFLAGS", "GPU_SECONDS", "AGAIN", "OUT", "CXX")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(own)}
@@ -107,7 +111,7 @@ class Machine:
             "OMP_NUM_THREADS": "1",
             **environment,
         }
-        command = [*offline, "make", "--no-print-directory", target]
+        command = [*offline, *command]
         return subprocess.run(
             command, cwd=self.tree, env=clean, capture_output=True, text=True, timeout=PATIENCE
         )

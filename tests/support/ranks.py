@@ -32,6 +32,9 @@ import torch.distributed as dist
 from leftovers import global_state, restore
 from torch.distributed import distributed_c10d as c10d
 
+from amp_mp.casting.products import choose_products
+from amp_mp.dtypes import LOW_PRECISION
+
 LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed: all cases
 LIMIT_S = 120.0  # for a call, if it names no other
 AFTER_AN_ERROR_S = 1.0  # how long the other ranks may take to report theirs
@@ -152,6 +155,8 @@ def serve(rank: int, folder: str, pipe: Connection) -> None:
     """What each process does: answers calls until the pipe is closed."""
     torch.set_num_threads(1)
     gc.freeze()  # what the ranks share is not looked through after every call
+    for low in LOW_PRECISION:  # on all ranks, whichever of them a call uses
+        choose_products("auto", low)
     worlds, at_first = Worlds(rank, folder), global_state()
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)

@@ -33,9 +33,9 @@ Format without_groups(Format format) {
 }  // namespace
 
 bool has_groups(PyObject* param) {
+  std::vector<int64_t> strides = local_of(param).strides().vec();
   const at::Tensor& whole = THPVariable_Unpack(param);  // a DTensor's sizes are the whole tensor's
   const at::IntArrayRef sizes = whole.sizes();
-  std::vector<int64_t> strides = local_of(param).strides().vec();
   if (is_dtensor(param)) {
     const auto counts =
         py::cast<std::vector<int64_t>>(python_functions().shards_of(py::handle(param)));
@@ -57,9 +57,12 @@ bool has_groups(PyObject* param) {
 }
 
 std::vector<int64_t> scale_shape(PyObject* param, const std::optional<std::vector<int64_t>>& part) {
+  const at::Tensor local = local_of(param);
   const at::IntArrayRef sizes = THPVariable_Unpack(param).sizes();
   std::vector<int64_t> shape = part.value_or(sizes.vec());
-  if (count_of(sizes) >= kGroup && local_of(param).is_contiguous()) {
+  TORCH_CHECK_VALUE(shape.size() == sizes.size(), "amp_mp: part (", shape, ") must have ",
+                    sizes.size(), " dimensions, as the parameter has");
+  if (count_of(sizes) >= kGroup && local.is_contiguous()) {
     const int64_t row = count_of(sizes.slice(1));
     if (sizes.back() % kGroup == 0) {
       shape.back() /= kGroup;

@@ -3,6 +3,7 @@
 
 #include "torch/ops.h"
 #include "torch/step/load.h"
+#include "torch/step/state_dict.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {
@@ -19,8 +20,14 @@ Member member_of(const py::object& param, py::dict state, int64_t group = 0,
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
                                   const py::dict& states, const py::object& param, int64_t group,
                                   int64_t tensor_index, std::string label) {
-  const GroupRule rule = rules_of(rules)[size_t(group)];
+  const std::vector<GroupRule> group_rules = rules_of(rules);
+  check_rules(group_rules, groups);
+  TORCH_CHECK_INDEX(group >= 0 && size_t(group) < group_rules.size(), "amp_mp: there is no group ",
+                    group, " in ", group_rules.size(), " param_groups");
+  const GroupRule& rule = group_rules[size_t(group)];
   PyObject* found = item_of(states.ptr(), param.ptr());
+  if (found && !PyDict_Check(found))
+    throw py::type_error("the state of " + label + " must be a dict, found " + repr_of(found));
   py::dict state = found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
   Member member = member_of(param, std::move(state), group, tensor_index, std::move(label));
   refuse_param(member, count_sharded_modules() > 0);
@@ -128,7 +135,13 @@ void bind_stepper(py::module_& m) {
           py::arg("wait"))
       .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
 
-  m.def("has_form", &has_form, py::arg("saved"), py::arg("form"), py::arg("param"));
+  m.def("has_form", &has_form, py::arg("saved"), py::arg("form"), py::arg("param"),
+        py::arg("step"));
+  m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
+  m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
+  m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
+  m.def("wrong_state", &wrong_state, py::arg("schema"), py::arg("needed"), py::arg("given"),
+        py::arg("param"));
   m.def("copy_of_form", &copy_of_form, py::arg("saved"), py::arg("form"), py::arg("step"));
   m.def("tensors_measured", &tensors_measured);
   m.def(
@@ -147,7 +160,10 @@ void bind_stepper(py::module_& m) {
       "init_state",
       [](const py::object& rule, const py::dict& group, const py::object& param,
          const py::dict& state) {
-        init_state(*layout_of(rule), group.ptr(), member_of(param, state));
+        const Layout layout = layout_of(rule);
+        const Member member = member_of(param, state);
+        clocks_of({{layout.get(), group.ptr(), &member}});
+        init_state(*layout, group.ptr(), member);
       },
       py::arg("rule"), py::arg("group"), py::arg("param"), py::arg("state"));
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));

@@ -73,8 +73,11 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
   lists.scales.resize(states);
   lists.formats.resize(states);
   const Masters masters(layout().masters);
+  std::vector<ClockPlace> places;
+  for (const Member& member : members_) places.push_back({&layout(), group_of(member), &member});
+  lists.clocks = clocks_of(places);
   for (const Member& member : members_) {
-    lists.clocks.push_back(init_state(layout(), group_of(member), member));
+    init_state(layout(), group_of(member), member);
     lists.params.push_back(member.local);
     lists.masters.push_back(masters.beside(member.local, member.state.ptr()));
     for (size_t k = 0; k < states; ++k) {

@@ -30,6 +30,7 @@ Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
     at::Device device;
     std::vector<Member> members;
   };
+  check_rules(rules, groups);
   std::vector<Batch> batches;
   std::vector<at::Device> devices;
   const auto known = by_param(states);
@@ -87,11 +88,11 @@ bool Gathered::is_current(const std::vector<GroupRule>& rules, const py::list& g
                           const py::dict& states) const {
   size_t at = 0;
   for (const py::handle group : groups) {
-    PyObject* params = params_of(group.ptr());
-    const Py_ssize_t length = PyList_GET_SIZE(params);
+    const py::object params = params_of(group.ptr());
+    const Py_ssize_t length = PySequence_Fast_GET_SIZE(params.ptr());
     if (at + size_t(length) > params_.size()) return false;
     for (Py_ssize_t i = 0; i < length; ++i)
-      if (PyList_GET_ITEM(params, i) != params_[at++].ptr()) return false;
+      if (PySequence_Fast_GET_ITEM(params.ptr(), i) != params_[at++].ptr()) return false;
   }
   if (at != params_.size() || size_t(PyDict_Size(states.ptr())) != states_.size()) return false;
   PyObject *key, *value;
@@ -126,6 +127,7 @@ bool Gathered::needs_norms() const {
 
 void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
                  const py::dict& states) {
+  check_rules(rules, groups);
   std::vector<Member> trained;
   std::vector<at::Device> devices;
   const auto known = by_param(states);
@@ -145,6 +147,12 @@ void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
     refuse_param(member, any_sharded);
     refuse_state(*rules[size_t(member.group)].layout, member);
   }
+  std::vector<ClockPlace> places;
+  for (const Member& member : trained) {
+    const auto group = size_t(member.group);
+    places.push_back({rules[group].layout.get(), groups[group].ptr(), &member});
+  }
+  clocks_of(places);
   for (const Member& member : trained) {
     states[member.param] = member.state;
     init_state(*rules[size_t(member.group)].layout, groups[size_t(member.group)].ptr(), member);

@@ -35,8 +35,11 @@ class Gathered {
 // messages call it.
 std::string param_label(PyObject* group, int64_t number, int64_t position);
 
-// A group's parameters, borrowed; TypeError for anything but a list.
-PyObject* params_of(PyObject* group);
+// A group's parameters, a list or tuple; TypeError for what is no sequence.
+py::object params_of(PyObject* group);
+
+// Raises ValueError unless there is a rule for each param_group.
+void check_rules(const std::vector<GroupRule>& rules, const py::list& groups);
 
 // The parameters of all param_groups in order, each with its label.
 std::vector<Member> members_of(const py::list& groups);

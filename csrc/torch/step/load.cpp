@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace amp_mp {
 namespace {
@@ -11,6 +12,9 @@ namespace {
 enum class Kind { param, bytes, number, numbers };
 
 std::pair<at::ScalarType, Kind> form_of(PyObject* row) {
+  if (!row || !PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 2 ||
+      !PyUnicode_Check(PyTuple_GET_ITEM(row, 1)))
+    throw py::type_error("amp_mp: a row of a form must be (dtype, kind)");
   PyObject* kind = PyTuple_GET_ITEM(row, 1);
   const auto is = [&](const char* name) {
     return PyUnicode_CompareWithASCIIString(kind, name) == 0;
@@ -30,9 +34,27 @@ bool fits(const at::Tensor& t, const at::Tensor& param, Kind kind) {
   return std::equal(param.sizes().begin(), param.sizes().end(), t.sizes().begin());
 }
 
+// Whether a copy of its memory is all of the tensor; a sparse one says nothing about its layout.
+bool is_memory(const at::Tensor& t) {
+  return t.layout() == at::kStrided && t.is_contiguous() && !t._is_zerotensor() && !t.is_neg();
+}
+
+// Whether the clock can be what it says: steps are counted from 0, and powers are of betas.
+bool is_count(const at::Tensor& t) {
+  const double number = t.item().toDouble();
+  return number >= 0 && std::isfinite(number) && number == std::floor(number);
+}
+
+bool are_powers(const at::Tensor& t) {
+  const at::Tensor here = t.cpu();
+  const double* powers = here.const_data_ptr<double>();
+  return std::all_of(powers, powers + 2, [](double power) { return power >= 0 && power <= 1; });
+}
+
 }  // namespace
 
-bool has_form(const py::dict& saved, const py::dict& form, const py::object& param) {
+bool has_form(const py::dict& saved, const py::dict& form, const py::object& param,
+              const py::str& step) {
   if (!is_plain(param.ptr()) || PyDict_Size(saved.ptr()) != PyDict_Size(form.ptr())) return false;
   const at::Tensor& own = THPVariable_Unpack(param.ptr());
   if (!own.is_contiguous()) return false;
@@ -43,8 +65,11 @@ bool has_form(const py::dict& saved, const py::dict& form, const py::object& par
     if (!row || !is_plain(value)) return false;
     const auto [dtype, kind] = form_of(row);
     const at::Tensor& t = THPVariable_Unpack(value);
-    if (t.scalar_type() != dtype || t.device() != own.device() || !t.is_contiguous() ||
+    if (t.scalar_type() != dtype || t.device() != own.device() || !is_memory(t) ||
         !fits(t, own, kind))
+      return false;
+    if (kind == Kind::numbers && !are_powers(t)) return false;
+    if (kind == Kind::number && PyUnicode_Compare(key, step.ptr()) == 0 && !is_count(t))
       return false;
   }
   return true;
@@ -57,6 +82,8 @@ py::dict copy_of_form(const py::dict& saved, const py::dict& form, const py::str
   at::Tensor numbers;
   PyObject *key, *value;
   for (Py_ssize_t at = 0; PyDict_Next(saved.ptr(), &at, &key, &value);) {
+    if (!is_plain(value) || !PyUnicode_Check(key))
+      throw py::type_error("amp_mp: a saved state must hold plain tensors by name");
     const at::Tensor& t = THPVariable_Unpack(value);
     const Kind kind = form_of(PyDict_GetItemWithError(form.ptr(), key)).second;
     at::Tensor copy;

@@ -10,8 +10,10 @@ namespace amp_mp {
 // "number" or "numbers", one or two of the clock).
 
 // Whether a saved state has these entries and no others, each a plain contiguous tensor of its
-// dtype and shape on the parameter's device, and the parameter is plain and contiguous.
-bool has_form(const py::dict& saved, const py::dict& form, const py::object& param);
+// dtype and shape on the parameter's device, with a clock that can be, and the parameter is plain
+// and contiguous. step: the name of the clock's first entry.
+bool has_form(const py::dict& saved, const py::dict& form, const py::object& param,
+              const py::str& step);
 
 // A copy of a state that has the form: bytes as 16-bit integers, and the clock in one piece
 // (core/rules/base.h), as the step keeps it. step: the name of its first number's entry.

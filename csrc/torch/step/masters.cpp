@@ -10,6 +10,21 @@
 #include "torch/step/state.h"
 
 namespace amp_mp {
+namespace {
+
+// Remainders of values that the weight has been rounded from, which stays as it is. A split rounds
+// half way between two weights away from zero, and split24 after rounding to 24 bits, prepare to
+// nearest even: where the two differ, the largest remainder is the nearest.
+void store_beside(const at::Tensor& values, const at::Tensor& weight, const at::Tensor& rest,
+                  Format format) {
+  const at::Tensor own = at::empty_like(weight);
+  store_values(values, own, rest, format);
+  const at::Tensor above = own.view(at::kShort).sub(weight.view(at::kShort));
+  const double largest = rest.scalar_type() == at::kChar ? 127 : 32767;
+  rest.masked_fill_(above.ne(0), 0).masked_fill_(above.eq(1), largest);
+}
+
+}  // namespace
 
 bool is_low_precision(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
@@ -40,6 +55,11 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
                   at::Tensor values) const {
   const at::NoGradGuard no_grad;
   const at::Tensor weight = local_of(param).detach();
+  if (format != "none") {
+    TORCH_CHECK_TYPE(is_low_precision(weight), "amp_mp: the weight (", describe(weight),
+                     ") must be float16 or bfloat16 to have a master");
+    entry_of(format, weight.scalar_type());  // raises before anything is changed
+  }
   const bool is_given = values.defined();
   if (!is_given) {
     if (format == "none") return drop(state);
@@ -71,10 +91,12 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
     if (format == "float32") second.copy_(weight);
   } else if (format == "float32") {
     store_values(values, second, weight, native);
-  } else {
+  } else if (is_given) {
     store_values(values, weight, second, native);
+  } else {
+    store_beside(values, weight, second, native);
   }
-  if (values.defined() && is_dtensor(param))
+  if (is_given && is_dtensor(param))
     bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
 }
 

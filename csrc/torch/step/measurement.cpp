@@ -1,6 +1,7 @@
 #include "torch/step/measurement.h"
 
 #include "cpu/passes.h"
+#include "torch/step/scalars.h"
 
 #include <ATen/Parallel.h>
 
@@ -35,8 +36,13 @@ Measurement::Measurement(const std::vector<Reading>& readings, const at::Device&
       AMP_MP_CUDA(measure(readings.data(), span_sums(), stream)));
 }
 
-Measurement::Measurement(at::Tensor rows)
-    : rows_(std::move(rows)), count_(rows_.size(0) - 1), stream_(stream_of(rows_)) {}
+Measurement::Measurement(at::Tensor rows) : rows_(std::move(rows)), count_(0), stream_(nullptr) {
+  check_doubles<Statistics>(rows_, "rows", 3);
+  TORCH_CHECK_VALUE(rows_.dim() == 2 && rows_.size(1) == 3, "amp_mp: rows (", describe(rows_),
+                    ") must have shape [n + 1, 3]");
+  count_ = rows_.size(0) - 1;
+  stream_ = stream_of(rows_);
+}
 
 void Measurement::use() const {
   if (stream_of(rows_) == stream_) return;

@@ -16,12 +16,20 @@ bool is_native(at::ScalarType dtype) {
 
 }  // namespace
 
-PyObject* params_of(PyObject* group) {
+py::object params_of(PyObject* group) {
   static PyObject* const key = PyUnicode_InternFromString("params");
   PyObject* params = number_of(group, key);
-  if (!PyList_Check(params))
-    throw py::type_error("params of a param_group must be a list, found " + repr_of(params));
-  return params;
+  py::object found = fast_sequence(params);
+  if (!found)
+    throw py::type_error(
+        "params of a param_group must be a list, tuple or ParameterList of tensors, found a " +
+        std::string(Py_TYPE(params)->tp_name));
+  return found;
+}
+
+void check_rules(const std::vector<GroupRule>& rules, const py::list& groups) {
+  TORCH_CHECK_VALUE(rules.size() == groups.size(), "amp_mp: there are ", rules.size(),
+                    " rules, but ", groups.size(), " param_groups");
 }
 
 Layout layout_of(const py::handle& rule) {
@@ -59,7 +67,7 @@ std::vector<Member> members_of(const py::list& groups) {
   std::vector<Member> members;
   for (size_t number = 0; number < groups.size(); ++number) {
     PyObject* group = groups[number].ptr();
-    const auto params = py::reinterpret_borrow<py::list>(params_of(group));
+    const auto params = py::reinterpret_borrow<py::sequence>(params_of(group));
     for (size_t position = 0; position < params.size(); ++position) {
       std::string label = param_label(group, int64_t(number), int64_t(position));
       py::object param = params[position];

@@ -22,9 +22,18 @@ const PythonFunctions& python_functions() {
 }
 
 PyObject* item_of(PyObject* dict, PyObject* key) {
+  if (!PyDict_Check(dict)) throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
   PyObject* found = PyDict_GetItemWithError(dict, key);
   if (!found && PyErr_Occurred()) throw py::error_already_set();
   return found == Py_None ? nullptr : found;
+}
+
+py::object fast_sequence(PyObject* object) {
+  if (PyList_Check(object) || PyTuple_Check(object))
+    return py::reinterpret_borrow<py::object>(object);
+  const bool is_sequence = PySequence_Check(object) && !PyUnicode_Check(object) &&
+                           !PyBytes_Check(object) && !is_tensor(object);
+  return is_sequence ? owned(PySequence_List(object)) : py::object();
 }
 
 void set_item(PyObject* dict, const py::object& key, const py::object& value) {
@@ -47,10 +56,26 @@ double number_in(PyObject* object) {
 }
 
 PyObject* number_of(PyObject* group, PyObject* key) {
+  if (!PyDict_Check(group))
+    throw py::type_error("a param_group must be a dict, found " + repr_of(group));
   PyObject* found = PyDict_GetItemWithError(group, key);
   if (!found && PyErr_Occurred()) throw py::error_already_set();
   if (!found) throw py::key_error(text_of(key));
   return found;
+}
+
+bool truth_of(PyObject* value, PyObject* key) {
+  const int truth = PyObject_IsTrue(value);
+  if (truth >= 0) return truth == 1;
+  PyErr_Clear();
+  throw py::value_error(text_of(key) + " must be True or False, found " + repr_of(value));
+}
+
+py::object number_at(PyObject* value, int64_t index, PyObject* key) {
+  if (PyObject* found = PySequence_GetItem(value, Py_ssize_t(index)))
+    return py::reinterpret_steal<py::object>(found);
+  PyErr_Clear();
+  throw py::value_error(text_of(key) + " must be two numbers, found " + repr_of(value));
 }
 
 bool is_plain(PyObject* object) {
@@ -65,6 +90,8 @@ bool is_dtensor(PyObject* object) {
 bool is_tensor(PyObject* object) { return object && THPVariable_Check(object); }
 
 at::Tensor local_of(PyObject* tensor) {
+  if (!is_tensor(tensor))
+    throw py::type_error("amp_mp: a tensor is needed, found " + repr_of(tensor));
   if (!is_dtensor(tensor)) return THPVariable_Unpack(tensor);
   return THPVariable_Unpack(py::handle(tensor).attr("_local_tensor").ptr());
 }

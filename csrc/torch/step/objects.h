@@ -31,6 +31,10 @@ inline py::object wrapped(const at::Tensor& t) { return owned(THPVariable_Wrap(t
 // dict.get(key): a borrowed reference, null where it is absent or None.
 PyObject* item_of(PyObject* dict, PyObject* key);
 
+// A list or tuple as it is; of another sequence (nn.ParameterList), no tensor and no str, a list.
+// Null for anything else.
+py::object fast_sequence(PyObject* object);
+
 void set_item(PyObject* dict, const py::object& key, const py::object& value);
 void drop_item(PyObject* dict, const py::object& key);  // if it is there
 
@@ -40,12 +44,17 @@ double number_in(PyObject* object);
 // group[key], borrowed; KeyError where it is absent.
 PyObject* number_of(PyObject* group, PyObject* key);
 
+// Whether a param_group's value is true, and one of several numbers in it. ValueError, by its key,
+// for a value that cannot say so, or holds no such number.
+bool truth_of(PyObject* value, PyObject* key);
+py::object number_at(PyObject* value, int64_t index, PyObject* key);
+
 // Whether the object is a plain torch.Tensor or nn.Parameter, no subclass.
 bool is_plain(PyObject* object);
 bool is_dtensor(PyObject* object);
 bool is_tensor(PyObject* object);
 
-// A DTensor's shard, any other tensor itself.
+// A DTensor's shard, any other tensor itself; TypeError for what is no tensor.
 at::Tensor local_of(PyObject* tensor);
 
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: of

@@ -32,6 +32,19 @@ int64_t checksum_of(const at::Tensor& weight, bool by_place) {
   return int64_t(total);
 }
 
+Format format_of_original(const at::Tensor& weight, const at::Tensor& rest) {
+  const std::optional<Format> format = format_of_master(weight, rest);
+  TORCH_CHECK_TYPE(format, "amp_mp: the weight (", describe(weight),
+                   ") must be float16 or bfloat16, with remainders of 16 bits, found ",
+                   describe(rest));
+  return *format;
+}
+
+void check_stored(const Tensors& stored) {
+  TORCH_CHECK_VALUE(stored.size() == 1 || stored.size() == 3, "amp_mp: stored must have the ",
+                    "values, or remainders, indices and values; found ", stored.size(), " tensors");
+}
+
 }  // namespace
 
 std::pair<int64_t, Tensors> encode_original(const py::object& weight, const at::Tensor& values,
@@ -42,7 +55,7 @@ std::pair<int64_t, Tensors> encode_original(const py::object& weight, const at::
     return {0, {values}};
   const py::gil_scoped_release release;
   const at::Tensor rest = at::empty_like(own, own.options().dtype(at::kShort));
-  const Format format = format_of_master(own, rest).value();
+  const Format format = format_of_original(own, rest);
   store_values(values, at::empty_like(own), rest, format);
   const at::Tensor wrong = values_of(own, rest, format).view(at::kInt).ne(values.view(at::kInt));
   const at::Tensor indices = wrong.flatten().nonzero().flatten();
@@ -52,9 +65,10 @@ std::pair<int64_t, Tensors> encode_original(const py::object& weight, const at::
 
 at::Tensor decode_original(const at::Tensor& weight, const Tensors& stored) {
   const at::NoGradGuard no_grad;
+  check_stored(stored);
   if (stored.size() == 1) return copy_as(stored[0], at::kFloat, weight);
   const at::Tensor rest = placed(stored[0], weight);
-  at::Tensor found = values_of(weight, rest, format_of_master(weight, rest).value());
+  at::Tensor found = values_of(weight, rest, format_of_original(weight, rest));
   if (stored[1].numel() == 0) return found;
   const at::Device device = weight.device();
   const at::Tensor corrected =
@@ -65,6 +79,7 @@ at::Tensor decode_original(const at::Tensor& weight, const Tensors& stored) {
 bool is_rounded_original(const at::Tensor& weight, const Tensors& stored, int64_t checksum,
                          bool by_place) {
   const at::NoGradGuard no_grad;
+  check_stored(stored);
   const at::Tensor& first = stored[0];
   if (weight.sizes() != first.sizes() || !is_low_precision(weight)) return false;
   if (stored.size() > 1) return checksum_of(weight, by_place) == checksum;

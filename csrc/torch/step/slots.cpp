@@ -22,7 +22,7 @@ void prefetch_impl(const at::Tensor& t) {
 Slots::Slots(Lists lists)
     : own_(std::move(lists)),
       shards_(std::move(own_.dtensors), own_.params, own_.names),
-      device_(own_.device.value_or(own_.params.empty() ? at::kCPU : own_.params[0].device())) {
+      device_(device_of(own_)) {
   check_lengths();
   check();
   remember();
@@ -156,7 +156,8 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   const bool captured = is_capturing(device_);
   find_copies(captured);
   if (readings) readings->assign(own_.params.size(), Reading{});
-  kept.reserve(2 * own_.params.size());  // pointers into it stay good
+  has_gradient_.assign(own_.params.size(), true);
+  kept.reserve(3 * own_.params.size());  // pointers into it stay good
   bool all_as_remembered = true;
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& param = own_.params[i];
@@ -169,10 +170,12 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
                         "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
       slots_[size_t(i)].grad = {};
+      has_gradient_[size_t(i)] = false;
       all_as_remembered = false;
       continue;
     }
     const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
+    if (grad->_is_zerotensor()) grad = &kept.emplace_back(with_memory(*grad));
     check_gradient(i, *grad);
     if (readings) {  // in the gradient's own order, which is the order of sums
       const bool dense = grad->is_non_overlapping_and_dense();
@@ -190,7 +193,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter
   chosen_.clear();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].grad.data && !gradient(i).defined()) continue;
+    if (!has_gradient_[i]) continue;
     chosen_.push_back(slots_[i]);
     if (writes_copy(i)) chosen_.back().copy = array_of(copies_[i], {"a cached cast"});
   }
@@ -203,7 +206,7 @@ bool Slots::writes_copy(size_t i) const {
 
 void Slots::finish(bool written) {
   for (size_t i = 0; written && i < own_.params.size(); ++i) {
-    if (!gradient(i).defined()) continue;
+    if (!has_gradient_[i]) continue;
     bump_version(own_.params[i]);
     if (shards_.has(i)) bump_version(shards_.dtensor(i));
   }

@@ -78,6 +78,7 @@ class Slots {
 #endif
 
  private:
+  static at::Device device_of(const Lists& lists);
   void check_lengths() const;
   void check() const;
   void check_gradient(int64_t i, const at::Tensor& grad) const;
@@ -103,6 +104,7 @@ class Slots {
   std::vector<const void*> memory_;  // of every tensor
   std::vector<Slot> slots_;          // of every parameter, with the last step's gradient
   std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
+  std::vector<bool> has_gradient_;   // of every parameter, in the current step
   Tensors copies_;                   // cached casts that the current step writes
 #ifdef AMP_MP_WITH_CUDA
   TableMemory table_memory_;

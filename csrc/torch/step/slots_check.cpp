@@ -1,4 +1,6 @@
 // The checks of an optimizer's tensors: lengths of lists, dtypes, layouts, devices, shared memory.
+#include <limits>
+
 #include "torch/step/slots.h"
 
 namespace amp_mp {
@@ -10,6 +12,12 @@ void check_length(size_t found, size_t wanted, const char* argument) {
 }
 
 }  // namespace
+
+at::Device Slots::device_of(const Lists& lists) {
+  if (lists.device) return *lists.device;
+  const bool has_first = !lists.params.empty() && lists.params[0].defined();
+  return has_first ? lists.params[0].device() : at::Device(at::kCPU);
+}
 
 void Slots::check_lengths() const {
   const size_t n = own_.params.size();
@@ -30,17 +38,26 @@ void Slots::check_lengths() const {
                     " lists of formats and ", own_.scales.size(), " of scales");
   TORCH_CHECK_VALUE(own_.states.size() <= size_t(kMaxStates), "amp_mp: ", own_.states.size(),
                     " states, at most ", kMaxStates, " are supported");
-  for (size_t i = 1; i < n; ++i)
-    TORCH_CHECK_VALUE(own_.groups[i] >= own_.groups[i - 1], "amp_mp: groups must ascend");
-  for (size_t i = 0; i < n; ++i)
-    check_origin({own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]}, own_.names[i]);
+  TORCH_CHECK_VALUE(device_.is_cpu() || device_.is_cuda(), "amp_mp: device must be a CPU or CUDA ",
+                    "device, found ", device_);
+  constexpr int64_t kMostGroups = std::numeric_limits<int32_t>::max();
+  for (size_t i = 0; i < n; ++i) {
+    TORCH_CHECK_VALUE(own_.groups[i] >= (i > 0 ? own_.groups[i - 1] : 0),
+                      "amp_mp: groups must ascend from 0 on, found ", own_.groups[i]);
+    TORCH_CHECK_VALUE(own_.groups[i] < kMostGroups, "amp_mp: groups[", i, "] must be below ",
+                      kMostGroups, ", found ", own_.groups[i]);
+    check_plain(own_.params[i], {"the weight", int64_t(i), &own_.names[i]});
+    check_origin({own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]}, own_.params[i].numel(),
+                 own_.names[i]);
+  }
 }
 
 void Slots::check_gradient(int64_t i, const at::Tensor& grad) const {
   const std::string* name = &own_.names[size_t(i)];
   const at::Tensor& param = own_.params[size_t(i)];
   const auto label = [&] { return Label{"the gradient", i, name}; };
-  if (is_subclass(grad) || grad.layout() != at::kStrided) check_plain(grad, label());
+  if (is_subclass(grad) || grad.layout() != at::kStrided || !has_memory(grad))
+    check_plain(grad, label());
   if (grad.device() != device_) check_device(grad, device_, label());
   if (grad.sizes() != param.sizes())
     check_same_layout(grad, param, label(), {"the weight", i, name});
@@ -50,7 +67,7 @@ void Slots::check_gradients() const {
   for (int64_t i = 0; i < size(); ++i) {
     const at::Tensor& grad = gradient(size_t(i));
     if (!grad.defined()) continue;
-    check_gradient(i, grad);
+    check_gradient(i, with_memory(grad));
     check_format(grad, {"the gradient", i, &own_.names[size_t(i)]});
   }
 }
@@ -93,6 +110,9 @@ void Slots::check() const {
     for (size_t k = 0; k < own_.states.size(); ++k) {
       const Format format = own_.formats[k][i];
       const at::Tensor& s = own_.scales[k][i];
+      TORCH_CHECK_VALUE(kFormats[int(format)].is(kForState), "amp_mp: ", state.text(),
+                        " cannot be ", kFormats[int(format)].name,
+                        ", which is no format of states");
       if (!kFormats[int(format)].is(kGrouped)) continue;
       TORCH_CHECK_VALUE(
           k < kGroupedStates && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),

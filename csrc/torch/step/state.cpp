@@ -106,17 +106,15 @@ void follow(const RuleLayout& layout, PyObject* group, const Member& member) {
   }
 }
 
-at::Tensor init_state(const RuleLayout& layout, PyObject* group, const Member& member) {
+void init_state(const RuleLayout& layout, PyObject* group, const Member& member) {
   static PyObject* const master = PyUnicode_InternFromString("master");
   const at::NoGradGuard no_grad;
-  at::Tensor clock = clock_of(layout, group, member);
   for (const KeptState& kept : layout.states)
     if (!is_held(kept, member.state.ptr())) make_state(kept, group, member);
   if (is_low_precision(member.local)) {
     const auto format = py::cast<std::string>(py::handle(number_of(group, master)));
     Masters(layout.masters).set(format, member.param.ptr(), member.state.ptr(), {});
   }
-  return clock;
 }
 
 }  // namespace amp_mp

@@ -33,8 +33,8 @@ void refuse_state(const RuleLayout& layout, const Member& member);
 // group names. A master is dropped where the dtype has changed; other values stay.
 void follow(const RuleLayout& layout, PyObject* group, const Member& member);
 
-// Makes what is missing and returns the parameter's clock, float64 [4] (core/rules/base.h).
-at::Tensor init_state(const RuleLayout& layout, PyObject* group, const Member& member);
+// Makes what is missing of the state besides its clock.
+void init_state(const RuleLayout& layout, PyObject* group, const Member& member);
 
 // The format in which a state is stored for this parameter, as the kernels name it.
 Format format_of(const KeptState& kept, PyObject* group, const Member& member);
@@ -60,10 +60,16 @@ class Masters {
   const std::vector<MasterEntry>& entries_;
 };
 
-// The parameter's clock, float64 [4] (core/rules/base.h). It is rebuilt where the state's three
+struct ClockPlace {
+  const RuleLayout* layout;
+  PyObject* group;
+  const Member* member;
+};
+
+// The clocks of parameters, float64 [4] (core/rules/base.h). One is rebuilt where the state's three
 // entries do not lie side by side in memory (after loading, copying or an assignment), or where a
-// file of torch's lacks some.
-at::Tensor clock_of(const RuleLayout& layout, PyObject* group, const Member& member);
+// file of torch's lacks some. New ones on a CUDA device are rows of one tensor.
+Tensors clocks_of(const std::vector<ClockPlace>& places);
 
 bool is_low_precision(const at::Tensor& t);
 

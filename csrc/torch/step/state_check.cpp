@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "torch/step/state.h"
@@ -64,26 +65,34 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
                     "whole state to start it anew");
 }
 
-at::Tensor clock_of(const RuleLayout& layout, PyObject* group, const Member& member) {
-  PyObject* state = member.state.ptr();
-  const at::Device device = member.local.device();
-  PyObject* const entries[] = {item_of(state, layout.step.ptr()),
-                               item_of(state, layout.powers.ptr()),
-                               item_of(state, layout.own.ptr())};
-  const auto lies_in_clock = [&] {
-    const int64_t offsets[] = {0, 1, 3};
-    if (!std::all_of(std::begin(entries), std::end(entries), is_tensor)) return false;
-    const at::Tensor& first = THPVariable_Unpack(entries[0]);
-    for (int i = 0; i < 3; ++i) {
-      const at::Tensor& t = THPVariable_Unpack(entries[i]);
-      if (t.scalar_type() != at::kDouble || t.device() != device || !t.has_storage() ||
-          t.storage_offset() - first.storage_offset() != offsets[i] ||
-          t.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl())
-        return false;
-    }
-    return true;
-  };
-  if (lies_in_clock()) return THPVariable_Unpack(entries[0]).as_strided({4}, {1});
+namespace {
+
+// The clock of a parameter whose three entries lie side by side in memory; else undefined.
+at::Tensor present_clock(const ClockPlace& place) {
+  PyObject* state = place.member->state.ptr();
+  const py::object* const keys[] = {&place.layout->step, &place.layout->powers, &place.layout->own};
+  const int64_t offsets[] = {0, 1, 3};
+  at::Tensor first;
+  for (int i = 0; i < 3; ++i) {
+    PyObject* entry = item_of(state, keys[i]->ptr());
+    if (!is_tensor(entry)) return {};
+    const at::Tensor& t = THPVariable_Unpack(entry);
+    if (i == 0) first = t;
+    if (t.scalar_type() != at::kDouble || t.device() != place.member->local.device() ||
+        !t.has_storage() || !first.has_storage() ||
+        t.storage_offset() - first.storage_offset() != offsets[i] ||
+        t.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl())
+      return {};
+  }
+  return first.as_strided({4}, {1});
+}
+
+std::array<double, 4> clock_numbers(const ClockPlace& place) {
+  const RuleLayout& layout = *place.layout;
+  PyObject* state = place.member->state.ptr();
+  PyObject *const step = item_of(state, layout.step.ptr()),
+                  *const held = item_of(state, layout.powers.ptr()),
+                  *const own = item_of(state, layout.own.ptr());
   static PyObject* const buffer = PyUnicode_InternFromString("momentum_buffer");
   static PyObject* const betas_key = PyUnicode_InternFromString("betas");
   // torch's SGD counts no steps: a momentum buffer says that there was at least one.
@@ -91,30 +100,55 @@ at::Tensor clock_of(const RuleLayout& layout, PyObject* group, const Member& mem
       std::any_of(layout.states.begin(), layout.states.end(), [&](const KeptState& kept) {
         return kept.name.is(py::handle(buffer)) && is_held(kept, state);
       });
-  double numbers[4] = {entries[0] ? number_in(entries[0]) : double(has_buffer), 0, 0,
-                       entries[2] ? number_in(entries[2]) : layout.own_start};
-  PyObject* betas = item_of(group, betas_key);
-  if (is_tensor(entries[1])) {
-    at::Tensor powers = local_of(entries[1]);
+  std::array<double, 4> numbers = {step ? number_in(step) : double(has_buffer), 0, 0,
+                                   own ? number_in(own) : layout.own_start};
+  if (is_tensor(held)) {
+    at::Tensor powers = local_of(held);
     if (!powers.is_cpu() || powers.scalar_type() != at::kDouble || !powers.is_contiguous())
       powers = powers.to(at::kCPU, at::kDouble).contiguous();
-    TORCH_CHECK_VALUE(powers.numel() == 2, member.label, ": ", text_of(layout.powers),
+    TORCH_CHECK_VALUE(powers.numel() == 2, place.member->label, ": ", text_of(layout.powers),
                       " must be two numbers, found ", describe(powers));
-    std::copy_n(powers.const_data_ptr<double>(), 2, numbers + 1);
-  } else {
-    for (int i = 0; i < 2; ++i) {
-      const double beta = betas ? number_in(owned(PySequence_GetItem(betas, i)).ptr()) : 0.0;
-      numbers[1 + i] = std::pow(beta, numbers[0]);
-    }
+    std::copy_n(powers.const_data_ptr<double>(), 2, numbers.begin() + 1);
+    return numbers;
   }
+  PyObject* betas = item_of(place.group, betas_key);
+  for (int i = 0; i < 2; ++i) {
+    const double beta = betas ? number_in(number_at(betas, i, betas_key).ptr()) : 0.0;
+    numbers[size_t(1 + i)] = std::pow(beta, numbers[0]);
+  }
+  return numbers;
+}
+
+}  // namespace
+
+Tensors clocks_of(const std::vector<ClockPlace>& places) {
+  Tensors clocks;
+  std::vector<size_t> missing;
+  std::vector<std::array<double, 4>> numbers;
+  for (const ClockPlace& place : places) {
+    clocks.push_back(present_clock(place));
+    if (clocks.back().defined()) continue;
+    missing.push_back(clocks.size() - 1);
+    numbers.push_back(clock_numbers(place));
+  }
+  if (missing.empty()) return clocks;
   // No autograd graph holds a clock: its views need no version counter in common.
   const at::AutoDispatchBelowADInplaceOrView plain_views;
-  at::Tensor clock = at::from_blob(numbers, {4}, at::TensorOptions().dtype(at::kDouble));
-  clock = device.is_cpu() ? clock.clone() : clock.to(device);
-  set_item(state, layout.step, wrapped(clock.select(0, 0)));
-  set_item(state, layout.powers, wrapped(clock.narrow(0, 1, 2)));
-  set_item(state, layout.own, wrapped(clock.select(0, 3)));
-  return clock;
+  const at::Tensor here = at::from_blob(numbers.data(), {int64_t(missing.size()), 4}, at::kDouble);
+  at::Tensor there;  // one copy to each device, however many clocks
+  for (size_t k = 0; k < missing.size(); ++k) {
+    const ClockPlace& place = places[missing[k]];
+    const at::Device device = place.member->local.device();
+    if (device.is_cuda() && (!there.defined() || there.device() != device)) there = here.to(device);
+    const at::Tensor clock =
+        device.is_cuda() ? there.select(0, int64_t(k)) : here.select(0, int64_t(k)).clone();
+    const py::dict& state = place.member->state;
+    set_item(state.ptr(), place.layout->step, wrapped(clock.select(0, 0)));
+    set_item(state.ptr(), place.layout->powers, wrapped(clock.narrow(0, 1, 2)));
+    set_item(state.ptr(), place.layout->own, wrapped(clock.select(0, 3)));
+    clocks[missing[k]] = clock;
+  }
+  return clocks;
 }
 
 }  // namespace amp_mp

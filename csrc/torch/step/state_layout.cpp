@@ -46,9 +46,7 @@ HyperNumber hyper_number(const std::string& name) {
 
 void read_number(HyperTensors& to, const HyperNumber& row, PyObject* value, PyObject* key) {
   if (row.flag) {
-    const int truth = PyObject_IsTrue(value);
-    if (truth < 0) throw py::error_already_set();
-    to.hyper.*row.flag = truth == 1;
+    to.hyper.*row.flag = truth_of(value, key);
     return;
   }
   if (row.number == &Hyper::lr && THPVariable_Check(value)) {
@@ -67,16 +65,13 @@ HyperTensors read_group(const RuleLayout& layout, PyObject* group) {
   static PyObject *const seed = interned_name("seed"), *const maximize = interned_name("maximize");
   HyperTensors numbers = {};
   for (const HyperNumber& row : layout.numbers) {
-    if (!row.when.is_none()) {
-      const int truth = PyObject_IsTrue(number_of(group, row.when.ptr()));
-      if (truth < 0) throw py::error_already_set();
-      if (truth == 0) continue;
-    }
+    const py::object& when = row.when;
+    if (!when.is_none() && !truth_of(number_of(group, when.ptr()), when.ptr())) continue;
     PyObject* value = number_of(group, row.key.ptr());
     if (row.index < 0) {
       read_number(numbers, row, value, row.key.ptr());
     } else {
-      const py::object one = owned(PySequence_GetItem(value, Py_ssize_t(row.index)));
+      const py::object one = number_at(value, int64_t(row.index), row.key.ptr());
       read_number(numbers, row, one.ptr(), row.key.ptr());
     }
   }

@@ -1,6 +1,8 @@
 // Checks tensors, turns them into plan.h's structs and runs the step on their device.
 #include <ATen/Parallel.h>
 
+#include <utility>
+
 #include "cpu/passes.h"
 #include "torch/step/cuda_step.h"
 #include "torch/step/directions.h"
@@ -27,9 +29,12 @@ ScaleUpdate scale_update_of(const ScaleUpdateTensors& tensors, const at::Device&
     u.policy_size = int32_t(from.numel());
     u.policy = check_doubles<double>(from, "policy", 2);
     u.policy_out = check_doubles<double>(to, "policy_out", u.policy_size);
-    TORCH_CHECK_VALUE(!device.is_cpu() || scale_state_size(u.policy[0]) == u.policy_size,
-                      "amp_mp: policy ", u.policy[0], " has ", scale_state_size(u.policy[0]),
-                      " numbers, found ", u.policy_size);
+    if (device.is_cpu()) {
+      const double kind = u.policy[0];
+      const int size = kind >= 0 && kind < 64 ? scale_state_size(kind) : 0;  // a NaN is no int
+      TORCH_CHECK_VALUE(size == u.policy_size && size > 0, "amp_mp: policy ", kind, " has ", size,
+                        " numbers, found ", u.policy_size);
+    }
     if (tensors.scale_out) u.scale_out = one_number<float>(tensors.scale_out, device, "scale_out");
     return u;
   }
@@ -49,7 +54,7 @@ DecideInputs decide_inputs(const DecideTensors& tensors, const at::Device& devic
   d.found_inf = optional_float(tensors.found_inf, device, "found_inf");
   d.max_norm = tensors.max_norm;
   if (tensors.scale_update) d.scale_update = scale_update_of(*tensors.scale_update, device);
-  if (tensors.reports) d.report_buffer = tensors.reports->next_buffer();
+  if (tensors.reports) d.report_buffer = tensors.reports->buffer();
   return d;
 }
 
@@ -99,6 +104,7 @@ void decide_(at::Tensor& verdict, const DecideTensors& inputs,
   }
   const DecideInputs d = decide_inputs(inputs, device);
   on(device, [&] { *out = decide_on_cpu(total, d); }, AMP_MP_CUDA(decide(total, d, out, stream)));
+  if (inputs.reports) inputs.reports->count_decision();
   bump_version(verdict);
 }
 
@@ -125,7 +131,20 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   Tensors kept;
   std::vector<Reading> readings;
   const std::vector<Slot>& chosen = slots.plan(kept, measures ? &readings : nullptr);
-  Directions<Rule> directions(slots, chosen, callbacks.make_updates, device);
+  // The decision is queued before the callbacks, and counts even if one of them raises.
+  StepReports* reports = decide_tensors ? decide_tensors->reports.get() : nullptr;
+  const auto count_decision = [&reports] {
+    if (reports) std::exchange(reports, nullptr)->count_decision();
+  };
+  const auto counting = [&](const auto& callback) -> decltype(callbacks.sum_updates) {
+    if (!callback || !reports) return callback;
+    return [&callback, &count_decision](const at::Tensor& given) {
+      count_decision();
+      return callback(given);
+    };
+  };
+  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates)};
+  Directions<Rule> directions(slots, chosen, counted.make_updates, device);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
@@ -137,7 +156,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   // Each rule on a CUDA device is in its slot's row; a CPU needs less.
   const at::Tensor rules = scratch(slots.size() * int64_t(sizeof(SlotRule<Rule>)), device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
-  NormScratch<Rule> norms(slots, plan, rows, weights, callbacks.sum_updates, device);
+  NormScratch<Rule> norms(slots, plan, rows, weights, counted.sum_updates, device);
   directions.add_to(norms.inputs);
   bool written = true;
   on(
@@ -153,6 +172,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
                                    v, found ? found->span_sums() : cuda::SpanSums{},
                                    norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
                                    data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
+  count_decision();
   if (found) found->mark_added();
   if (norms.weights) norms.weights->mark_added();
   if (decide_tensors) bump_version(verdict);
@@ -174,11 +194,11 @@ void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_in
   };
   const double* found = one_double(found_inf, "found_inf");
   const double* largest = max_abs.has_value() ? one_double(*max_abs, "max_abs") : nullptr;
-  [[maybe_unused]] const StepReportBuffer buffer =
-      reports ? reports->next_buffer() : StepReportBuffer{};
+  [[maybe_unused]] const StepReportBuffer buffer = reports ? reports->buffer() : StepReportBuffer{};
   on(
       device, [&] { update_loss_scale(update, *found != 0, largest ? *largest : 0); },
       AMP_MP_CUDA(update_scale(update, found, largest, buffer, stream)));
+  if (reports) reports->count_decision();
   if (tensors.policy) bump_version(tensors.policy_out.value_or(*tensors.policy));
   if (tensors.scale_out) bump_version(*tensors.scale_out);
 }

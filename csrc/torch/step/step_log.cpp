@@ -21,6 +21,18 @@ std::shared_ptr<StepReports> StepLog::reports_on(const at::Device& device) {
   return reports_;
 }
 
+at::Tensor StepLog::decide(const at::Device& device, const py::list& totals,
+                           const py::object& scale) {
+  std::vector<at::Tensor> rows;
+  for (const py::handle total : totals) rows.push_back(py::cast<at::Tensor>(total).unsqueeze(0));
+  DecideTensors inputs;
+  inputs.scale = scalar_on(device, scale);
+  inputs.reports = reports_on(device);
+  const at::Tensor verdict = decide_on(device, rows, inputs);
+  add(verdict, true);
+  return verdict;
+}
+
 void StepLog::add(const at::Tensor& verdict, bool measured) {
   verdict_ = verdict;
   measured_ = measured;

@@ -41,7 +41,9 @@ StepReports::StepReports(const at::Device& device) : device_(device) {
   std::memset(reports_, 0, kBytes);
 }
 
-StepReportBuffer StepReports::next_buffer() {
+StepReportBuffer StepReports::buffer() const { return {reports_, data_of<StepCounts>(counts_)}; }
+
+void StepReports::count_decision() {
   void* const stream = current_stream(device_);
   const c10::OptionalDeviceGuard guard(device_);
   if (cuda::is_capturing(stream)) {
@@ -50,7 +52,6 @@ StepReportBuffer StepReports::next_buffer() {
     stream_ = stream;
     ++queued_;
   }
-  return {reports_, data_of<StepCounts>(counts_)};
 }
 
 std::optional<StepReport> StepReports::newest(bool wait) const {
@@ -83,7 +84,8 @@ std::optional<StepReport> StepReports::newest(bool wait) const {
 StepReports::StepReports(const at::Device& device) : device_(device), reports_(nullptr) {
   TORCH_CHECK(false, "amp_mp was built without CUDA; rebuild with AMP_MP_CUDA=1");
 }
-StepReportBuffer StepReports::next_buffer() { return {}; }
+StepReportBuffer StepReports::buffer() const { return {}; }
+void StepReports::count_decision() {}
 std::optional<StepReport> StepReports::newest(bool) const { return read(*reports_); }
 
 #endif

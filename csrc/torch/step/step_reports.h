@@ -18,8 +18,10 @@ class StepReports {
 
   at::Device device() const { return device_; }
 
-  // The buffer for the next decision on the device's current stream. Call once for each decision.
-  StepReportBuffer next_buffer();
+  // The buffer for the next decision on the device's current stream.
+  StepReportBuffer buffer() const;
+  // Call once for each decision, when it has been queued on the current stream.
+  void count_decision();
 
   // The newest decision that has reached the host, or nullopt; `seal` counts decisions from 1. With
   // wait: the newest that has been queued, after waiting for its stream if necessary; once a graph

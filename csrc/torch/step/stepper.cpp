@@ -96,6 +96,7 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
 }
 
 void Stepper::forget() {
+  const Turn turn(busy_);
   gathered_.reset();
   log_.forget();
 }
@@ -147,6 +148,7 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
 
 std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
                                            const py::dict& states, const py::object& read) {
+  const Turn turn(busy_);
   gather(rules_of(rules), rules, groups, states);
   const std::shared_ptr<Measured> found = measured(read);
   // There may be no step, and zero_grad should free them.
@@ -156,6 +158,7 @@ std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list
 
 py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
                         const Handing& handing, const py::object& read) {
+  const Turn turn(busy_);
   const std::vector<GroupRule> group_rules = rules_of(rules);
   const std::shared_ptr<Gathered> gathered = gather(group_rules, rules, groups, states);
   const auto& buckets = gathered->buckets();
@@ -210,18 +213,6 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
   log_.add(verdict, seen);
   const bool may_skip = seen || !handing.found_inf.is_none();
   return py::make_tuple(updates_scale, may_skip ? log_.skipped() : py::none());
-}
-
-at::Tensor Stepper::decide(const at::Device& device, const py::list& totals,
-                           const py::object& scale) {
-  std::vector<at::Tensor> rows;
-  for (const py::handle total : totals) rows.push_back(py::cast<at::Tensor>(total).unsqueeze(0));
-  DecideTensors inputs;
-  inputs.scale = scalar_on(device, scale);
-  inputs.reports = log_.reports_on(device);
-  const at::Tensor verdict = decide_on(device, rows, inputs);
-  log_.add(verdict, true);
-  return verdict;
 }
 
 }  // namespace amp_mp

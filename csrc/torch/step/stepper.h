@@ -1,6 +1,8 @@
 #pragma once
 // The one door of an optimizer's step: gathers its tensors, then measures, decides and applies.
 // Python gives it the param_groups and the state as they are, and does the collectives of shards.
+#include <mutex>
+
 #include "torch/step/gathered.h"
 
 namespace amp_mp {
@@ -30,6 +32,8 @@ class StepLog {
   void forget() { verdict_.reset(); }
   at::Tensor verdict_on(const at::Device& device);  // the same memory at every step
   std::shared_ptr<StepReports> reports_on(const at::Device& device);
+  // Decides by statistics, at a scale, and counts it as a step.
+  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale);
   void add(const at::Tensor& verdict, bool measured);
   // (number, found_inf, norm, max_abs, scale) of the last step, or of the last that has reached the
   // host; norm and max_abs are None where nothing was measured. None before the first step.
@@ -48,6 +52,21 @@ class StepLog {
   bool measured_ = false;
 };
 
+// One thread at a time: a step releases the GIL. Waits without the GIL, which the other thread
+// needs.
+class Turn {
+ public:
+  explicit Turn(std::recursive_mutex& busy) : lock_(busy, std::try_to_lock) {
+    if (lock_.owns_lock()) return;
+    const py::gil_scoped_release release;
+    lock_.lock();
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+// Steps from several threads follow one another.
 class Stepper {
  public:
   explicit Stepper(py::object hooks) : hooks_(std::move(hooks)) {}
@@ -62,7 +81,9 @@ class Stepper {
   std::shared_ptr<Measured> measure(const py::list& rules, const py::list& groups,
                                     const py::dict& states, const py::object& read);
   // A decision from the statistics of several devices, which becomes the last step's.
-  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale);
+  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale) {
+    return log_.decide(device, totals, scale);
+  }
   StepLog& log() { return log_; }
 
  private:
@@ -71,6 +92,7 @@ class Stepper {
                                           const py::dict& states);
   std::shared_ptr<Measured> measured(const py::object& read) const;
 
+  std::recursive_mutex busy_;
   py::object hooks_;
   std::shared_ptr<Gathered> gathered_;
   int64_t sharded_modules_ = 0;  // of fully_shard, when the parameters were last looked up in them

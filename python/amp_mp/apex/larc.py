@@ -114,14 +114,15 @@ class LARC(OptimizerAround):
         weights = [local_of(param.detach()) for param, _ in params]
         self._statistics = statistics_of(self._statistics, self.param_groups)
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
-        grad_norms, weight_norms = self._statistics.of_tensors(grads, present).sqrt()[:, [0, 3]].T
+        roots = self._statistics.of_tensors(grads, present).sqrt()
+        grad_norms, weight_norms = roots[:, 0], roots[:, 3]  # a list of both would be copied there
         inverse = torch.ones((), device=grad_norms.device)
         if scale is not None:
             inverse = torch.as_tensor(scale, device=inverse.device).double().reciprocal().float()
             grad_norms = grad_norms * inverse
         sizes = [len(group["params"]) for group in self.param_groups]
-        norms = zip(grad_norms.split(sizes), weight_norms.split(sizes), strict=True)
-        found = [self._factors(*own, g) for own, g in zip(norms, self.param_groups, strict=True)]
+        both = torch.split(grad_norms, sizes), torch.split(weight_norms, sizes)
+        found = [self._factors(*own) for own in zip(*both, self.param_groups, strict=True)]
         ratios, decays = (torch.cat(each) for each in zip(*found, strict=True))
         kept = None
         if scale is not None and grads and getattr(self.optimizer, "amp_scaling", False):

@@ -6,6 +6,7 @@ entry, which holds the containers, with keys of the checkpoint in place of what 
 """
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping
 from os import PathLike
@@ -101,9 +102,19 @@ class Contents:
 def _read(path: Path) -> Any:
     """The metadata of a directory."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+    path = Path(os.path.realpath(path))
     if (path / ".metadata").exists():
-        return FileSystemReader(path).read_metadata()
+        try:
+            found = FileSystemReader(path).read_metadata()
+            for each in found.state_dict_metadata.values():
+                if not isinstance(each, TensorStorageMetadata | BytesStorageMetadata):
+                    raise TypeError(f"it lists a {type(each).__name__}")
+            return found
+        except Exception as error:
+            wrong = f"is damaged ({type(error).__name__}: {error}); nothing was loaded"
+            raise ValueError(f"{path / '.metadata'} {wrong}") from error
     wrong = "is no directory" if path.exists() and not path.is_dir() else "has no file .metadata"
     message = f"{path} {wrong}: it is no checkpoint, or saving it was interrupted"
     kept = path.with_name(path.name + PREVIOUS)

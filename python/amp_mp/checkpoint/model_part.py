@@ -1,5 +1,7 @@
 """A model in a checkpoint: names without what wrappers add, and weights in the file's dtypes."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,12 +116,17 @@ def float32_values(
 
 
 def load_weights(
-    model: nn.Module, targets: dict[str, Any], weights: dict[str, Any], masters: dict[str, Tensor]
+    model: nn.Module,
+    targets: dict[str, Any],
+    weights: dict[str, Any],
+    masters: dict[str, Tensor],
+    undo: list[Callable[[], Any]],
 ) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
     targets: the model's state dict. masters: float32 values, by name, for weights whose dtype in
-    the file is not that of the parameter.
+    the file is not that of the parameter. undo: gets what takes each change back. A copied weight
+    makes room for the one before: its name alone stays.
     """
     first = {param: name for name, param in named_params(model).items()}
     every = named_params(model, every_name=True)
@@ -129,14 +136,17 @@ def load_weights(
         if name.endswith(EXTRA):
             module = modules[name.removesuffix(EXTRA).rstrip(".")]
             wrapped = isinstance(value, tuple) and len(value) == 1
+            undo.append(partial(module.set_extra_state, module.get_extra_state()))
             module.set_extra_state(value[0] if wrapped else value)
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
             source = value if same else masters.get(name, value)
             to, values = local_of(targets[name]), local_of(source)
+            undo.append(partial(to.copy_, to.clone()))
             to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
             if is_dtensor(param):  # what was written is the memory below it
                 torch.autograd.graph.increment_version(every[name])
+        weights[name] = None
 
 
 def keep_masters(

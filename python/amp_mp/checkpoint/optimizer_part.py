@@ -8,6 +8,8 @@ model's nor the optimizer's.
 """
 
 from collections.abc import Collection
+from inspect import signature
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
 from amp_mp.checkpoint.model_part import named_params
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import schema
-from amp_mp.optim.state.check_loadable import check_loadable
+from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 # The layout of codes that were not row-major, by the number of dimensions: the only dense one for
@@ -75,6 +77,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     packed = optimizer.state_dict()
     groups = list(zip(packed["param_groups"], names, strict=True))
     name_of = {n: k for group, own in groups for n, k in zip(group["params"], own, strict=True)}
+    for other in packed["state"].keys() - name_of.keys():
+        raise ValueError(
+            f"optimizer.state has {other!r}, which is no parameter; name it to save instead"
+        )
     return {
         "state": {name_of[number]: state for number, state in packed["state"].items()},
         "param_groups": [{**group, "params": own} for group, own in groups],
@@ -173,15 +179,18 @@ def packed_state(
     for key, (owner, setting) in contents.groups().items():
         saved.setdefault(owner, {})[setting] = values[key]
     names = [name for own in groups for name in own]
+    settings = [_settings(saved, own, strict) for own in groups]
     number_of = {name: number for number, name in enumerate(names)}
     packed = {
         "state": {number_of[name]: states[name] for name in names if states[name]},
         "param_groups": [
-            {**group, **_settings(saved, own, strict), "params": [number_of[name] for name in own]}
-            for group, own in zip(optimizer.param_groups, groups, strict=True)
+            {**group, **found, "params": [number_of[name] for name in own]}
+            for group, found, own in zip(optimizer.param_groups, settings, groups, strict=True)
         ],
     }
     _check(optimizer, packed, names)
+    for group, found in zip(optimizer.param_groups, settings, strict=True):
+        refuse_other("a param_group of the checkpoint", found, group)
     return packed
 
 
@@ -209,46 +218,83 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
             "checkpoint; make the optimizer with the groups that it was saved with; nothing was "
             "loaded"
         )
-    return {k: v for group in groups for k, v in group.items() if k != "params"}
+    named = ("params", "param_names")
+    return {k: v for group in groups for k, v in group.items() if k not in named}
 
 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
-    """Raises ValueError where the optimizer cannot load the state."""
+    """Raises ValueError where the optimizer cannot load the state, or cannot step with it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not isinstance(optimizer, FusedOptimizer):
-        for number, state in packed["state"].items():
-            _refuse_for_torch(optimizer, state, params[number], names[number])
+    if isinstance(optimizer, FusedOptimizer):
+        stepper = stepper_of(optimizer)
+        try:
+            check_loadable(packed, params, stepper.rules, stepper.rules_of, names=names)
+        except ValueError as error:
+            raise ValueError(str(error).replace("state_dict", "the checkpoint", 1)) from None
         return
-    stepper = stepper_of(optimizer)
-    entries = schema.schema_of(stepper.rules).entries
-    for number, state in packed["state"].items():
-        known = [entry for n in state if (entry := entries.get(n)) is not None]
-        strange = sorted(n for n, value in state.items() if n not in entries and _is_state(value))
-        if strange and not any(e.like == "param" and e.state != "master" for e in known):
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        needed: dict[Any, dict[str, Any]] = {}
+        for number in saved["params"]:
+            small = local_of(params[number])
+            key = small.dim(), small.dtype, small.device
+            if key not in needed:
+                needed[key] = _needed(type(optimizer), group, saved, small)
+            if state := packed["state"].get(number):
+                _refuse_for_torch(optimizer, state, params[number], names[number], needed[key])
+
+
+def _needed(
+    kind: Any, group: dict[str, Any], saved: dict[str, Any], param: Tensor
+) -> dict[str, Any]:
+    """What torch's optimizer keeps of a parameter of shape (2, 3, ...), of as many dimensions.
+
+    Empty where that cannot be tried: optimizers that are not torch's, or need a closure. Raises
+    ValueError naming what the file has in the param_group and the optimizer cannot step with.
+    """
+    options = signature(kind).parameters.keys() - {"params"}
+
+    def state_after(settings: dict[str, Any]) -> dict[str, Any]:
+        sizes = tuple(range(2, 2 + param.dim()))
+        small = torch.ones(sizes, dtype=param.dtype, device=param.device)
+        small.requires_grad_().grad = torch.ones_like(small)
+        made = kind([small], **{n: v for n, v in settings.items() if n in options})
+        made.param_groups[0].update({**settings, "params": [small]})
+        getattr(kind.step, "__wrapped__", kind.step)(made)  # without the user's hooks
+        return {n: v for n, v in made.state[small].items() if isinstance(v, Tensor)}
+
+    with torch.enable_grad():
+        try:
+            assert f"{kind.__module__}.".startswith("torch.optim.")
+            state_after(group)
+        except Exception:
+            return {}
+        try:
+            return state_after(saved)
+        except Exception as error:
+            theirs = {n: v for n, v in saved.items() if repr(v) != repr(group.get(n))}
             raise ValueError(
-                f"the checkpoint has {strange[0]!r} of {names[number]!r}, and nothing that "
-                f"{type(optimizer).__name__} keeps: another optimizer saved it; nothing was loaded"
-            )
-    check_loadable(packed, params, stepper.rules, stepper.rules_of)
+                f"the checkpoint has {theirs} in a param_group, with which {kind.__name__} cannot "
+                f"step: {error}; nothing was loaded"
+            ) from error
 
 
 def _refuse_for_torch(
-    optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str
+    optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str, needed: dict[str, Any]
 ) -> None:
     """Raises ValueError for a parameter's state that an optimizer of torch cannot load."""
-    shape = tuple(param.shape)
-    for entry, value in state.items():
+    shape, wrong, kind = tuple(param.shape), "", type(optimizer).__name__
+    for entry, value in {**dict.fromkeys(needed), **state}.items():
+        kept = needed.get(entry)
+        wanted = shape if kept is None else tuple(shape[n - 2] if n > 1 else n for n in kept.shape)
+        found = tuple(value.shape) if isinstance(value, Tensor) else ()
         if entry in schema.MASTER_ENTRIES or schema.is_coded(entry):
-            raise ValueError(
-                f"the checkpoint has {entry!r}, which {type(optimizer).__name__} does not know; "
-                "load it into an optimizer of amp_mp; nothing was loaded"
-            )
-        if entry not in schema.CLOCK and _is_state(value) and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{entry!r} of {name!r} has shape {tuple(value.shape)} in the checkpoint, the "
-                f"parameter {shape}; nothing was loaded"
-            )
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+            wrong = f", which {kind} does not know; load it into an optimizer of amp_mp"
+        elif kept is not None and not isinstance(value, Tensor | Real):
+            wrong = f" as {value!r}, and {kind} needs it: another optimizer saved it"
+        elif found != wanted and (kept is not None or (found and entry not in schema.CLOCK)):
+            wrong = f" of shape {found}, must have {wanted}"
+        elif entry == "step" and (text := _C.wrong_clock(value, entry)):
+            wrong = f", which {text}"
+        if wrong:
+            wrong = f"the checkpoint has {entry!r}{wrong} (for {name!r}); nothing was loaded"
+            raise ValueError(wrong)

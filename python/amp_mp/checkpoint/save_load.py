@@ -1,7 +1,10 @@
 """Writes a checkpoint, and reads it into a model that may be stored and split otherwise."""
 
-import shutil
-from collections.abc import Mapping
+import copy
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from amp_mp.model.float32_state_dict import refuse_swapped
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
+MARK = ".amp_mp_saving"  # a file in directories that an unfinished save may delete
+OWN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MARK))
 
 
 def save(
@@ -33,7 +38,8 @@ def save(
     save leaves an earlier one as it was.
 
     Args:
-        path: the directory, which all processes see; a checkpoint that is there is replaced.
+        path: the directory, or a symbolic link to it, which all processes see; a checkpoint that is
+            there is replaced.
         model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
             compiled.
         optimizer: of amp_mp or torch.optim, over the model's own parameters.
@@ -41,15 +47,15 @@ def save(
             on all processes, of which one writes it.
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
-    parameters, FileExistsError where path is a file or a directory with other files in it, and
-    RuntimeError where a process cannot write. If a process does not call it, the others wait for
-    the process group's timeout.
+    parameters; FileExistsError where path is a file or a directory with other files in it, or where
+    path with .incomplete or .previous is there that no save made; RuntimeError where a process
+    cannot write. If a process does not call it, the others wait for the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    target, optimizer = Path(path), without_larc(optimizer)
-    partial = target.with_name(target.name + INCOMPLETE)
+    target, optimizer = Path(os.path.realpath(path)), without_larc(optimizer)
+    unfinished, previous = (target.with_name(target.name + end) for end in (INCOMPLETE, PREVIOUS))
     weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
         for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
@@ -58,7 +64,11 @@ def save(
         by_name = None if optimizer is None else optimizer_part.named_state(model, optimizer)
         if is_first_process():
             _refuse_other_files(target)
-            shutil.rmtree(partial, ignore_errors=True)
+            _refuse_other_files(unfinished, kept=True)
+            _refuse_other_files(previous, kept=True)
+            _delete(unfinished)
+            unfinished.mkdir(parents=True)
+            (unfinished / MARK).touch()
     for name, value in weights.items():
         if name.endswith(model_part.EXTRA) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
@@ -68,34 +78,49 @@ def save(
     with all_or_none():
         kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
         state = with_structure(state | kept, kept)
-    run(state_dict_saver.save, state, partial, f"{path} was not written")
+    run(state_dict_saver.save, state, unfinished, f"{path} was not written")
     with all_or_none():
         if is_first_process():
-            _put_in_place(target, partial)
+            _put_in_place(target, unfinished, previous)
 
 
-def _refuse_other_files(target: Path) -> None:
-    """FileExistsError where something is there that is no checkpoint."""
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; a checkpoint is a directory")
-    own = (".metadata", ".distcp")
-    found = sorted(target.iterdir()) if target.exists() else []
-    others = [each.name for each in found if not each.name.endswith(own)]
-    if others:
+def _refuse_other_files(folder: Path, kept: bool = False) -> None:
+    """FileExistsError where something is there that is no checkpoint, or that `save` did not make.
+
+    kept: whether saves alone keep something there.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        kind = "symbolic link" if folder.is_symlink() else "file"
+        raise FileExistsError(f"{folder} is a {kind}; a checkpoint is a directory")
+    found = sorted(folder.glob("*"))
+    others = [f.name for f in found if not OWN.fullmatch(f.name) or f.is_symlink() or f.is_dir()]
+    if others or (kept and found and folder / MARK not in found):
+        what = "holds {!r}, which is not of a checkpoint" if others else "is of no unfinished save"
         raise FileExistsError(
-            f"{target} holds {others[0]!r}, which is not of a checkpoint; saving would delete it. "
+            f"{folder} {what.format(*others)}; saving would delete it. "
             "Name a directory of its own for each checkpoint"
         )
 
 
-def _put_in_place(target: Path, partial: Path) -> None:
+def _delete(folder: Path) -> None:
+    """Deletes a checkpoint, the mark of an unfinished save last."""
+    for file in sorted(folder.glob("*"), key=lambda f: (f.name == MARK, f)):
+        file.unlink()
+    if folder.exists():
+        folder.rmdir()
+
+
+def _put_in_place(target: Path, unfinished: Path, previous: Path) -> None:
     """Puts the new checkpoint in the place of the earlier one, which is deleted last."""
-    previous = target.with_name(target.name + PREVIOUS)
-    if target.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+    _refuse_other_files(target)
+    if (target / ".metadata").exists():
+        _delete(previous)
+        (target / MARK).touch()
         target.rename(previous)
-    partial.rename(target)
-    shutil.rmtree(previous, ignore_errors=True)
+    _delete(target)
+    unfinished.rename(target)
+    (target / MARK).unlink()
+    _delete(previous)
 
 
 @torch.no_grad()
@@ -178,18 +203,40 @@ def load(
             kept = {n: {k: v for k, v in states[n].items() if k not in own[n]} for n in names}
             packed = optimizer_part.packed_state(contents, values, optimizer, groups, kept, strict)
         found = rebuilt(contents, {key: values[key] for key in contents.others()})
-    del values, states
-
-    model_part.load_weights(model, targets, weights, masters)
-    if optimizer is not None and packed is not None:
-        absent = [param for name, param in params.items() if name in names - weights.keys()]
-        before = {param: optimizer.state[param] for param in absent if param in optimizer.state}
-        optimizer.load_state_dict(packed)
-        optimizer.state.update(before)
-    model_part.keep_masters(model, optimizer, weights, masters)
-    for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
-        each.load_state_dict(found.get(name, {}))
+    del values, states, template
+    undo: list[Callable[[], Any]] = []
+    try:
+        model_part.load_weights(model, targets, weights, masters, undo)
+        if optimizer is not None and packed is not None:
+            absent = [param for name, param in params.items() if name in names - weights.keys()]
+            before = {param: optimizer.state[param] for param in absent if param in optimizer.state}
+            held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
+            undo.append(partial(vars(optimizer).update, held))
+            optimizer.load_state_dict(packed)
+            optimizer.state.update(before)
+        for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
+            undo.append(_way_back(each))
+            each.load_state_dict(found.get(name, {}))
+        model_part.keep_masters(model, optimizer, weights, masters)
+    except BaseException:
+        for back in reversed(undo):
+            back()
+        raise
     return found
+
+
+def _way_back(each: Any) -> Callable[[], None]:
+    """What gives an object the state back that it has now."""
+    own = getattr(each, "__dict__", {})
+    held = dict(own), copy.deepcopy(each.state_dict()) if hasattr(each, "state_dict") else None
+
+    def back() -> None:
+        if held[1] is not None:
+            each.load_state_dict(held[1])
+        own.clear()
+        own.update(held[0])
+
+    return back
 
 
 def _check_more(contents: Contents, more: Mapping[str, Any]) -> None:

@@ -35,7 +35,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch. ValueError
+            for an init_scale that is not finite or whose reciprocal float32 does not have.
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped); in the
             state dict it is `loss_scaler`. ValueError for anything else.
@@ -63,6 +64,8 @@ class GradScaler(torch.amp.GradScaler):
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
+        if enabled and not 2.0**-128 < init_scale < float("inf"):
+            raise ValueError(f"init_scale must be finite and above 2^-128, found {init_scale!r}")
         self._updates = ScaleUpdates(self._scale_numbers)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
@@ -172,7 +175,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
             largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
             self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
-        return {device: total[2].clamp(max=1).float() for device, total in totals.items()}
+        # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
+        unusable = {device: _C.decide(device, [], scale=self._scale)[0] for device in totals}
+        return {d: (t[2] + unusable[d]).clamp(max=1).float() for d, t in totals.items()}
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -46,12 +46,12 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     any other, which has no masters. TypeError for no optimizer.
     """
     refuse_swapped(model.parameters(), "float32_state_dict()")
-    masters: dict[Any, Any] = masters_apart(optimizer) or {
-        p: master_of(p, s) for p, s in optimizer.state.items() if p.dtype in LOW_PRECISION
-    }
+    apart = masters_apart(optimizer)
     result = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        master = masters.get(value) if isinstance(value, nn.Parameter) else None
+        is_low = isinstance(value, nn.Parameter) and value.dtype in LOW_PRECISION
+        state = optimizer.state.get(value) if is_low and value not in apart else None
+        master = master_of(value, state) if state else apart.get(value) if is_low else None
         if master is None and value.dtype in LOW_PRECISION:
             master = original_of(value)
         exact = value if master is None else master

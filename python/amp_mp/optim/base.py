@@ -18,6 +18,7 @@ from amp_mp.optim.options import (
     SHARED_ARGUMENTS,
     Options,
     check_group,
+    check_keys,
     check_options,
     full_signature,
 )
@@ -181,8 +182,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """As torch's; the group's parameters get their state at the next step.
 
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
-        naming a parameter or number that cannot be; the group is then not added.
+        naming a parameter or number that cannot be, or an option of the whole optimizer; the group
+        is then not added. A misspelt option gets a warning; other keys stay, as in torch.
         """
+        check_keys(param_group, self._own_defaults, self)
         resolve_group(param_group, self._chosen, kinds_of(self._rules))
         super().add_param_group(param_group)
         try:
@@ -215,12 +218,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         low-precision parameters. States in another format than this optimizer's are converted. Load
         the model first: a split master is stored partly in the weights. Reads checkpoints of
         torch.optim too: a missing master is made from the parameter. Post-hooks see the state as it
-        will be, and their edits stay. Raises ValueError, before anything is changed, naming an
-        entry that is missing, or of a shape, dtype or value that does not fit.
+        will be, and their edits stay. Where file and optimizer have param_names, parameters are
+        matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
+        value that does not fit; then, and where a hook raises, every byte is as before.
         """
         load, formats = super().load_state_dict, tuple(self._chosen)
-        rules = self._group_rules()
-        load_state(self, self._rules, self._rules_of, rules, formats, state_dict, load)
+        rules = self._rules, self._rules_of, self._group_rules
+        load_state(self, *rules, formats, state_dict, load)
         self._stepper.forget()
 
     def torch_state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
+import warnings
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_type_hints
@@ -8,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 from torch import Tensor
 
 from amp_mp.optim.state.formats import ROUNDINGS, check_choice
+from amp_mp.sharding.reduction import checked_groups
 from amp_mp.text_table import warn
 
 # What help() of every fused optimizer ends with.
@@ -69,6 +72,7 @@ class Options(TypedDict, total=False):
     sum: str | None
 
 
+WHOLE = ("max_grad_norm", "check_overflow", "amp_scaling", "process_groups")
 # Accepted without effect, and left out of signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
@@ -79,6 +83,9 @@ NOT_NEGATIVE = (
 DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
 DEFAULTS |= {"rounding": "nearest", "seed": 0}
 NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
+RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
+FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
+FLAGS |= {"always_adapt", "grad_averaging"}
 
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -110,6 +117,11 @@ def check_group(group: Mapping[str, Any]) -> None:
     """
     for name in (name for name in NUMBERS if name in group):
         _check_number(name, group[name])
+    for name in (name for name in FLAGS if name in group):
+        value = group[name]
+        one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+        if not one and not isinstance(value, bool | Real | None) and "bool" not in str(type(value)):
+            raise ValueError(f"{name} must be True or False, found {value!r}")
     for name in NOT_NEGATIVE:
         if not float(group.get(name, 0.0)) >= 0:
             raise ValueError(f"{name} must not be negative, found {group[name]!r}")
@@ -133,7 +145,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
     check_muon(group)
     dampens = "dampening" in group  # Muon has none
-    if dampens and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+    if (
+        dampens
+        and group.get("nesterov")
+        and (group.get("momentum", 1) <= 0 or group["dampening"] != 0)
+    ):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
@@ -142,10 +158,38 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_seed(group)
 
 
+def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
+    """Raises ValueError for an option in a param_group that the optimizer `own` has otherwise.
+
+    Warns of a key that is almost an option, known or of the whole optimizer. Others may be there:
+    ZeroRedundancyOptimizer writes all options into its groups.
+    """
+    given = {name: group[name] for name in WHOLE if name in group}
+    if "process_groups" in given:
+        given["process_groups"] = checked_groups(given["process_groups"])
+    for name in [n for n, value in given.items() if value != getattr(own, n, None)]:
+        raise ValueError(
+            f"{name} holds for the whole optimizer, not for a param_group; give it to the optimizer"
+        )
+    options = {*known, *WHOLE, "memory"}
+    for key in group.keys() - options - {"params", "param_names", *WITHOUT_EFFECT}:
+        for meant in get_close_matches(str(key), options, 1, 0.83):
+            if f"_{meant}" not in f"_{key}":  # max_momentum of a schedule
+                warnings.warn(
+                    f"a param_group has {key!r}, which no step reads; is {meant!r} meant?",
+                    stacklevel=6,
+                )
+
+
 def check_muon(group: Mapping[str, Any]) -> None:
     """Raises ValueError naming a number of Muon's that a param_group has and that cannot be."""
     if "use_muon" in group and not isinstance(group["use_muon"], bool):
         raise ValueError(f"use_muon must be True or False, found {group['use_muon']!r}")
+    split = group.get("split", 1)
+    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
+        raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
+    if not isinstance(group.get("flatten", False), bool):
+        raise ValueError(f"flatten must be True or False, found {group['flatten']!r}")
     if "ns_steps" not in group:
         return
     coefficients, steps = group.get("ns_coefficients"), group["ns_steps"]
@@ -157,11 +201,6 @@ def check_muon(group: Mapping[str, Any]) -> None:
     if group.get("adjust_lr_fn") not in ADJUSTMENTS:
         known = ", ".join(repr(each) for each in ADJUSTMENTS)
         raise ValueError(f"adjust_lr_fn must be one of {known}; found {group['adjust_lr_fn']!r}")
-    split = group.get("split", 1)
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
-    if not isinstance(group.get("flatten", False), bool):
-        raise ValueError(f"flatten must be True or False, found {group['flatten']!r}")
 
 
 def check_rounding(group: Mapping[str, Any]) -> None:
@@ -180,8 +219,8 @@ def _check_number(name: str, value: Any, optional: bool = False) -> None:
     if optional and value is None:
         return
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            found = f"shape {tuple(value.shape)}"
+        if value.numel() != 1 or value.is_meta or value.is_complex():
+            found = f"shape {tuple(value.shape)}, {value.dtype} on {value.device}"
             raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, found {value!r}")

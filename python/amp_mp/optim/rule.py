@@ -118,6 +118,9 @@ def same_in_all_groups(groups: list[Group], name: str) -> bool:
 
     Raises ValueError naming the setting where groups differ.
     """
+    for group in groups:
+        if isinstance(group[name], Tensor) and group[name].numel() != 1:
+            raise ValueError(f"{name} must be True or False, found {group[name]!r}")
     values = {bool(group[name]) for group in groups}
     if len(values) > 1:
         raise ValueError(f"{name} must be the same in all param_groups, found both")

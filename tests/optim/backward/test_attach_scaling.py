@@ -185,7 +185,8 @@ def test_measured_gradients_are_read_once_and_give_the_same_bits(device: str, ki
             weights = sum(p.grad is not None for p in net.parameters())
             optimizer.step()
             grads = reads.take() - (weights if kind is amp.optim.LAMB else 0)
-            assert (hooks > 0, grads > 0) == (measure, not measure)
+            early = measure and device == "cpu"  # on CUDA the step's one pass costs less
+            assert (hooks > 0, grads > 0) == (early, not early)
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
             net.norm.weight.requires_grad_(True)
@@ -210,7 +211,7 @@ def test_a_scaler_uses_what_was_measured(device: str, scaler_name: str) -> None:
             scaler.step(optimizer)
             scaler.update()
             if scaler_name == "amp":
-                assert (reads.take() == 0) == measure
+                assert (reads.take() == 0) == (measure and device == "cpu")
             found.append([optimizer.step_was_skipped, optimizer.grad_norm, scaler.get_scale()])
             optimizer.zero_grad()
         found.append(state_of(net, optimizer))

@@ -155,4 +155,4 @@ def test_a_wait_is_seen() -> None:
     params = parameters("fsdp", torch.bfloat16)
     with watching() as seen:
         float(params[0].grad.to_local().norm())
-    assert seen.waits == 1
+    assert seen.waits > 0  # a profiler sees the copy to the host and the wait for it

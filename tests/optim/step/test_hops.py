@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 import amp_mp as amp
 from amp_mp import _C
@@ -30,6 +32,17 @@ class Calls:
             self.functions.add((code.co_filename, code.co_qualname))
         elif event == "c_call" and getattr(argument, "__module__", None) == _C.__name__:
             self.native.append(argument.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _hooks_of_prepare_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks of a process that has called prepare; other tests leave amp.init's."""
+    amp.prepare(nn.Linear(2, 2), torch.bfloat16)
+    pre = optimizers._global_optimizer_pre_hooks.items()
+    own = OrderedDict((n, hook) for n, hook in pre if hook.__module__ == amp.prepare.__module__)
+    assert own
+    monkeypatch.setattr(optimizers, "_global_optimizer_pre_hooks", own)
+    monkeypatch.setattr(optimizers, "_global_optimizer_post_hooks", OrderedDict())
 
 
 def one_step(optimizer: Any) -> Calls:

@@ -46,7 +46,7 @@ class Attachment(ABC):
                 attachment._arrive(param)
 
         for param in model.parameters():
-            if param in own and param.requires_grad:
+            if param in own and param.requires_grad and (self.releases or not param.is_cuda):
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
@@ -86,7 +86,10 @@ def no_gradient_on(device: torch.device) -> Tensor:
 
 
 class Measure(Attachment):
-    """Reads each gradient in its hook, so that the step need not."""
+    """Reads each gradient in its hook, so that the step need not; on a CPU.
+
+    On CUDA hooks would launch two kernels for each parameter; a step's pass over all costs one.
+    """
 
     def __init__(self, stepper: Stepper, model: nn.Module) -> None:
         super().__init__(stepper)
@@ -101,7 +104,7 @@ class Measure(Attachment):
 
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
-        if grad is not None and _is_plain(grad):  # any other is named by the step
+        if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass
             row = _C.measure([grad])[0]
             self._rows[param] = TensorWeakRef(grad), grad.data_ptr(), grad._version, row
 

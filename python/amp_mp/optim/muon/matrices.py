@@ -30,19 +30,19 @@ def shape_of(group: Group, param: Tensor) -> Shape:
 
 def refuse_shape(group: Group, param: Tensor, label: str) -> None:
     """Raises ValueError, by name, for a parameter that is no matrix and no stack of them."""
-    shape, split = tuple(param.shape), group["split"]
+    shape, split = tuple(param.shape), group.get("split", 1)
     wrong = ""
     if len(shape) < 2:
         wrong = (
             "is no matrix; give it to AdamW, with use_muon=False in its param_group or with "
             "Muon(model, others=dict(lr=...)), which chooses the matrices itself"
         )
-    elif len(shape) > 3 and not group["flatten"]:
+    elif len(shape) > 3 and not group.get("flatten"):
         wrong = (
             "has more than three dimensions; with flatten=True in its param_group all but the "
             "first become the columns of one matrix"
         )
-    elif (rows := shape[0] if group["flatten"] else shape[-2]) % split:
+    elif (rows := shape[0] if group.get("flatten") else shape[-2]) % split:
         wrong = f"has {rows} rows, which do not fall into {split} equal blocks; change split"
     if wrong:
         raise ValueError(f"{label} of shape {shape} {wrong}")

@@ -140,15 +140,6 @@ class Muon(FusedOptimizer):
         for name in () if group["use_muon"] else OWN:
             group.pop(name, None)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every fused optimizer; ValueError for a file that gives no matrix to Muon."""
-        groups = state_dict.get("param_groups", ())
-        for own, saved in zip(self.param_groups, groups, strict=False):
-            full = {"use_muon": True, "split": 1, "flatten": False, **saved}
-            for position, param in enumerate(own["params"] if full["use_muon"] else ()):
-                refuse_shape(full, param, f"state_dict: Muon's parameter {position}")
-        super().load_state_dict(state_dict)
-
     def _refuse_shapes(self) -> None:
         for param, info in param_infos(self.param_groups):
             group = self.param_groups[info.group]

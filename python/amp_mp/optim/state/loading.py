@@ -42,7 +42,7 @@ def load_state(
     optimizer: Optimizer,
     rules: tuple[Rule, ...],
     rules_of: RulesOf,
-    group_rules: list[Rule],
+    group_rules: Callable[[], list[Rule]],
     formats: tuple[str, ...],
     state_dict: dict[str, Any],
     load: Callable[[dict[str, Any]], None],
@@ -55,50 +55,55 @@ def load_state(
     optimizer's. States that the file has as the optimizer stores them are checked and copied
     natively.
     """
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
     schema = schema_of(rules)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    own = [{name: g[name] for name in formats} for g in optimizer.param_groups]
-    before = dict(optimizer.state)
-    saved: dict[str, Any] = {}
-    forms: dict[int, Form] = {}  # of the parameters whose saved state has the optimizer's form
+    own_groups = optimizer.param_groups
+    params = [p for group in own_groups for p in group["params"]]
+    own = [{name: g[name] for name in formats} for g in own_groups]
+    before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
+    made: list[State | None] = []  # of each parameter
+    undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
 
-    def find_forms(found: dict[str, Any]) -> None:
+    def find_forms(found: dict[str, Any]) -> dict[int, Form]:
+        forms: dict[int, Form] = {}  # of the parameters whose saved state has the optimizer's form
         index = 0
-        for rule, group, file in zip(
-            group_rules, optimizer.param_groups, found["param_groups"], strict=False
-        ):
+        for rule, group, file in zip(group_rules(), own_groups, found["param_groups"], strict=True):
             known = {dtype: _form(rule, group, dtype) for dtype in NATIVE}
-            for param, number in zip(group["params"], file["params"], strict=False):
+            for param, number in zip(group["params"], file["params"], strict=True):
                 state, form = found["state"].get(number), known.get(param.dtype)
-                if type(state) is dict and form and _C.has_form(state, form, param):
+                if type(state) is dict and form and _C.has_form(state, form, param, "step"):
                     forms[index] = form
                 index += 1
-
-    def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-        if "state" in found and "param_groups" in found:
-            find_forms(found)
-        check_loadable(found, params, rules, rules_of, forms)
-        saved.update(found)
-        numbers = {number for group in found["param_groups"] for number in group["params"]}
-        others = {key: value for key, value in found["state"].items() if key not in numbers}
-        return {**found, "state": others}
+        return forms
 
     @torch.no_grad()
+    def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        _C.check_parts(found, own_groups)
+        found = _C.by_names(found, own_groups)
+        others, forms = dict(found["state"]), find_forms(found)
+        check_loadable(found, params, rules, rules_of, forms)
+        for group, file in zip(own_groups, found["param_groups"], strict=True):
+            stored = {**group, "seed": file.get("seed", optimizer.defaults["seed"])}
+            for param, number in zip(group["params"], file["params"], strict=True):
+                saved, index = others.pop(number, None), len(made)
+                if index in forms:
+                    made.append(_C.copy_of_form(saved, forms[index], "step"))
+                else:
+                    old = before["state"].get(param, {})
+                    made.append(saved and _restored(schema, saved, old, param, stored, index, undo))
+        return {**found, "state": others}
+
     def restore(_: Any) -> None:
-        index = 0
-        groups = zip(optimizer.param_groups, saved["param_groups"], own, strict=True)
-        for group, saved_group, stored in groups:
+        for group, stored in zip(optimizer.param_groups, own, strict=True):
             group.update(stored)  # the file's entries say how the file stores
-            for param, number in zip(group["params"], saved_group["params"], strict=True):
-                found, form = saved["state"].get(number), forms.get(index)
-                if form is not None:
-                    optimizer.state[param] = _C.copy_of_form(found, form, "step")
-                elif found is not None:
-                    state = optimizer.state[param] = {}
-                    _restore(schema, found, before.get(param, {}), param, state, group, index)
-                    for name in [name for name in found if name in state]:
-                        state[name] = state.pop(name)  # in the order of the file
-                index += 1
+        for param, state in zip(params, made, strict=True):
+            if state is not None:
+                optimizer.state[param] = state
+        try:
+            group_rules()  # settings that all groups have to share
+        except ValueError as error:
+            raise ValueError(f"state_dict: {error}; nothing was loaded") from None
 
     hooks = [
         optimizer.register_load_state_dict_pre_hook(check),
@@ -106,6 +111,11 @@ def load_state(
     ]
     try:
         load(state_dict)
+    except BaseException:
+        vars(optimizer).update(before)
+        for weight, values in undo:
+            weight.copy_(values)
+        raise
     finally:
         for hook in hooks:
             hook.remove()
@@ -132,13 +142,20 @@ def _form(rule: Rule, group: Group, weight: torch.dtype) -> Form:
     return form
 
 
-def _restore(
-    schema: Schema, saved: State, old: State, param: Tensor, state: State, group: Group, index: int
-) -> None:
-    """Puts saved entries into a parameter's state as its group stores them, in new tensors.
+def _restored(
+    schema: Schema,
+    saved: State,
+    old: State,
+    param: Tensor,
+    group: Group,
+    index: int,
+    undo: list[tuple[Tensor, Tensor]],
+) -> State:
+    """A parameter's state as its group stores saved entries, in new tensors and the file's order.
 
-    old: its state until now. index: among the optimizer's parameters.
+    old: its state until now. index: of the parameter. undo: gets weights that are rounded again.
     """
+    state: State = {}
     masters: dict[str, Tensor] = {}
     local = local_of(param)
     for name, value in saved.items():
@@ -160,8 +177,8 @@ def _restore(
             if scale is not None:
                 state[scale_name(kept)] = like(scale, param, _C.scale_shape(param))
     if param.dtype not in LOW_PRECISION or not MASTER_ENTRIES.keys().isdisjoint(state):
-        return
-    if not masters:  # a file of torch's: the master stays
+        masters = {}
+    elif not masters:  # a file of torch's: the master stays
         masters = {n: old[n] for n in MASTER_ENTRIES if old.get(n) is not None}
     found = {
         name: _C.copy_as(part(value, param), MASTER_ENTRIES[name].dtype, local)
@@ -171,7 +188,12 @@ def _restore(
     if wanted_master is not None and [*found] == [wanted_master.name]:
         state.update({name: like(value, param) for name, value in found.items()})
     elif found:  # the parameter changes only where the format of before rounds otherwise
-        set_master(group["master"], param, state, master_of(param, found))
+        values = master_of(param, found)
+        undo.append((local.detach(), local.detach().clone()))
+        set_master(group["master"], param, state, values)
+    for name in [name for name in saved if name in state]:
+        state[name] = state.pop(name)
+    return state
 
 
 def _part_of(entry: Entry, saved: State, param: Tensor) -> tuple[str, Tensor, Tensor | None]:

@@ -1,0 +1,223 @@
+"""checkpoint.load refuses what a step could not go on with before it writes the first byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import make, network, train
+from everything import error_of, everything
+from torch import nn
+
+import amp_mp as amp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+}
+SOURCES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **TARGETS,
+    "amp SGD": (amp.optim.SGD, {"momentum": 0.9}),
+    "amp AdamW": (amp.optim.AdamW, {}),
+    "amp RMSprop": (amp.optim.RMSprop, {}),
+    "amp Lion": (amp.optim.Lion, {}),
+}
+OWN = {"amp SGD": ("SGD",), "amp AdamW": ("AdamW",), "amp RMSprop": ("RMSprop",)}
+# Those that keep all that the other keeps, and read it as torch's own load_state_dict does.
+ALIKE = {("AdamW", "Adam"), ("Adam", "AdamW"), ("RAdam", "AdamW"), ("AdamW", "RAdam")}
+ALIKE |= {("Adam", "RAdam"), ("NAdam", "AdamW"), ("NAdam", "RAdam"), ("RMSprop", "SGD")}
+ALIKE |= {("amp AdamW", "RAdam"), ("RAdam", "Adam"), ("NAdam", "Adam"), ("amp AdamW", "Adam")}
+
+
+def made(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
+    model = network() if model is None else model
+    make_it, options = SOURCES[kind]
+    return model, make_it(model.parameters(), lr=1e-2, **options)
+
+
+def written(path: Path, kind: str, steps: int = 2) -> Path:
+    pair = made(kind)
+    train(*pair, steps)
+    amp.checkpoint.save(path / "c", *pair)
+    return path / "c"
+
+
+def refused(path: Path, model: nn.Module, optimizer: Any, words: str, **more: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = everything(model, optimizer, scheduler, *more.values())
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        amp.checkpoint.load(path, model, optimizer, **more)
+    assert everything(model, optimizer, scheduler, *more.values()) == before
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_file_loads_and_steps_or_changes_nothing(steps: int, target: str, tmp_path: Path) -> None:
+    for source in SOURCES:
+        path = written(tmp_path / source, source, steps)
+        model, optimizer = made(target)
+        train(model, optimizer, steps, seed=7)
+        before = everything(model, optimizer)
+        error = error_of(amp.checkpoint.load, path, model, optimizer)
+        same = target in (source, *OWN.get(source, ()))
+        if error is not None:
+            assert "nothing was loaded" in str(error)
+            assert everything(model, optimizer) == before
+            assert not same, error
+        else:
+            assert same or (source, target) in ALIKE or steps == 0, (source, target)
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("target", ["AdamW", "Adagrad", "RMSprop", "NAdam"])
+def test_a_file_of_sgd_is_refused_by_name(target: str, tmp_path: Path) -> None:
+    words = f"has '.*{target} needs it: another optimizer saved it .for '0.weight'.; nothing was"
+    for source in ("SGD", "amp SGD"):
+        model, optimizer = made(target)
+        refused(written(tmp_path / source, source), model, optimizer, words)
+
+
+def changed(path: Path, **values: Any) -> Path:
+    """A directory of torch's with other values in its param_group or in a parameter's state."""
+    model, optimizer = made("AdamW")
+    train(model, optimizer, 2)
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    for name, value in values.items():
+        if name in state["param_groups"][0]:
+            state["param_groups"][0][name] = value
+        else:
+            state["state"]["2.bias"][name] = value
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path / "c")
+    return path / "c"
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "amsgrad": ({"amsgrad": torch.ones(3)}, "amsgrad"),
+    "lr": ({"lr": None}, "lr"),
+    "rate of two": ({"lr": torch.ones(2)}, "lr"),
+    "betas": ({"betas": (0.9, 1.5)}, "betas"),
+    "betas of one": ({"betas": (0.9,)}, "betas"),
+    "eps": ({"eps": "small"}, "eps"),
+    "weight_decay": ({"weight_decay": -1.0}, "weight_decay"),
+    "maximize": ({"maximize": torch.ones(3)}, "maximize"),
+    "negative steps": ({"step": torch.tensor(-1.0)}, "'step'.* '2.bias'"),
+    "NaN steps": ({"step": torch.tensor(float("nan"))}, "'step'.* '2.bias'"),
+    "steps of text": ({"step": "two"}, "'step'.* '2.bias'"),
+    "no moment": ({"exp_avg": None}, "'exp_avg'.* '2.bias'"),
+    "text as moment": ({"exp_avg": "x"}, "'exp_avg'.* '2.bias'"),
+    "shape": ({"exp_avg_sq": torch.ones(4)}, "'exp_avg_sq'.* '2.bias'"),
+}
+
+
+@pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "tiny", "micro"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_damaged_value_is_refused_by_name(case: str, target: str, tmp_path: Path) -> None:
+    values, words = WRONG[case]
+    path = changed(tmp_path, **values)
+    model, optimizer = made("AdamW") if target == "torch" else make(target)
+    train(model, optimizer, 1, seed=9)
+    refused(path, model, optimizer, f"({words}).*nothing was loaded")
+
+
+class Fails(nn.Linear):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        super().load_state_dict(*args, **kwargs)
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("not mine")
+
+    fails = False
+
+
+@pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "micro"])
+@pytest.mark.parametrize("failing", ["module", "scheduler", "milestones"])
+def test_an_object_that_refuses_its_state_leaves_all_as_it_was(
+    failing: str, target: str, tmp_path: Path
+) -> None:
+    pair = made("AdamW")
+    other, scaler = Fails(3, 3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    schedule = torch.optim.lr_scheduler.StepLR(pair[1], 1)
+    train(*pair, 2)
+    schedule.step()
+    parts = {"other": other, "scaler": scaler, "schedule": schedule}
+    saved = {**parts, "schedule": {"milestones": 1}} if failing == "milestones" else parts
+    amp.checkpoint.save(tmp_path / "c", *pair, **saved)
+    model, optimizer = made("AdamW") if target == "torch" else make(target)
+    train(model, optimizer, 1, seed=9)
+    torch.manual_seed(3)
+    fails, new = Fails(3, 3), torch.amp.GradScaler("cpu", init_scale=4.0)
+    new.scale(torch.ones(()))
+    plan = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        ],
+        milestones=[2],
+    )
+    fails.fails = failing == "module"
+    more = {"other": fails, "scaler": new, "schedule": plan}
+    before = everything(model, optimizer, *more.values())
+    with pytest.raises(Exception, match=r"not mine|_schedulers"):
+        amp.checkpoint.load(tmp_path / "c", model, optimizer, **more)
+    assert everything(model, optimizer, *more.values()) == before
+    train(model, optimizer, 1)
+    plan.step()
+
+
+@pytest.mark.parametrize("kind", ["float32", "exact", "lean", "tiny", "micro", "torch"])
+def test_entries_of_the_state_that_are_no_parameters(kind: str, tmp_path: Path) -> None:
+    """State dicts keep them, as torch's do; a checkpoint has no place for them and says so."""
+    model, optimizer = make(kind) if kind != "torch" else made("AdamW")
+    train(model, optimizer, 1)
+    optimizer.state["my_counter"] = 7
+    found = optimizer.state_dict()
+    assert found["state"]["my_counter"] == 7
+    optimizer.load_state_dict(found)
+    assert optimizer.state["my_counter"] == 7
+    before = everything(model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"optimizer\.state has 'my_counter', which is no parameter"
+    ):
+        amp.checkpoint.save(tmp_path / "c", model, optimizer)
+    assert not (tmp_path / "c").exists()
+    assert everything(model, optimizer) == before
+    train(model, optimizer, 1)
+    if kind != "torch":
+        for call in (optimizer.torch_state_dict, optimizer.memory_report, optimizer.init_state):
+            call()
+        amp.float32_state_dict(model, optimizer)
+
+
+def test_names_of_parameters_in_groups_count_in_any_order(tmp_path: Path) -> None:
+    """A checkpoint knows parameters by the model's names, whatever order groups have them in."""
+    model = network()
+    optimizer = amp.optim.AdamW(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, 1)
+    amp.checkpoint.save(tmp_path / "c", model, optimizer)
+    other = network()
+    ours = amp.optim.AdamW(list(other.named_parameters())[::-1], lr=1e-2)
+    amp.checkpoint.load(tmp_path / "c", other, ours)
+    for name, param in other.named_parameters():
+        own = optimizer.state[model.get_parameter(name)]
+        assert torch.equal(ours.state[param]["exp_avg"], own["exp_avg"])
+    names = [name for name, _ in other.named_parameters()]
+    assert ours.param_groups[0]["param_names"] == names[::-1]

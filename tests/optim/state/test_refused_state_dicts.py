@@ -1,0 +1,343 @@
+"""load_state_dict refuses what no step could go on with, by name and before the first byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from everything import everything
+from tiers import paired
+from torch import nn
+
+import amp_mp as amp
+
+PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+KINDS: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "LARS": {},
+    "Adadelta": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adagrad": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adamax": {},
+    "Lion": {},
+    "LAMB": {},
+    "NovoGrad": {},
+}
+WITHOUT_STEP = ("SGD", "LARS")  # torch's SGD, and Apex's LARC around it, count no steps
+Spoil = Callable[[dict[str, Any]], None]
+
+
+def stepped(
+    kind: str, memory: str = "exact", steps: int = 2, **options: Any
+) -> tuple[nn.ParameterList, Any]:
+    torch.manual_seed(0)
+    params = nn.ParameterList([torch.randn(4, 32).bfloat16(), torch.randn(5), torch.randn(2, 64)])
+    settings = {"lr": 1e-2, **KINDS[kind], **options}
+    optimizer = getattr(amp.optim, kind)(params, memory=memory, **settings)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    return params, optimizer
+
+
+def refused(
+    optimizer: Any, params: nn.ParameterList, saved: Any, words: str, kind: Any = ValueError
+) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = everything(params, optimizer, scheduler)
+    group = optimizer.param_groups[0]
+    with pytest.raises(kind, match=words):
+        optimizer.load_state_dict(saved)
+    assert everything(params, optimizer, scheduler) == before
+    assert optimizer.param_groups[0] is group
+    optimizer.step()
+
+
+def entry(name: str, value: Any) -> Spoil:
+    return lambda saved: saved["state"][1].update({name: value})
+
+
+def without(name: str) -> Spoil:
+    return lambda saved: saved["state"][1].pop(name)
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+STEPS: dict[str, tuple[Any, str]] = {
+    "negative": (number(-1.0), "'step' of parameter 1 .*-1"),
+    "NaN": (number(float("nan")), "'step' of parameter 1 .*nan"),
+    "infinite": (number(float("inf")), "'step' of parameter 1 .*inf"),
+    "half a step": (number(1.5), "'step' of parameter 1 .*1.5"),
+    "negative number": (-3, "'step' of parameter 1 .*-3"),
+    "text": ("2", "'step' of parameter 1 .*'2'"),
+    "list": ([2], r"'step' of parameter 1 .*\[2\]"),
+    "meta": (torch.ones((), device="meta"), "'step' of parameter 1 .*meta"),
+    "complex": (torch.ones((), dtype=torch.complex64), "'step' of parameter 1"),
+    "two": (torch.ones(2), "'step' of parameter 1 .*one number"),
+    "sparse": (torch.ones(1).to_sparse(), "'step' of parameter 1 .*sparse"),
+}
+
+
+@pytest.mark.parametrize(("case", "kind", "memory"), paired(STEPS, KINDS, PRESETS))
+def test_a_step_count_that_cannot_be(case: str, kind: str, memory: str) -> None:
+    value, words = STEPS[case]
+    params, optimizer = stepped(kind, memory)
+    saved = copy.deepcopy(stepped(kind, memory, steps=3)[1].state_dict())
+    saved["state"][1]["step"] = value
+    refused(optimizer, params, saved, words)
+
+
+@pytest.mark.parametrize("memory", PRESETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_without_a_step_count(kind: str, memory: str) -> None:
+    params, optimizer = stepped(kind, memory)
+    saved = copy.deepcopy(stepped(kind, memory, steps=3)[1].state_dict())
+    del saved["state"][1]["step"]
+    if kind in WITHOUT_STEP:
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        return
+    refused(optimizer, params, saved, "'step' of parameter 1 is missing")
+
+
+def a_state(number: int, value: Any) -> Spoil:
+    return lambda saved: saved["state"].update({number: value})
+
+
+def whole(key: str, value: Any) -> Spoil:
+    return lambda saved: saved.update({key: value})
+
+
+def in_group(**values: Any) -> Spoil:
+    return lambda saved: saved["param_groups"][0].update(values)
+
+
+FILES: dict[str, tuple[Spoil, str]] = {
+    "sparse moment": (entry("exp_avg", torch.ones(5).to_sparse()), "'exp_avg' .*parameter 1.*spar"),
+    "moment on meta": (entry("exp_avg", torch.ones(5, device="meta")), "'exp_avg' .*1.*meta"),
+    "no memory": (entry("exp_avg", torch._efficientzerotensor(5)), "'exp_avg' .*parameter 1"),
+    "scales of nothing": (entry("exp_avg_scale", torch.ones(3)), "'exp_avg_scale' of parameter 1"),
+    "strange on meta": (entry("mine", torch.ones(5, device="meta")), "'mine' of parameter 1.*meta"),
+    "powers above 1": (entry("beta_powers", torch.tensor([2.0, 0.5])), "'beta_powers' of para.*1"),
+    "NaN powers": (entry("beta_powers", torch.full((2,), torch.nan)), "'beta_powers' of param.*1"),
+    "no dict": (a_state(1, [1.0]), "'state' of parameter 1.*dict.*list"),
+    "a tensor": (a_state(1, torch.ones(5)), "'state' of parameter 1.*dict.*Tensor"),
+    "states in a list": (whole("state", [1]), "'state'.*dict.*list"),
+    "no groups": (whole("param_groups", None), "'param_groups'.*list.*None"),
+    "group of text": (whole("param_groups", ["lr"]), "param_group 0.*dict.*str"),
+    "no params": (lambda saved: saved["param_groups"][0].pop("params"), "param_group 0.*'params'"),
+    "params of text": (in_group(params="012"), "param_group 0.*'params'.*'012'"),
+    "lists as params": (in_group(params=[[0], 1, 2]), "param_group 0.*'params'"),
+    "fewer params": (in_group(params=[0, 1]), "param_group 0 .*2 param.*3"),
+    "more groups": (lambda saved: saved["param_groups"].append({"params": []}), "2 param_gr.*1"),
+    "amsgrad": (in_group(amsgrad=torch.ones(3)), "param_group 0: amsgrad must be True or False"),
+    "maximize": (in_group(maximize="yes"), "param_group 0: maximize must be True or False.*'yes'"),
+    "lr on meta": (in_group(lr=torch.ones((), device="meta")), "param_group 0: lr must be"),
+    "complex lr": (in_group(lr=torch.ones((), dtype=torch.cfloat)), "param_group 0: lr must be"),
+}
+
+
+@pytest.mark.parametrize("memory", PRESETS)
+@pytest.mark.parametrize("case", FILES)
+def test_a_damaged_state_dict(case: str, memory: str) -> None:
+    spoil, words = FILES[case]
+    params, optimizer = stepped("AdamW", memory)
+    saved = copy.deepcopy(stepped("AdamW", memory, steps=3)[1].state_dict())
+    spoil(saved)
+    refused(optimizer, params, saved, words)
+
+
+@pytest.mark.parametrize("value", [None, 3, [("state", {})]])
+def test_what_is_no_state_dict(value: Any) -> None:
+    params, optimizer = stepped("AdamW")
+    refused(optimizer, params, value, "state_dict must be a dict, found", TypeError)
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
+    "SGD": (torch.optim.SGD, {}, ("AdamW", "Lion", "Adagrad", "RMSprop", "Adadelta", "LAMB")),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, ("AdamW", "Lion", "Adagrad", "NovoGrad")),
+    "AdamW": (torch.optim.AdamW, {}, ("SGD", "LARS", "Adagrad", "RMSprop", "Adadelta")),
+    "RMSprop": (torch.optim.RMSprop, {}, ("AdamW", "SGD", "Adagrad", "Adamax")),
+    "Adagrad": (torch.optim.Adagrad, {}, ("AdamW", "SGD", "RMSprop", "Adadelta")),
+    "Adadelta": (torch.optim.Adadelta, {}, ("AdamW", "SGD", "Adagrad", "Lion")),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("theirs", OTHERS)
+def test_a_file_of_another_optimizer(theirs: str, steps: int) -> None:
+    make, options, kinds = OTHERS[theirs]
+    for kind in kinds:
+        params, optimizer = stepped(kind)
+        twins = [nn.Parameter(param.detach().clone()) for param in params]
+        other = make(twins, lr=0.1, **options)
+        for _ in range(steps):
+            for twin in twins:
+                twin.grad = torch.ones_like(twin)
+            other.step()
+        refused(optimizer, params, other.state_dict(), "another optimizer")
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_post_hook_that_fails_leaves_the_optimizer(kind: str) -> None:
+    params, optimizer = stepped(kind)
+    saved = copy.deepcopy(stepped(kind, "micro", steps=3)[1].state_dict())
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("mine")
+
+    optimizer.register_load_state_dict_post_hook(fails)
+    before = everything(params, optimizer)
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.load_state_dict(saved)
+    assert everything(params, optimizer) == before
+
+
+def named(order: str, groups: tuple[int, ...] = (4,), **options: Any) -> tuple[Any, Any]:
+    """AdamW over parameters of one shape, by name, whose weights and moments their names give."""
+    torch.manual_seed(0)
+    values = {name: torch.randn(4, 32).bfloat16() for name in "abcdefgh"}
+    params = {name: nn.Parameter(values[name].clone()) for name in order}
+    pairs, made = list(params.items()), []
+    for count in groups:
+        made.append({"params": pairs[:count]})
+        pairs = pairs[count:]
+    optimizer = amp.optim.AdamW(made, **options)
+    for name, param in params.items():
+        param.grad = torch.full_like(param, "abcdefgh".index(name) + 1.0)
+    return params, optimizer
+
+
+@pytest.mark.parametrize("memory", PRESETS)
+@pytest.mark.parametrize("groups", [(4,), (2, 2)])
+def test_parameters_are_matched_by_their_names(groups: tuple[int, ...], memory: str) -> None:
+    _, optimizer = named("abcd", groups, memory=memory)
+    optimizer.param_groups[-1]["lr"] = 0.5
+    optimizer.step()
+    saved = optimizer.state_dict()
+    order = "dbca" if groups == (4,) else "dcba"
+    params, other = named(order, groups, memory=memory)
+    other.load_state_dict(saved)
+    for name, param in params.items():
+        own = {n: saved["state"]["abcd".index(name)][n] for n in other.state[param]}
+        shown = other.state_dict()["state"][order.index(name)]
+        assert all(torch.equal(shown[n], value) for n, value in own.items()), name
+        rate = next(g["lr"] for g in other.param_groups if name in g["param_names"])
+        assert rate == next(g["lr"] for g in optimizer.param_groups if name in g["param_names"])
+    assert [n for group in other.param_groups for n in group["param_names"]] == list(order)
+
+
+@pytest.mark.parametrize(
+    ("order", "groups", "words"),
+    [
+        ("abce", (4,), "'e'.*not in the file|'e'"),
+        ("abcd", (1, 3), "'a'|param_group"),
+        ("acbd", (2, 2), "'a'|'c'|param_group"),
+    ],
+)
+def test_parameters_of_other_names_are_refused(
+    order: str, groups: tuple[int, ...], words: str
+) -> None:
+    source = (2, 2) if len(groups) == 2 else (4,)
+    _, optimizer = named("abcd", source)
+    optimizer.step()
+    params, other = named(order, groups)
+    before = everything(list(params.values()), other)
+    with pytest.raises(ValueError, match=f"({words}).*nothing was loaded"):
+        other.load_state_dict(optimizer.state_dict())
+    assert everything(list(params.values()), other) == before
+
+
+@pytest.mark.parametrize("named_side", ["file", "optimizer"])
+def test_names_on_one_side_alone_count_by_position_as_in_torch(named_side: str) -> None:
+    _, optimizer = named("abcd")
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    params, other = named("dcba")
+    if named_side == "file":
+        other = amp.optim.AdamW(params.values())
+    else:
+        del saved["param_groups"][0]["param_names"]
+    other.load_state_dict(saved)
+    held = other.state_dict()["state"]
+    assert all(torch.equal(held[0][n], v) for n, v in saved["state"][0].items())
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("memroy", "memory"), ("weight_decy", "weight_decay"), ("beta", "betas")]
+)
+@pytest.mark.parametrize("entry_point", ["constructor", "add_param_group"])
+def test_a_misspelt_option_of_a_group_gives_a_warning(
+    entry_point: str, key: str, meant: str
+) -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    group = {"params": [params[1]], key: 1}
+
+    def constructor() -> Any:
+        return amp.optim.AdamW([{"params": params[:1]}, group])
+
+    def add_param_group() -> Any:
+        optimizer = amp.optim.AdamW(params[:1])
+        optimizer.add_param_group(group)
+        return optimizer
+
+    call = constructor if entry_point == "constructor" else add_param_group
+    with pytest.warns(UserWarning, match=f"has '{key}', .* is '{meant}' meant"):
+        optimizer = call()
+    assert optimizer.param_groups[1][key] == 1
+
+
+@pytest.mark.parametrize("key", ["max_grad_norm", "check_overflow", "amp_scaling"])
+@pytest.mark.parametrize("kind", [*KINDS, "Muon"])
+def test_an_option_of_the_whole_optimizer_in_a_group_is_refused(kind: str, key: str) -> None:
+    params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
+    make = getattr(amp.optim, kind)
+    with pytest.raises(ValueError, match=f"{key} holds for the whole optimizer"):
+        make([{"params": params, key: 2.0}])
+    optimizer = make(params[:1])
+    before = everything(params, optimizer)
+    with pytest.raises(ValueError, match=f"{key} holds for the whole optimizer"):
+        optimizer.add_param_group({"params": [params[1]], key: 2.0})
+    assert everything(params, optimizer) == before
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_peoples_keys_stay_as_in_torch(kind: str) -> None:
+    others = {"initial_lr": 1.0, "lr_scale": 0.5, "name": "head", "max_lr": 1.0, "min_lr": 0.1}
+    others |= {"base_momentum": 0.8, "max_momentum": 0.9, "fix_step": True, "swa_lr": 0.1}
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = getattr(amp.optim, kind)([{"params": params, **others}])
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert others.items() <= optimizer.param_groups[0].items()
+
+
+BAD_NUMBERS: dict[str, Any] = {"lr": None, "betas": None, "eps": "x", "weight_decay": []}
+BAD_NUMBERS |= {"amsgrad": torch.ones(3), "maximize": torch.ones(3), "seed": None}
+
+
+@pytest.mark.parametrize("key", BAD_NUMBERS)
+def test_a_bad_value_in_a_group_is_named(key: str) -> None:
+    params, optimizer = stepped("AdamW")
+    good = optimizer.param_groups[0][key]
+    optimizer.param_groups[0][key] = BAD_NUMBERS[key]
+    before = everything(params, optimizer)
+    with pytest.raises(ValueError, match=f"{key} must be"):
+        optimizer.step()
+    assert everything(params, optimizer) == before
+    optimizer.param_groups[0][key] = good
+    optimizer.step()

@@ -1,0 +1,125 @@
+"""What the first steps on a GPU cost: copies of step counts, hooks, and waits after an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watching import watching
+
+import amp_mp as amp
+from amp_mp import _C
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(params=["cuda"], autouse=True)
+def cuda(request: pytest.FixtureRequest, device: str) -> str:
+    """In the names of all tests here, for those who choose by device."""
+    if device != "cuda":
+        pytest.skip("only on a GPU")
+    return str(request.param)
+
+
+def params_of(count: int) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.ones(8, device=DEVICE)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def storages(optimizer: Any) -> set[int]:
+    return {state["step"].untyped_storage().data_ptr() for state in optimizer.state.values()}
+
+
+@pytest.mark.parametrize("make", ["step", "init_state", "load_state_dict of torch"])
+def test_all_new_step_counts_are_one_tensor(make: str) -> None:
+    params = params_of(10)
+    optimizer = amp.optim.AdamW(params)
+    if make == "init_state":
+        optimizer.init_state()
+    else:
+        optimizer.step()
+    if make == "load_state_dict of torch":
+        theirs = torch.optim.AdamW(params)
+        theirs.step()
+        optimizer.load_state_dict(theirs.state_dict())
+        optimizer.step()
+    assert len(storages(optimizer)) == 1
+    wanted = {"step": 1.0, "init_state": 0.0}.get(make, 2.0)
+    assert [float(state["step"]) for state in optimizer.state.values()] == [wanted] * 10
+
+
+def test_a_first_step_of_more_tensors_copies_no_more_numbers() -> None:
+    seen = []
+    for count in (2, 8):
+        optimizer = amp.optim.SGD(params_of(count), lr=0.1)  # without states of its own
+        with watching() as found:
+            optimizer.step()
+        seen.append(found.others)
+    assert seen[0] == seen[1]
+
+
+def test_what_was_made_together_is_loaded_and_stepped_alone() -> None:
+    """A copy of one parameter's state does not depend on the others'."""
+    params = params_of(3)
+    optimizer = amp.optim.AdamW(params)
+    optimizer.step()
+    kept = {name: value.clone() for name, value in optimizer.state[params[0]].items()}
+    optimizer.state[params[0]] = kept
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 2.0, 2.0]
+
+
+def test_measuring_during_backward_sets_no_hooks_here() -> None:
+    steps: list[list[Tensor]] = []
+    launches = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).to(DEVICE)
+        optimizer = amp.optim.AdamW(model.parameters(), max_grad_norm=0.1)
+        if attached:
+            optimizer.attach(model, measure=True)
+        for _ in range(2):
+            with watching() as found:
+                model(torch.ones(4, 16, device=DEVICE)).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        launches.append(found.kernels)
+        steps.append([p.detach().clone() for p in model.parameters()])
+    assert launches[0] == launches[1]
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
+def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
+    device = torch.device(DEVICE)
+    param = torch.zeros(64, device=device)
+    param.grad = torch.ones_like(param)
+    squares_only = torch.zeros(64, dtype=torch.int16, device=device)
+    slots = _C.Slots(
+        params=[param],
+        masters=[None],
+        states=[[squares_only]],
+        scales=[[None]],
+        formats=[["ue8m8"]],  # no format of momentum buffers, which the kernels refuse
+        stochastic=[False],
+        clocks=[torch.ones(4, dtype=torch.float64, device=device)],
+        groups=[0],
+        tensor_indices=[0],
+        firsts=[0],
+        names=["w"],
+    )
+    reports = _C.StepReports(param.device)
+    verdict = torch.zeros(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
+    inputs = _C.DecideInputs(reports=reports)
+    with pytest.raises(RuntimeError, match="a state is in a format"):
+        _C.operators["sgd_"](slots, [_C.Hyper(lr=0.1, momentum=0.9)], verdict, inputs=inputs)
+    with watching() as found:
+        assert reports.newest(True) is None
+    assert found.waits == 0
+    _C.decide_(verdict, inputs)
+    report = reports.newest(True)
+    assert report is not None
+    assert report[0] == 1

@@ -1,0 +1,239 @@
+"""What the native library refuses by name where it is called without the Python package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amp_mp as amp
+from amp_mp import _C
+from amp_mp.optim.base import rules_of
+
+HUGE = 2**62
+
+
+def slots(**changed: Any) -> _C.Slots:
+    """AdamW's slots of one bfloat16 parameter, with some arguments changed."""
+    n = changed.pop("count", 1)
+    param = torch.zeros(n, 64, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {
+        "params": [param[i] for i in range(n)],
+        "masters": [None] * n,
+        "states": [[torch.zeros(64) for _ in range(n)] for _ in range(2)],
+        "scales": [[None] * n, [None] * n],
+        "formats": [["float32"] * n, ["float32"] * n],
+        "stochastic": [False] * n,
+        "clocks": [torch.ones(4, dtype=torch.float64) for _ in range(n)],
+        "groups": [0] * n,
+        "tensor_indices": list(range(n)),
+        "firsts": [0] * n,
+        "names": [f"w{i}" for i in range(n)],
+    }
+    return _C.Slots(**{**arguments, **changed})
+
+
+def low(dtype: torch.dtype) -> list[list[Tensor]]:
+    return [[torch.zeros(64, dtype=dtype)], [torch.zeros(64)]]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a weight that is None": ({"params": [None]}, TypeError, "the weight of w0 is None"),
+    "a negative group": ({"groups": [-1]}, ValueError, "groups must ascend from 0 on, found -1"),
+    "groups that descend": (
+        {"count": 2, "groups": [1, 0]},
+        ValueError,
+        "groups must ascend from 0 on, found 0",
+    ),
+    "a group beyond 31 bits": ({"groups": [HUGE]}, ValueError, rf"groups\[0\] .* found {HUGE}"),
+    "a group of 32 bits": ({"groups": [2**32]}, ValueError, r"groups\[0\] must be below"),
+    "a device without memory": (
+        {"params": [], "count": 0, "device": torch.device("meta")},
+        ValueError,
+        "device must be a CPU or CUDA device, found meta",
+    ),
+    "a place beyond 63 bits": (
+        {"firsts": [HUGE], "row_lengths": [1], "row_strides": [HUGE]},
+        ValueError,
+        "the shard of w0",
+    ),
+    "fewer names": ({"names": []}, ValueError, "names has 0 elements"),
+    **{
+        f"a state in {name}": (
+            {"states": low(dtype), "formats": [[name], ["float32"]]},
+            ValueError,
+            f"the state of w0 cannot be {name}",
+        )
+        for name, dtype in {
+            "bfloat16_split32": torch.bfloat16,
+            "bfloat16_split24": torch.bfloat16,
+            "bfloat16_float32": torch.float32,
+            "float16_split32": torch.float16,
+            "float16_split24": torch.float16,
+            "float16_float32": torch.float32,
+            "float16_stochastic": torch.float16,
+        }.items()
+    },
+}
+
+
+def test_the_arguments_fit_where_none_is_changed() -> None:
+    assert len(slots()) == 1
+    assert len(slots(count=3)) == 3
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_slots_name_what_they_refuse(case: str) -> None:
+    changed, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        slots(**changed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "message"),
+    [
+        (torch.zeros(2), TypeError, "rows .* must be Double"),
+        (torch.zeros(2, 3), TypeError, "rows .* must be Double"),
+        (torch.zeros(3, dtype=torch.float64), ValueError, r"must have shape \[n \+ 1, 3\]"),
+        (torch.zeros(4, 2, dtype=torch.float64), ValueError, r"must have shape \[n \+ 1, 3\]"),
+        (torch.zeros(0, 3, dtype=torch.float64), ValueError, "rows must hold 3"),
+        (torch.zeros((), dtype=torch.float64), ValueError, "rows must hold 3"),
+        (torch.zeros(3, 3, dtype=torch.float64).t()[:2], ValueError, "rows"),
+        (torch.zeros(3, 3, dtype=torch.int64), TypeError, "rows .* must be Double"),
+        (torch.zeros(3, 3, dtype=torch.float64, device="meta"), TypeError, "neither on a CPU"),
+    ],
+)
+def test_a_measurement_of_other_rows(rows: Tensor, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        _C.Measurement(rows)
+
+
+def adamw() -> tuple[Any, list[Any], list[dict[str, Any]], dict[Any, Any]]:
+    param = torch.nn.Parameter(torch.zeros(64))
+    param.grad = torch.ones(64)
+    optimizer = amp.optim.AdamW([param])
+    rules = [rules_of(amp.optim.AdamW)[0]]
+    return param, rules, optimizer.param_groups, optimizer.state
+
+
+def bucket(group: int) -> Callable[[], Any]:
+    def call() -> Any:
+        param, rules, groups, states = adamw()
+        return _C.Bucket(rules, groups, states, param, group, 0, "w")
+
+    return call
+
+
+def states_for(rules: int) -> Callable[[], Any]:
+    def call() -> Any:
+        _, own, groups, states = adamw()
+        return _C.init_states(own * rules, groups, states)
+
+    return call
+
+
+def state_that_is(state: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        param, rules, groups, _ = adamw()
+        return _C.Bucket(rules, groups, {param: state}, param, 0, 0, "w")
+
+    return call
+
+
+def masters() -> _C.Masters:
+    return _C.Masters([("float32", None, "master", torch.float32)])
+
+
+BF16 = torch.zeros(4, dtype=torch.bfloat16)
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a group that is not there": (bucket(1), IndexError, "there is no group 1"),
+    "a group before the first": (bucket(-1), IndexError, "there is no group -1"),
+    "fewer rules than groups": (states_for(0), ValueError, "0 rules, but 1 param_groups"),
+    "more rules than groups": (states_for(2), ValueError, "2 rules, but 1 param_groups"),
+    "a state that is no dict": (state_that_is(7), TypeError, "the state of w must be a dict"),
+    "a master of float32": (
+        lambda: masters().set("float32", torch.zeros(4), {}),
+        TypeError,
+        "must be float16 or bfloat16",
+    ),
+    "a parameter that is no tensor": (
+        lambda: masters().beside(3, {}),  # type: ignore[arg-type]
+        TypeError,
+        "a tensor is needed, found 3",
+    ),
+    "groups of what is no tensor": (
+        lambda: _C.has_groups("w"),  # type: ignore[arg-type]
+        TypeError,
+        "a tensor is needed",
+    ),
+    "a part of other dimensions": (
+        lambda: _C.scale_shape(torch.zeros(2, 64), []),
+        ValueError,
+        "part .* 2 dimensions",
+    ),
+    "a form of other rows": (
+        lambda: _C.has_form({"a": torch.zeros(1)}, {"a": 3}, torch.zeros(1), "step"),  # type: ignore[dict-item]
+        TypeError,
+        "a row of a form",
+    ),
+    "a saved state without tensors": (
+        lambda: _C.copy_of_form({"a": 3}, {"a": (torch.float32, "param")}, "a"),
+        TypeError,
+        "plain tensors by name",
+    ),
+    "a saved state without a form": (
+        lambda: _C.copy_of_form({"a": torch.zeros(1)}, {}, "a"),
+        TypeError,
+        "a row of a form",
+    ),
+    "original values of nothing": (
+        lambda: _C.decode_original(BF16, []),
+        ValueError,
+        "found 0 tensors",
+    ),
+    "original values of two tensors": (
+        lambda: _C.is_rounded_original(BF16, [BF16, BF16], 0, False),
+        ValueError,
+        "found 2 tensors",
+    ),
+    "original values of float32": (
+        lambda: _C.encode_original(torch.zeros(4), torch.zeros(4), False),
+        TypeError,
+        "must be float16 or bfloat16",
+    ),
+    "a policy that is NaN": (
+        lambda: _C.update_scale_(
+            _C.ScaleUpdate(policy=torch.full((8,), torch.nan, dtype=torch.float64)),
+            torch.zeros(1, dtype=torch.float64),
+        ),
+        ValueError,
+        "policy nan",
+    ),
+    "lists of what is no list": (
+        lambda: _C.same_items([3], []),  # type: ignore[list-item]
+        TypeError,
+        "lists holds no sequence",
+    ),
+    "a ZeroTensor": (
+        lambda: _C.decode(torch._efficientzerotensor(32), None, "float32"),
+        ValueError,
+        "data .* ZeroTensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_end_in_an_error_by_name(case: str) -> None:
+    call, kind, message = CALLS[case]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_state_that_is_refused_stays() -> None:
+    state = {"master": torch.zeros(4)}
+    with pytest.raises(TypeError, match="must be float16 or bfloat16"):
+        masters().set("float32", torch.zeros(4), state, torch.ones(4))
+    assert list(state) == ["master"]
