@@ -106,8 +106,8 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
   const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
   const at::Tensor added =
       summand.defined() && beta != 0.0 ? summand.expand({batches, m, n}) : at::Tensor();
-  // One by one, so that a matrix has the same bits beside any others: Muon's ranks rely on it, and a
-  // batched product's depend on how many there are. For tiny ones that would be all overhead.
+  // One by one, so that a matrix has the same bits beside any others: Muon's ranks rely on it, and
+  // a batched product's depend on how many there are. For tiny ones that would be all overhead.
   if (m * k * n >= 4096) {
     for (int64_t i = 0; i < batches; ++i)
       multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);

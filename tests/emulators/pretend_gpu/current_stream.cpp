@@ -6,7 +6,8 @@
 namespace pretend_gpu {
 namespace {
 
-thread_local std::array<c10::StreamId, 2> stream_of = {};  // of each device; 0 is the default stream
+thread_local std::array<c10::StreamId, 2> stream_of =
+    {};  // of each device; 0 is the default stream
 
 }  // namespace
 
