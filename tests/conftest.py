@@ -55,15 +55,20 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def cast_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has Apex's table cast matrix products on a CPU whose bfloat16 products are slow, too.
+def cast_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has Apex's table cast matrix products on a CPU whose low-precision products are slow, too.
 
     The table leaves them in float32 there. The others decide by size.
     """
+    slow_float16 = _C.products.choice(torch.float16) == "float32"
     if _C.products.choice(torch.bfloat16) == "float32":
         by_size = {"low_precision_if_large": "low_precision"}
         rows = tuple((by_size.get(policy, policy), ops) for policy, ops in op_table.APEX)
         monkeypatch.setattr(op_table, "APEX", rows)
+    elif slow_float16:
+        _C.products.choose(torch.float16, False)
+    yield
+    _C.products.choose(torch.float16, slow_float16)
 
 
 @pytest.fixture
