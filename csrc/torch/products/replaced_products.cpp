@@ -57,75 +57,53 @@ Tensor& product_to(Tensor& out, const Tensor& summand, const Tensor& a, const Te
 
 bool takes(const Tensor& out, const Tensor& a) { return out.scalar_type() == a.scalar_type(); }
 
-Tensor mm(const Tensor& a, const Tensor& b) {
-  return are_factors(a, b, 2) ? product({}, a, b, 0, 1) : at::cpu::mm(a, b);
+// Each form of an operator, for matrices (dims 2) and batches of them (3). stock: torch's kernel.
+
+template <int dims, auto stock>
+Tensor of_two(const Tensor& a, const Tensor& b) {
+  return are_factors(a, b, dims) ? product({}, a, b, 0, 1) : stock(a, b);
 }
 
-Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
-  const bool ours = are_factors(a, b, 2) && takes(out, a);
-  return ours ? product_to(out, {}, a, b, 0, 1) : at::cpu::mm_out(out, a, b);
+template <int dims, auto stock>
+Tensor& of_two_to(const Tensor& a, const Tensor& b, Tensor& out) {
+  const bool ours = are_factors(a, b, dims) && takes(out, a);
+  return ours ? product_to(out, {}, a, b, 0, 1) : stock(out, a, b);
 }
 
-Tensor bmm(const Tensor& a, const Tensor& b) {
-  return are_factors(a, b, 3) ? product({}, a, b, 0, 1) : at::cpu::bmm(a, b);
-}
-
-Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) {
-  const bool ours = are_factors(a, b, 3) && takes(out, a);
-  return ours ? product_to(out, {}, a, b, 0, 1) : at::cpu::bmm_out(out, a, b);
-}
-
-Tensor addmm(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+template <int dims, auto stock>
+Tensor added(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
              const Scalar& alpha) {
-  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b);
-  return ours ? product(c, a, b, beta, alpha) : at::cpu::addmm(c, a, b, beta, alpha);
+  const bool ours = are_factors(a, b, dims) && is_summand(c, a, b);
+  return ours ? product(c, a, b, beta, alpha) : stock(c, a, b, beta, alpha);
 }
 
-Tensor& addmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
-                  const Scalar& alpha, Tensor& out) {
-  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b) && takes(out, a);
-  return ours ? product_to(out, c, a, b, beta, alpha)
-              : at::cpu::addmm_out(out, c, a, b, beta, alpha);
+template <int dims, auto stock>
+Tensor& added_to(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+                 const Scalar& alpha, Tensor& out) {
+  const bool ours = are_factors(a, b, dims) && is_summand(c, a, b) && takes(out, a);
+  return ours ? product_to(out, c, a, b, beta, alpha) : stock(out, c, a, b, beta, alpha);
 }
 
-Tensor& addmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
-               const Scalar& alpha) {
-  const bool ours = are_factors(a, b, 2) && is_summand(c, a, b) && c.sizes() == sizes_of(a, b);
-  return ours ? product_to(c, c, a, b, beta, alpha) : at::cpu::addmm_(c, a, b, beta, alpha);
-}
-
-Tensor baddbmm(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
-               const Scalar& alpha) {
-  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b);
-  return ours ? product(c, a, b, beta, alpha) : at::cpu::baddbmm(c, a, b, beta, alpha);
-}
-
-Tensor& baddbmm_out(const Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
-                    const Scalar& alpha, Tensor& out) {
-  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b) && takes(out, a);
-  return ours ? product_to(out, c, a, b, beta, alpha)
-              : at::cpu::baddbmm_out(out, c, a, b, beta, alpha);
-}
-
-Tensor& baddbmm_(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
-                 const Scalar& alpha) {
-  const bool ours = are_factors(a, b, 3) && is_summand(c, a, b) && c.sizes() == sizes_of(a, b);
-  return ours ? product_to(c, c, a, b, beta, alpha) : at::cpu::baddbmm_(c, a, b, beta, alpha);
+template <int dims, auto stock>
+Tensor& added_in_place(Tensor& c, const Tensor& a, const Tensor& b, const Scalar& beta,
+                       const Scalar& alpha) {
+  const bool ours = are_factors(a, b, dims) && is_summand(c, a, b) && c.sizes() == sizes_of(a, b);
+  return ours ? product_to(c, c, a, b, beta, alpha) : stock(c, a, b, beta, alpha);
 }
 
 }  // namespace
 
 void replace_products(torch::Library& aten) {
-  aten.impl("mm", mm);
-  aten.impl("mm.out", mm_out);
-  aten.impl("bmm", bmm);
-  aten.impl("bmm.out", bmm_out);
-  aten.impl("addmm", addmm);
-  aten.impl("addmm.out", addmm_out);
-  aten.impl("addmm_", addmm_);
-  aten.impl("baddbmm", baddbmm);
-  aten.impl("baddbmm.out", baddbmm_out);
-  aten.impl("baddbmm_", baddbmm_);
+  aten.impl("mm", of_two<2, at::cpu::mm>);
+  aten.impl("mm.out", of_two_to<2, at::cpu::mm_out>);
+  aten.impl("bmm", of_two<3, at::cpu::bmm>);
+  aten.impl("bmm.out", of_two_to<3, at::cpu::bmm_out>);
+  aten.impl("addmm", added<2, at::cpu::addmm>);
+  aten.impl("addmm.out", added_to<2, at::cpu::addmm_out>);
+  aten.impl("addmm_", added_in_place<2, at::cpu::addmm_>);
+  aten.impl("baddbmm", added<3, at::cpu::baddbmm>);
+  aten.impl("baddbmm.out", added_to<3, at::cpu::baddbmm_out>);
+  aten.impl("baddbmm_", added_in_place<3, at::cpu::baddbmm_>);
 }
 
 }  // namespace amp_mp::products
