@@ -16,7 +16,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-all test-rest test-fast test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build
+.PHONY: demo test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -40,6 +40,14 @@ test-rest: build
 test-fast: build
 	$(PY) -m ruff check $(PYTHON_DIRS)
 	$(PYTEST) -m "not slow and not full"
+
+# The wheel for $(PYTHON): bindings for torch 2.11 to 2.15, kernels for all architectures. Half an hour
+# and 8 GB of downloads. test-wheel TORCH=2.15.0 installs it beside that torch and runs tests there.
+wheel:
+	"$(PYTHON)" build_tools/wheel.py
+
+test-wheel:
+	"$(PYTHON)" build_tools/test_wheel.py --torch $(TORCH)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
@@ -66,7 +74,7 @@ lint: build
 	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 	@! grep -rnE '#include *[<"](torch|ATen|c10)/' csrc/core csrc/cuda csrc/cpu csrc/plan.h \
 	  || { echo 'no torch header belongs in there: csrc/torch is the only C++ that knows torch'; exit 1; }
-	@! grep -nE '(-ffast-math|--use_fast_math)' build_tools/native.py | grep -v '^[0-9]*:#' \
+	@! grep -nE '(-ffast-math|--use_fast_math)' build_tools/*.py | grep -v '^[0-9]*:#' \
 	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
 
 format: $(VENV)/tools
@@ -87,15 +95,17 @@ gpu-tests gpu-bench gpu-sanitize: gpu-%:
 
 clean:
 	rm -rf build dist demo .venv .venv-zoo .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f python/amp_mp/_C*.so python/amp_mp/_built_for.py
+	rm -rf python/amp_mp/native
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 build: $(VENV)/built
 
+# First without pip, which would not show how far it is; then pip finds all that is compiled.
+BUILD := AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)"
 $(VENV)/built: $(VENV)/tools $(NATIVE)
-	AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" \
-	  $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $@
+	@$(BUILD) $(PY) setup.py --quiet build_ext --inplace
+	@$(BUILD) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
 
 $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
 	AMP_MP_CUDA=0 AMP_MP_OBJECTS=build/zoo MAX_JOBS=$(JOBS) $(ZOO)/bin/python -m pip install --quiet \
@@ -107,6 +117,6 @@ $(ZOO)/tools: tests/zoo/requirements.txt
 	$(ZOO)/bin/python -m pip install --quiet -r tests/zoo/requirements.txt
 	touch $@
 
-$(VENV)/tools: pyproject.toml
-	bash .ci/environment "$(PYTHON)" "$(VENV)" "$(TORCH)"
-	touch $@
+$(VENV)/tools: pyproject.toml .ci/environment
+	@bash .ci/environment "$(PYTHON)" "$(VENV)" "$(TORCH)"
+	@touch $@

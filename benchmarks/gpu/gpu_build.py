@@ -20,7 +20,7 @@ from gpu_environment import NATIVE, ROOT, digest
 
 def library(root: Path = ROOT) -> str | None:
     """A digest of the libraries that are in place; None if there is none."""
-    found = sorted((root / "python/amp_mp").glob("_C*.so"))
+    found = sorted((root / "python/amp_mp/native").rglob("*.so"))
     content = b"".join(path.name.encode() + path.read_bytes() for path in found)
     return hashlib.sha256(content).hexdigest() if found else None
 
@@ -64,7 +64,7 @@ def main() -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings})
     if done.returncode == 0 and library() is None:
-        raise SystemExit("setup.py ended well, but python/amp_mp has no _C*.so")
+        raise SystemExit("setup.py ended well, but python/amp_mp/native has no library")
     if done.returncode:
         raise SystemExit(done.returncode)
     arguments.note.write_text(json.dumps({**now, "library": library()}) + "\n")

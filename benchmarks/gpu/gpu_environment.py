@@ -73,7 +73,7 @@ def digest(names: Iterable[str], root: Path = ROOT) -> str:
     for name in names:
         found = [root / name] if (root / name).is_file() else (root / name).rglob("*")
         for path in sorted(found):
-            if path.suffix in (".py", ".h", ".cpp", ".cu") and path.name != "_built_for.py":
+            if path.suffix in (".py", ".h", ".cpp", ".cu"):
                 content = path.read_bytes()
                 whole.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     return whole.hexdigest()[:16]

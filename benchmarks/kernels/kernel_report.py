@@ -150,7 +150,7 @@ def paths(kernels: Sequence[Kernel], recorder: Path) -> list[Measured]:
 
 def size_without_kernels(root: Path = ROOT) -> int | None:
     """Bytes of the built library besides its machine code for GPUs; None where it is not built."""
-    built = sorted(root.glob("python/amp_mp/_C*.so"))
+    built = sorted(root.glob("python/amp_mp/native/*.so"))
     if not built or not shutil.which("readelf"):
         return None
     sections = _run(["readelf", "-SW", str(built[0])])

@@ -89,9 +89,9 @@ const char* update_scale(const ScaleUpdate& update, const double* found_inf, con
                          const StepReportBuffer& report_buffer, void* stream);
 
 // The CUDA runtime's functions that are needed besides launches.
-bool is_capturing(void* stream);
+const char* is_capturing(void* stream, bool& capturing);
 const char* synchronize(void* stream);
-// Pinned host memory that devices can write, never freed; null if CUDA refuses. Not during capture.
-void* allocate_for_both(size_t bytes);
+// Pinned host memory that devices can write, never freed. Not during capture.
+const char* allocate_for_both(size_t bytes, void*& piece);
 
 }  // namespace amp_mp::cuda

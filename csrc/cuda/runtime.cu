@@ -1,5 +1,6 @@
 // Functions of the CUDA runtime that are needed besides launches.
 #include <mutex>
+#include <string>
 
 #include "cuda/gpu.h"
 #include "cuda/passes.h"
@@ -7,19 +8,36 @@
 
 namespace amp_mp::cuda {
 
-bool is_capturing(void* stream) {
+const char* message(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  if (error != cudaErrorInsufficientDriver) return cudaGetErrorString(error);
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  const auto named = [](int version) {  // 13020 is 13.2
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  static thread_local std::string text;
+  text = std::string(cudaGetErrorString(error)) + ": amp_mp's kernels need CUDA " +
+         named(CUDART_VERSION) + ", this driver has " + named(driver) +
+         "; update the driver, or build amp_mp with a CUDA toolkit that is not newer than it";
+  return text.c_str();
+}
+
+const char* is_capturing(void* stream, bool& capturing) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
-    return status == cudaStreamCaptureStatusActive;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  capturing = status == cudaStreamCaptureStatusActive;
+  if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, or the next launch would report it
-  return false;
+  // The default stream was asked for while another captures: it is not in that capture.
+  return error == cudaErrorStreamCaptureImplicit ? nullptr : message(error);
 }
 
 const char* synchronize(void* stream) {
   return message(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
 
-void* allocate_for_both(size_t bytes) {
+const char* allocate_for_both(size_t bytes, void*& piece) {
   constexpr size_t kSlab = 1 << 16,
                    kAlign = 64;  // one allocation for many pieces, since pinning is slow
   static std::mutex mutex;
@@ -30,13 +48,14 @@ void* allocate_for_both(size_t bytes) {
     void* memory = nullptr;
     // One address for host and devices, as on every 64-bit system.
     const auto flags = cudaHostAllocMapped | cudaHostAllocPortable;
-    if (bytes > kSlab || cudaHostAlloc(&memory, kSlab, flags) != cudaSuccess) return nullptr;
+    if (bytes > kSlab) return message(cudaErrorInvalidValue);
+    if (const char* error = message(cudaHostAlloc(&memory, kSlab, flags))) return error;
     slab = static_cast<char*>(memory);
     used = 0;
   }
-  char* piece = slab + used;
+  piece = slab + used;
   used += (bytes + kAlign - 1) / kAlign * kAlign;
-  return piece;
+  return nullptr;
 }
 
 }  // namespace amp_mp::cuda

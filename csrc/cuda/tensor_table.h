@@ -123,8 +123,8 @@ int64_t count_elements(const Item* items, int64_t count) {
   return elements;
 }
 
-inline const char* message(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
+// CUDA's words, with both versions where the driver is too old for the runtime in this library;
+// null for success. The text lasts until the thread's next error.
+const char* message(cudaError_t error);
 
 }  // namespace amp_mp::cuda

@@ -3,6 +3,7 @@
 
 #include "cpu/kernels.h"
 #include "torch/arguments.h"
+#include "torch/build_facts.h"
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/kept_casts.h"
@@ -19,10 +20,11 @@ namespace {
 
 py::dict build_info() {
   py::dict info;
-  info["torch"] = AMP_MP_TORCH_VERSION;
+  info["torch"] = build_facts.torch;
   info["cuda"] = has_cuda();
-  info["cuda_toolkit"] = AMP_MP_CUDA_TOOLKIT;
-  info["cuda_architectures"] = AMP_MP_CUDA_ARCHITECTURES;
+  info["cuda_toolkit"] = build_facts.cuda_toolkit;
+  info["cuda_architectures"] = build_facts.cuda_architectures;
+  info["commit"] = build_facts.commit;
   info["cpu"] = cpu::kernels()->name;
   info["compiler"] = __VERSION__;
   py::dict of_cpu;

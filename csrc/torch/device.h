@@ -43,7 +43,11 @@ inline void used_on_current_stream(at::Tensor t) {
 // Whether the device's current stream is being captured by a CUDA graph.
 inline bool is_capturing([[maybe_unused]] const at::Device& device) {
 #ifdef AMP_MP_WITH_CUDA
-  return device.is_cuda() && cuda::is_capturing(current_stream(device));
+  if (!device.is_cuda()) return false;
+  bool capturing = false;
+  const char* error = cuda::is_capturing(current_stream(device), capturing);
+  TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device, ": ", error);
+  return capturing;
 #else
   return false;
 #endif

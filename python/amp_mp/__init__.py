@@ -12,6 +12,9 @@ pass, on CPU and CUDA, so that float16 and bfloat16 get float32's result.
 # ruff: noqa: E402 (the library is loaded after the check of torch's version)
 
 import importlib
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +22,28 @@ import torch
 from amp_mp._version import __version__
 
 
-def _check_torch() -> None:
-    """Raises ImportError where the library was built for another torch, in which it would crash."""
-    try:
-        from amp_mp import _built_for
-    except ImportError as error:
-        raise ImportError(
-            "amp_mp's native library is not built here. Build it, with torch installed, by\n"
-            "    pip install --no-build-isolation amp_mp\n"
-            "or, in a checkout, pip install --no-build-isolation -e ."
-        ) from error
-    built, running = _built_for.TORCH_VERSION, torch.__version__
-    if built.split(".")[:2] != running.split(".")[:2]:
-        raise ImportError(
-            f"amp_mp was built for torch {built}, but torch {running} is running. Rebuild it by\n"
-            "    pip install --no-build-isolation --force-reinstall --no-deps amp_mp"
-        )
+def _choose_binding() -> None:
+    """Lets `amp_mp._C` be found in the folder of the running torch, since another would crash.
+
+    Raises:
+        ImportError: native/ has no binding for this version of torch and of Python.
+    """
+    native = Path(__file__).parent / "native"
+    found = {path.parent.name for path in native.glob(f"torch*/_C{EXTENSION_SUFFIXES[0]}")}
+    running = "torch{}_{}".format(*torch.__version__.split(".")[:2])
+    if running in found:
+        return __path__.append(str(native / running))
+    versions = sorted(name.removeprefix("torch").replace("_", ".") for name in found)
+    raise ImportError(
+        f"amp_mp {__version__} in {native.parent} has a native library for torch "
+        f"{', '.join(versions) or '(none)'}, but torch {torch.__version__} is running, in Python "
+        f"{sys.version.split()[0]}. Install one of these versions of torch; or, with "
+        "torch>=2.11,<2.16, build the library for it in the folder of amp_mp's source:\n"
+        "    pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps ."
+    )
 
 
-_check_torch()
+_choose_binding()
 
 from amp_mp import apex, casting, checkpoint, formats, nn, optim, scaling
 from amp_mp._C import build_info

@@ -78,7 +78,6 @@ def test_the_digest_is_of_the_sources_content(tmp_path: Path) -> None:
     (tmp_path / "a/b/x.cu").write_text("one")
     first = gpu_environment.digest(["a"], tmp_path)
     os.utime(tmp_path / "a/b/x.cu", (0, 0))
-    (tmp_path / "a/_built_for.py").write_text("")
     (tmp_path / "a/notes.txt").write_text("")
     assert gpu_environment.digest(["a"], tmp_path) == first
     (tmp_path / "a/b/x.cu").write_text("two")

@@ -37,7 +37,7 @@ def compiled(source: Path, command: Sequence[str]) -> Path:
 def librarys(name: str, *needed: str) -> Path | None:
     """An object of build/native; None where it is older than its sources, or made otherwise.
 
-    needed: options that its command must have.
+    name: without its ending. needed: options that its command must have.
     """
     target = ROOT / f"build/native/{name}.o"
     recipe, depends = target.with_suffix(".cmd"), target.with_suffix(".d")

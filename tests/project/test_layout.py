@@ -24,7 +24,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 375,
+    ".": 380,
     "apex": 1636,
     "casting": 636,
     "checkpoint": 1041,
@@ -151,9 +151,8 @@ def test_python_files_are_short() -> None:
 def test_folders_do_not_grow() -> None:
     found = dict.fromkeys(FOLDER_LINES, 0)
     for path in MODULES.values():
-        if path.name != "_built_for.py":  # the build writes it
-            folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
-            found[folder] = found.get(folder, 0) + lines_of(path)
+        folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
+        found[folder] = found.get(folder, 0) + lines_of(path)
     grown = {f: (n, FOLDER_LINES.get(f, 0)) for f, n in found.items() if n > FOLDER_LINES.get(f, 0)}
     assert grown == {}
 

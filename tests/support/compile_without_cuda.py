@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ASKING = ("AMP_MP_WITH_CUDA", "AMP_MP_CUDA_TOOLKIT")
+ASKING = ("AMP_MP_WITH_CUDA",)
 
 
 def fits(made: Path) -> bool:
@@ -32,9 +32,12 @@ def fits(made: Path) -> bool:
 def main() -> int:
     folder, *arguments = sys.argv[1:]
     target = Path(arguments[arguments.index("-o") + 1])
-    if target.suffix == ".o" and fits(made := Path(folder, target.name)):
-        shutil.copy(made, target)
-        return 0
+    # A binding has its own folder. build_facts.o names the toolkit.
+    names = [target.name, f"{target.parent.name}/{target.name}"]
+    if target.suffix == ".o" and target.stem != "build_facts":
+        for made in filter(fits, (Path(folder, name) for name in names)):
+            shutil.copy(made, target)
+            return 0
     options = ["-O0" if option == "-O3" else option for option in arguments]
     return subprocess.run(["g++", *options], check=False).returncode
 

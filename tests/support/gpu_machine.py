@@ -1,7 +1,7 @@
 """A machine for `make gpu` without a GPU: a bare copy of the tree, and tools that only pretend.
 
 python3 stands for Python and for what only a GPU can do: it answers for pytest. nvcc, g++ and nm
-make empty objects, and as the library a copy of the one that is built here. git, pip and curl are
+make empty objects, and as the libraries copies of those that are built here. git, pip and curl are
 not to be used: they fail, and who called them is written down.
 """
 
@@ -23,10 +23,15 @@ COMPILER = """#!/bin/bash
 echo "$0" >>"{calls}"
 case "$*" in
   *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit ;;
+  *--list-gpu-arch*) echo compute_90; exit ;;
   *--dryrun*) echo "#$ TOP={cuda}" >&2; exit ;;
 esac
 made=; for word in "$@"; do [ "$made" = next ] && made=$word; [ "$word" = -o ] && made=next; done
-case "$*" in *-shared*) cp {library} "$made" ;; *) : >"$made" ;; esac
+case "$*" in
+  *-shared*version-script*) cp {kernels} "$made" ;;
+  *-shared*) cp {binding} "$made" ;;
+  *) : >"$made" ;;
+esac
 """
 FORBIDDEN = '#!/bin/bash\necho "$0 $*" >>"{calls}.forbidden"\nexit 127\n'
 # `make gpu` asks the GPU here: this answers without torch.
@@ -78,8 +83,9 @@ class Machine:
             f'#!/bin/bash\necho "$PYTHONPATH|$*" >>"{self.calls}"\ncase "$*" in\n{branches}'
             f'  *) {python} "$@" ;;\nesac\n',
         )
-        library = next((ROOT / "python/amp_mp").glob("_C*.so"))
-        words = {"calls": self.calls, "cuda": folder / "cuda", "library": library}
+        built = ROOT / "python/amp_mp/native"
+        words = {"calls": self.calls, "cuda": folder / "cuda", "kernels": next(built.glob("*.so"))}
+        words["binding"] = next(built.glob("*/_C*.so"))
         for name in ("cuda/bin/nvcc", "bin/g++"):
             self.tool(name, COMPILER.format(**words))
         (folder / "cuda/lib64").mkdir()

@@ -35,10 +35,10 @@ StepReports::StepReports(const at::Device& device) : device_(device) {
   const c10::OptionalDeviceGuard guard(device);
   // Never freed: a step that is queued, or replayed later, may still write to it.
   constexpr size_t kBytes = kStepReports * sizeof(StepReport);
-  reports_ = static_cast<StepReport*>(cuda::allocate_for_both(kBytes));
-  TORCH_CHECK(reports_, "amp_mp: CUDA gave no ", kBytes, " bytes of pinned host memory for ",
-              device);
-  std::memset(reports_, 0, kBytes);
+  void* memory = nullptr;
+  const char* error = cuda::allocate_for_both(kBytes, memory);
+  TORCH_CHECK(!error, "amp_mp: CUDA gave no pinned host memory for ", device, ": ", error);
+  reports_ = static_cast<StepReport*>(std::memset(memory, 0, kBytes));
 }
 
 StepReportBuffer StepReports::buffer() const { return {reports_, data_of<StepCounts>(counts_)}; }
@@ -46,7 +46,7 @@ StepReportBuffer StepReports::buffer() const { return {reports_, data_of<StepCou
 void StepReports::count_decision() {
   void* const stream = current_stream(device_);
   const c10::OptionalDeviceGuard guard(device_);
-  if (cuda::is_capturing(stream)) {
+  if (is_capturing(device_)) {
     is_captured_ = true;
   } else {
     stream_ = stream;

@@ -10,6 +10,7 @@ constexpr int kDevices = 2, kMultiprocessors = 4;
 thread_local int current_device = 0;
 std::atomic<cuda_on_cpu::Recording*> open_recording = nullptr;
 
+bool too_old() { return cuda_on_cpu::driver_version < CUDART_VERSION; }
 bool capturing() { return open_recording.load() != nullptr; }
 
 cuda_on_cpu::StreamId of_current_device(cudaStream_t stream) {
@@ -32,6 +33,10 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInsufficientDriver:
+      return "CUDA driver version is insufficient for CUDA runtime version";
+    case cudaErrorStreamCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
@@ -70,7 +75,13 @@ cudaError_t cudaDeviceSynchronize() {
   return synchronise([] { cuda_on_cpu::finish_device(current_device); });
 }
 
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = cuda_on_cpu::driver_version;
+  return cudaSuccess;
+}
+
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
+  if (too_old()) return cudaErrorInsufficientDriver;
   if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped)) return cudaErrorInvalidValue;
   if (capturing()) return cudaErrorStreamCaptureUnsupported;
   *memory = malloc(bytes);
@@ -84,6 +95,7 @@ cudaError_t cudaFreeHost(void* memory) {
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  if (too_old()) return cudaErrorInsufficientDriver;
   *status = capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -91,6 +103,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
 namespace cuda_on_cpu {
 
 Counts counts;
+std::atomic<int> driver_version = CUDART_VERSION;
 
 void Recording::begin() {
   Recording* none = nullptr;

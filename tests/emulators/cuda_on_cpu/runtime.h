@@ -15,14 +15,17 @@ enum cudaError_t {
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDevice = 101,
-  cudaErrorStreamCaptureUnsupported = 900
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureImplicit = 906
 };
 enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusNone = 0,
   cudaStreamCaptureStatusActive = 1,
   cudaStreamCaptureStatusInvalidated = 2
 };
+#define CUDART_VERSION 13000
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 
@@ -32,6 +35,7 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // Two devices, and a current one for each thread. Both have the same memory: the host's.
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
@@ -66,6 +70,10 @@ class Recording {
  private:
   std::vector<std::function<void()>> kernels_;
 };
+
+// The CUDA version of the driver, CUDART_VERSION at first. With an older one each call that needs
+// the driver fails.
+extern std::atomic<int> driver_version;
 
 Recording* under_way();  // null where nothing is captured
 

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SHIM = HERE.parent / "cuda_on_cpu"
 sys.path.append(str(ROOT))
 
-from build_tools.unity import one_unit, torch_units  # noqa: E402
+from build_tools.generated import facts_unit, one_unit, torch_units  # noqa: E402
 
 CSRC = ROOT / "csrc"
 OUT = KEPT / "pretend_gpu"
@@ -71,19 +71,18 @@ def _units() -> list[tuple[Path, list[str]]]:
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     for_torch = [part for path in includes for part in ("-isystem", path)]
     for_torch += [
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"',
-        '-DAMP_MP_CUDA_TOOLKIT="pretend"',
-        '-DAMP_MP_CUDA_ARCHITECTURES=""',
         "-DAMP_MP_WITH_CUDA",
     ]
     own = one_unit(OUT / "pretend_gpu.cpp", sorted(HERE.glob("*.cpp")))
-    with_torch = [own, *torch_units(CSRC, OUT)]
+    with_torch = [own, *torch_units(CSRC, OUT), facts_unit(OUT, torch.__version__, "pretend", "")]
     return [(source, for_torch) for source in with_torch]
 
 
 def _object(source: Path, flags: list[str]) -> Path:
     """The object of a source: the library's own where that has what the pretend GPU needs."""
-    needed = ("-DAMP_MP_WITH_CUDA", f'-DAMP_MP_TORCH_VERSION="{torch.__version__}"')
-    own = librarys(source.stem, *needed) if source.parent == OUT else None  # a unit of csrc/torch
+    own = None
+    if source.name.startswith("torch_"):
+        minor = "_".join(torch.__version__.split(".")[:2])
+        name = f"torch{minor}-{sys.implementation.cache_tag}/{source.stem}"
+        own = librarys(name, "-DAMP_MP_WITH_CUDA", include_paths()[0])
     return own or compiled(source, ["g++", *FLAGS, *flags])

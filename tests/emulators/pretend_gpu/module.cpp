@@ -45,6 +45,7 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
   });
   m.def("settle_address", [] { return reinterpret_cast<uintptr_t>(&settle_current_device); });
   m.def("is_capturing", [] { return cuda_on_cpu::under_way() != nullptr; });
+  m.def("set_driver", [](int version) { cuda_on_cpu::driver_version = version; });
   m.def("device_count", [] {
     int count = 0;
     cudaGetDeviceCount(&count);

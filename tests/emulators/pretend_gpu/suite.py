@@ -39,7 +39,7 @@ FILES = {
     "optim/muon/test_models": 14,
     "optim/muon/test_muon": 40,
     "optim/step/test_cuda_captured_tables": 7,
-    "optim/step/test_cuda_first_step": 7,
+    "optim/step/test_cuda_first_step": 9,
     "optim/step/test_cuda_sharded_step": 33,
     "optim/step/test_cuda_captured_step": 16,
     "optim/step/test_cuda_step": 30,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import PRETEND_GPU
 from torch import Tensor, nn
 from watching import watching
 
@@ -123,3 +124,24 @@ def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
     report = reports.newest(True)
     assert report is not None
     assert report[0] == 1
+
+
+@pytest.mark.skipif(not PRETEND_GPU, reason="the driver of a real GPU is as it is")
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_driver_that_is_too_old_is_named_with_both_versions(stepped: bool) -> None:
+    import amp_mp_pretend_gpu as gpu
+
+    params = params_of(2)
+    optimizer = amp.optim.AdamW(params, max_grad_norm=1.0)
+    if stepped:
+        optimizer.step()
+    before = [p.detach().clone() for p in params]
+    gpu.set_driver(12040)
+    try:
+        with pytest.raises(RuntimeError, match="version is insufficient") as error:
+            optimizer.step()
+    finally:
+        gpu.set_driver(13000)
+    assert "kernels need CUDA 13.0, this driver has 12.4; update the driver" in str(error.value)
+    assert all(torch.equal(p, kept) for p, kept in zip(params, before, strict=True))
+    optimizer.step()

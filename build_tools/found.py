@@ -1,0 +1,231 @@
+"""What building needs, looked for before anything is compiled: torch, a compiler, Python.h, CUDA.
+
+Whatever is missing ends the build in one sentence, with the command that helps. torch is read, not
+imported: its headers and its version.py are enough, and its libraries may be missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST, NEWEST = (2, 11), (2, 15)  # pyproject.toml's range: torch>=2.11,<2.16
+RANGE = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+INSTALL = "pip install --no-build-isolation ."
+# Kernels for sm_80 run on 8.6 and 8.9 too. The last one gets PTX, for what comes later.
+ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
+OLDEST_NVCC = (12, 0)  # the first one with C++20
+CPP20 = "#include <omp.h>\n#include <span>\nint main() { return int(std::span<int>().size()); }\n"
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A torch to compile for."""
+
+    folder: Path  # of the package `torch`
+    version: str  # such as 2.13.0+cu130
+    cuda: str | None  # the CUDA version that it was built with; None for a CPU build
+
+    @property
+    def minor(self) -> tuple[int, int]:
+        """The part of the version that a binding is compiled for: (2, 13)."""
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
+    def name(self) -> str:
+        """The folder of its binding in amp_mp/native; amp_mp/__init__.py looks for it."""
+        return "torch{}_{}".format(*self.minor)
+
+    @property
+    def includes(self) -> list[Path]:
+        """The folders of its headers."""
+        return [self.folder / "include", self.folder / "include/torch/csrc/api/include"]
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """The CUDA compiler, its version such as 13.0, and the flags that choose architectures."""
+
+    nvcc: str
+    release: str
+    architectures: list[str]
+    runtime: Path  # static: the library then loads on machines without CUDA
+
+
+def find_torches() -> list[Torch]:
+    """The packages named in AMP_MP_TORCH; without it the torch of this Python, or none."""
+    if named := os.environ.get("AMP_MP_TORCH"):
+        folders = [Path(folder).absolute() for folder in named.split(os.pathsep)]
+    else:
+        spec = importlib.util.find_spec("torch")
+        folders = [Path(spec.origin).parent] if spec and spec.origin else []
+    torches = []
+    for folder in folders:
+        if not (folder / "version.py").exists():
+            raise SystemExit(f"AMP_MP_TORCH: {folder} is not the folder of a package torch")
+        about = runpy.run_path(str(folder / "version.py"))
+        torches.append(Torch(folder, about["__version__"], about.get("cuda")))
+    return torches
+
+
+def check_torches(torches: list[Torch]) -> None:
+    """Raises SystemExit where there is none, or one that amp_mp does not work with."""
+    if not torches and any(re.search(r"build-env|builds-v\d", path) for path in sys.path):
+        raise SystemExit(
+            "amp_mp is compiled against the torch that it will run with, and pip builds in an "
+            f"environment without it. Install torch, then build in your own environment:\n"
+            f"    pip install 'setuptools>=64' wheel\n    {INSTALL}"
+        )
+    if not torches:
+        raise SystemExit(
+            "amp_mp is compiled against the torch that it will run with, and "
+            f"{sys.executable} has none:\n    pip install '{RANGE}'\n    {INSTALL}"
+        )
+    for torch in torches:
+        if not OLDEST <= torch.minor <= NEWEST:
+            raise SystemExit(
+                f"amp_mp needs {RANGE}, found torch {torch.version}; nothing was installed:\n"
+                f"    pip install '{RANGE}'\n    {INSTALL}"
+            )
+        if not (torch.folder / "include").is_dir():
+            raise SystemExit(
+                f"torch {torch.version} in {torch.folder} has no C++ headers; pip's have:\n"
+                f"    pip install --force-reinstall torch=={torch.version.split('+')[0]}"
+            )
+
+
+def compiler() -> list[str]:
+    """The C++ compiler and its first arguments."""
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+def check_compiler() -> None:
+    """Raises SystemExit without a compiler of C++20 and OpenMP, or without Python.h."""
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        raise SystemExit(
+            f"Python's headers are missing ({header}):\n"
+            f"    apt install python3-dev    # or {package}; on Fedora: dnf install python3-devel"
+        )
+    command = [*compiler(), "-std=c++20", "-fopenmp", "-x", "c++", "-", "-o", os.devnull]
+    try:
+        done = subprocess.run(command, input=CPP20, capture_output=True, text=True)
+    except OSError as error:
+        raise SystemExit(
+            f"No C++ compiler: {command[0]} cannot be started ({error.strerror}). Install one, or "
+            "name one in CXX:\n    apt install g++    # on Fedora: dnf install gcc-c++"
+        ) from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise SystemExit(
+            f"{shlex.join(compiler())} cannot compile C++20 with OpenMP ({said[-1]}). Name GCC 11 "
+            f"or later in CXX:\n    CXX=g++-12 {INSTALL}"
+        )
+
+
+def find_cuda(torches: list[Torch]) -> Cuda | None:
+    """The CUDA toolkit, or None if it is not wanted, or not found where no torch asks for it."""
+    wanted = os.environ.get("AMP_MP_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"AMP_MP_CUDA must be 0 or 1, found {wanted!r}")
+    of_torch = next((t for t in torches if t.cuda), None)
+    nvcc = None if wanted == "0" else find_nvcc([t.folder.parent for t in torches])
+    if wanted == "0" or (nvcc is None and wanted == "" and of_torch is None):
+        return None
+    if nvcc is None:
+        asks = "AMP_MP_CUDA=1"
+        if of_torch:
+            asks = f"torch {of_torch.version} uses CUDA {of_torch.cuda}"
+        raise SystemExit(
+            f"{asks}, but no nvcc is in CUDA_HOME or on the PATH. Install it, or build without "
+            f"CUDA kernels:\n{nvcc_packages(of_torch)}    AMP_MP_CUDA=0 {INSTALL}"
+        )
+    # nvcc may be a wrapper that lies outside the toolkit, but it knows where that is.
+    dry = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+    version = run([nvcc, "--version"])
+    top, release = re.search(r"TOP=(\S+)", dry), re.search(r"release (\d+)\.(\d+),", version)
+    if not top or not release:
+        raise SystemExit(f"{nvcc} does not answer like a CUDA compiler:\n{dry}\n{version}")
+    major, minor = int(release[1]), int(release[2])
+    if (major, minor) < OLDEST_NVCC:
+        raise SystemExit(
+            f"{nvcc} is CUDA {major}.{minor}, which has no C++20. Name a toolkit from 12.0 on:\n"
+            f"    CUDA_HOME=/usr/local/cuda-12.8 {INSTALL}"
+        )
+    if wanted == "" and of_torch and major > int(str(of_torch.cuda).split(".")[0]):
+        raise SystemExit(
+            f"{nvcc} is CUDA {major}.{minor}, but torch {of_torch.version} uses CUDA "
+            f"{of_torch.cuda}: a driver that is new enough for torch may refuse the kernels. Name "
+            f"a toolkit of torch's version, or say that the driver is new enough:\n"
+            f"    CUDA_HOME=/usr/local/cuda-{of_torch.cuda} {INSTALL}\n    AMP_MP_CUDA=1 {INSTALL}"
+        )
+    name = "libcudart_static.a"
+    folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    found = [p for folder in folders if (p := Path(top[1], folder, name)).exists()]
+    if not found:
+        raise SystemExit(f"{name} not found under {top[1]}; install the CUDA runtime's library")
+    return Cuda(nvcc, f"{major}.{minor}", architecture_flags(nvcc), found[0])
+
+
+def find_nvcc(site_packages: list[Path]) -> str | None:
+    """In CUDA_HOME if that is set; else on the PATH, in /usr/local/cuda, in pip's packages."""
+    if home := os.environ.get("CUDA_HOME"):
+        return shutil.which("nvcc", path=f"{home}/bin")
+    pips = [str(nvcc) for site in site_packages for nvcc in site.glob("nvidia/cu*/bin")]
+    paths = [None, "/usr/local/cuda/bin", *sorted(pips)]
+    return next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
+
+
+def nvcc_packages(torch: Torch | None) -> str:
+    """A line with the command that installs nvcc beside torch: pip has such packages from 13 on."""
+    if torch is None or int(str(torch.cuda).split(".")[0]) < 13:
+        return ""
+    # Of one version: a newer nvvm and an older ptxas do not fit.
+    names = ("nvcc", "nvvm", "crt")
+    packages = [f"'nvidia-{'cuda-' * (n != 'nvvm')}{n}=={torch.cuda}.*'" for n in names]
+    return f"    pip install {' '.join(packages)}\n"
+
+
+def architecture_flags(nvcc: str) -> list[str]:
+    """nvcc's -gencode flags: for TORCH_CUDA_ARCH_LIST, or for all that this nvcc can compile."""
+    known = {int(n) for n in re.findall(r"compute_(\d+)", run([nvcc, "--list-gpu-arch"]))}
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not listed:
+        listed = ";".join(a for a in ARCHITECTURES if int(a.replace(".", "")) in known) + "+PTX"
+    flags = []
+    for arch in re.split(r"[;\s]+", listed.strip("; ")):
+        number = arch.removesuffix("+PTX").replace(".", "")
+        if not re.fullmatch(r"\d{2,3}[af]?", number):
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST: cannot read {arch!r}, expected like 9.0 or 9.0+PTX"
+            )
+        if int(number.rstrip("af")) not in known:
+            knows = ", ".join(f"{n // 10}.{n % 10}" for n in sorted(known))
+            raise SystemExit(
+                f"TORCH_CUDA_ARCH_LIST asks for {arch}, which {nvcc} does not know; "
+                f"it knows {knows}"
+            )
+        codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
+        for code in codes:
+            flags += ["-gencode", f"arch=compute_{number},code={code}"]
+    return flags
+
+
+def run(command: list[str]) -> str:
+    """Run a command and return its output; on failure exit with what it said."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout

@@ -1,0 +1,39 @@
+"""Sources that the build writes: csrc/torch in two units, and what a binding says of itself.
+
+Each unit parses torch's headers once, which takes some 18 s of CPU time, most of them more than the
+source's own code takes. Two, so that two cores work; after a change only one is compiled again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from build_tools.metadata import commit
+
+
+def torch_units(csrc: Path, folder: Path) -> list[Path]:
+    """Writes the two sources to `folder`, where they changed, and returns them."""
+    units = {"torch_ops": csrc.glob("torch/*.cpp"), "torch_folders": csrc.glob("torch/*/**/*.cpp")}
+    return [one_unit(folder / f"{name}.cpp", sorted(sources)) for name, sources in units.items()]
+
+
+def one_unit(unit: Path, sources: list[Path]) -> Path:
+    """Writes a source that includes others, where they changed, and returns it."""
+    return _written(unit, "".join(f'#include "{source}"\n' for source in sources))
+
+
+def facts_unit(folder: Path, torch: str, toolkit: str, architectures: str) -> Path:
+    """Writes build_facts.cpp, which amp.build_info() shows, and returns it.
+
+    In a source of its own: a new commit then compiles nothing else.
+    """
+    facts = ", ".join(f'"{fact}"' for fact in (torch, toolkit, architectures, commit()))
+    text = '#include "torch/build_facts.h"\n\nnamespace amp_mp {\n'
+    text += f"const BuildFacts build_facts = {{{facts}}};\n}}  // namespace amp_mp\n"
+    return _written(folder / "build_facts.cpp", text)
+
+
+def _written(path: Path, text: str) -> Path:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path

@@ -1,0 +1,306 @@
+"""What a build says before it compiles, with made-up torches, compilers and nvccs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from build_tools import found, metadata  # noqa: E402
+
+KNOWN = {  # what `nvcc --list-gpu-arch` of a release lists
+    "11.8": (70, 75, 80, 86, 90),
+    "12.6": (70, 75, 80, 86, 87, 89, 90),
+    "12.8": (75, 80, 86, 90, 100, 101, 120),
+    "13.0": (75, 80, 86, 90, 100, 103, 110, 120, 121),
+}
+
+
+def tool(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def stub_torch(tmp_path: Path) -> Path:
+    return torch_of("2.13.0+cu130", "13.0", tmp_path)
+
+
+def torch_of(version: str, cuda: str | None, folder: Path, headers: bool = True) -> Path:
+    """A package torch that has its version and a folder for headers, and cannot be imported."""
+    torch = folder / f"site-{version}/torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("raise ImportError('the build imports torch')")
+    (torch / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    if headers:
+        (torch / "include").mkdir()
+    return torch
+
+
+def nvcc_of(release: str, home: Path) -> Path:
+    """A toolkit in `home` whose nvcc says what one of this release says, but compiles nothing."""
+    (home / "lib64").mkdir(parents=True)
+    (home / "lib64/libcudart_static.a").touch()
+    known = "\\n".join(f"compute_{n}" for n in KNOWN[release])
+    answers = (
+        f'*--version*) echo "Cuda compilation tools, release {release}, V{release}.88" ;;',
+        f'*--dryrun*) echo "#$ TOP={home}" >&2 ;;',
+        f'*--list-gpu-arch*) printf "{known}\\n" ;;',
+    )
+    return tool(home / "bin/nvcc", "case $* in\n" + "\n".join(answers) + "\nesac")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AMP_MP_CUDA", "AMP_MP_TORCH", "CUDA_HOME", "CXX", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no compiler, no nvcc
+    which = found.shutil.which
+    # This machine may have a toolkit where toolkits are.
+    monkeypatch.setattr(
+        found.shutil,
+        "which",
+        lambda n, path=None: None if path == "/usr/local/cuda/bin" else which(n, path=path),
+    )
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_torch_is_read_and_never_imported(
+    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_MP_TORCH", str(stub_torch))
+    (torch,) = found.find_torches()
+    assert (torch.version, torch.cuda, torch.name) == ("2.13.0+cu130", "13.0", "torch2_13")
+    found.check_torches([torch])
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [("2.10.0", "found torch 2.10.0"), ("2.16.0.dev1", "found torch 2.16.0.dev1"), ("2.11.0", "")],
+)
+def test_a_version_out_of_range_is_refused_and_stays(
+    version: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_MP_TORCH", str(torch_of(version, None, tmp_path)))
+    if not wanted:
+        return found.check_torches(found.find_torches())
+    with pytest.raises(SystemExit, match=re.escape(wanted)) as error:
+        found.check_torches(found.find_torches())
+    assert "pip install 'torch>=2.11,<2.16'" in str(error.value)
+    return None
+
+
+def test_the_range_is_that_of_the_package() -> None:
+    assert f'dependencies = ["{found.RANGE}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_pip_learns_of_the_range_before_it_downloads_another_torch(tmp_path: Path) -> None:
+    """pip asks for metadata first, and would then collect a newer torch."""
+    old = torch_of("2.10.0", None, tmp_path)
+    environment = {**os.environ, "AMP_MP_TORCH": str(old), "PATH": "/usr/bin:/bin"}
+    for command, option, refused in (("dist_info", "-o", True), ("egg_info", "-e", False)):
+        arguments = [sys.executable, "setup.py", "-q", command, option, str(tmp_path)]
+        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode != 0) == refused, done.stderr
+        assert ("found torch 2.10.0" in done.stderr) == refused
+
+
+def test_without_torch_the_reason_is_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"has none:\n    pip install 'torch>=2.11,<2.16'"):
+        found.check_torches([])
+    for isolated in ("/tmp/pip-build-env-x1/overlay/lib", "/home/u/.cache/uv/builds-v0/.tmpx/lib"):
+        monkeypatch.setattr(sys, "path", [isolated, *sys.path])
+        with pytest.raises(SystemExit, match=r"builds in an environment without it") as error:
+            found.check_torches([])
+        assert "pip install --no-build-isolation ." in str(error.value)
+        sys.path.pop(0)
+
+
+def test_a_torch_without_headers_and_a_wrong_folder_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_MP_TORCH", str(torch_of("2.12.1", None, tmp_path, headers=False)))
+    with pytest.raises(SystemExit, match="has no C\\+\\+ headers"):
+        found.check_torches(found.find_torches())
+    monkeypatch.setenv("AMP_MP_TORCH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"AMP_MP_TORCH: .* is not the folder of a package torch"):
+        found.find_torches()
+
+
+# ---- compiler and Python.h -----------------------------------------------------------------------
+
+
+def test_a_missing_compiler_is_named_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"g\+\+ cannot be started.*\n    apt install g\+\+"):
+        found.check_compiler()
+    monkeypatch.setenv("CXX", "clang++-99 --driver")
+    with pytest.raises(SystemExit, match=r"clang\+\+-99 cannot be started .No such file"):
+        found.check_compiler()
+
+
+def test_a_compiler_that_is_too_old_says_what_it_said(tmp_path: Path) -> None:
+    gxx = tool(
+        tmp_path / "bin/g++", "echo 'g++: error: unrecognized option -std=c++20' >&2; exit 1"
+    )
+    with pytest.raises(SystemExit, match=r"g\+\+ cannot compile C\+\+20 .*unrecognized option"):
+        found.check_compiler()
+    tool(gxx, "exit 0")
+    found.check_compiler()
+
+
+def test_missing_headers_of_python_are_seen_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(SystemExit, match=r"Python.h.*\n    apt install python3-dev"):
+        found.check_compiler()
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------
+
+
+def torches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[found.Torch]:
+    monkeypatch.setenv("AMP_MP_TORCH", str(folder))
+    return found.find_torches()
+
+
+def test_a_torch_with_cuda_needs_nvcc_or_a_word(
+    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = torches(stub_torch, monkeypatch)
+    with pytest.raises(SystemExit, match=r"2.13.0.cu130 uses CUDA 13.0, but no nvcc") as error:
+        found.find_cuda(ours)
+    assert "'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in str(error.value)
+    assert "AMP_MP_CUDA=0 pip install" in str(error.value)
+    monkeypatch.setenv("AMP_MP_CUDA", "0")
+    assert found.find_cuda(ours) is None
+    monkeypatch.delenv("AMP_MP_CUDA")
+    cpu = torches(torch_of("2.13.0+cpu", None, tmp_path), monkeypatch)
+    assert found.find_cuda(cpu) is None
+    monkeypatch.setenv("AMP_MP_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"AMP_MP_CUDA=1, but no nvcc is in CUDA_HOME"):
+        found.find_cuda(cpu)
+    monkeypatch.setenv("AMP_MP_CUDA", "yes")
+    with pytest.raises(SystemExit, match=r"AMP_MP_CUDA must be 0 or 1, found 'yes'"):
+        found.find_cuda(cpu)
+
+
+def test_nvcc_of_pips_packages_is_found_beside_torch(
+    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = nvcc_of("13.0", stub_torch.parent / "nvidia/cu13")
+    cuda = found.find_cuda(torches(stub_torch, monkeypatch))
+    assert cuda is not None
+    assert (cuda.nvcc, cuda.release) == (str(nvcc), "13.0")
+    assert cuda.runtime == stub_torch.parent / "nvidia/cu13/lib64/libcudart_static.a"
+
+
+def test_an_nvcc_newer_than_torchs_cuda_is_refused_unless_demanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("13.0", tmp_path / "cuda").parents[1]))
+    ours = torches(torch_of("2.11.0+cu126", "12.6", tmp_path), monkeypatch)
+    with pytest.raises(SystemExit, match=r"is CUDA 13.0, but torch 2.11.0.cu126 uses CUDA 12.6"):
+        found.find_cuda(ours)
+    monkeypatch.setenv("AMP_MP_CUDA", "1")
+    assert found.find_cuda(ours) is not None
+
+
+@pytest.mark.parametrize(
+    ("release", "codes"),
+    [
+        ("12.6", "sm_75 sm_80 sm_90 compute_90"),
+        ("12.8", "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ("13.0", "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ("11.8", None),
+    ],
+)
+def test_kernels_are_for_what_nvcc_knows(
+    release: str, codes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_of(release, tmp_path / "cuda").parents[1]))
+    ours = torches(torch_of("2.13.0+cu130", "13.0", tmp_path), monkeypatch)
+    if codes is None:
+        with pytest.raises(SystemExit, match=r"is CUDA 11.8, which has no C..20"):
+            found.find_cuda(ours)
+        return
+    cuda = found.find_cuda(ours)
+    assert cuda is not None
+    assert [flag.split("code=")[1] for flag in cuda.architectures[1::2]] == codes.split()
+
+
+def test_a_list_of_architectures_is_checked_against_nvcc(
+    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("12.6", tmp_path / "cuda").parents[1]))
+    ours = torches(stub_torch, monkeypatch)
+    for listed, message in (
+        ("9.0;10.0", "asks for 10.0, which .*nvcc does not know; it knows 7.0, 7.5"),
+        ("newest", "cannot read 'newest', expected like 9.0"),
+    ):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+        with pytest.raises(SystemExit, match=f"TORCH_CUDA_ARCH_LIST:? {message}"):
+            found.find_cuda(ours)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")
+    cuda = found.find_cuda(ours)
+    assert cuda is not None
+    assert cuda.architectures[-1] == "arch=compute_90a,code=compute_90a"
+
+
+def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(
+    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = nvcc_of("13.0", tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    ours = torches(stub_torch, monkeypatch)
+    (tmp_path / "cuda/lib64/libcudart_static.a").unlink()
+    with pytest.raises(SystemExit, match=r"libcudart_static.a not found under"):
+        found.find_cuda(ours)
+    tool(nvcc, "echo hello")
+    with pytest.raises(SystemExit, match=r"does not answer like a CUDA compiler"):
+        found.find_cuda(ours)
+
+
+# ---- what a release says of itself ---------------------------------------------------------------
+
+
+def test_the_commit_is_gits_or_that_of_the_sdist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AMP_MP_COMMIT", raising=False)
+    monkeypatch.setattr(metadata, "ROOT", tmp_path)
+    assert metadata.commit() == ""
+    (tmp_path / "COMMIT").write_text("abc123\n")
+    assert metadata.commit() == "abc123"
+    (tmp_path / ".git").mkdir()
+    assert metadata.commit() == ""  # PATH has no git
+    monkeypatch.setenv("AMP_MP_COMMIT", "named")
+    assert metadata.commit() == "named"
+
+
+def test_the_description_on_an_index_has_no_relative_links(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?://)", readme)
+    monkeypatch.setenv("AMP_MP_HOME", "git@example.org:some/amp_mp.git")
+    text = metadata.long_description("0.2.0")
+    assert len(links) > 10
+    assert text.count("(https://example.org/some/amp_mp/blob/v0.2.0/") == len(links)
+    assert "https://example.org/some/amp_mp/blob/v0.2.0/docs/formats.md" in text
+    assert metadata.urls("0.2.0")["Issues"] == "https://example.org/some/amp_mp/issues"
+    monkeypatch.setattr(metadata, "home", lambda: "")
+    assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.2.0"))
+    assert metadata.urls("0.2.0") == {}
