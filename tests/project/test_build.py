@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import compile_without_cuda
@@ -149,3 +150,21 @@ def test_setuptools_that_reads_no_pyproject_finds_the_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "python/amp_mp", done.stderr
+
+
+@pytest.mark.slow
+def test_an_sdist_has_what_a_clone_has_and_knows_its_commit(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path)]
+    command += ["egg_info", "-e", str(tmp_path)]
+    environment = {**os.environ, "AMP_MP_COMMIT": "abc123", "AMP_MP_TORCH": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / f"amp_mp-{amp.__version__}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        commit = archive.extractfile(f"amp_mp-{amp.__version__}/COMMIT")
+        assert commit is not None
+        assert commit.read() == b"abc123\n"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    ours = [name for name in listed.stdout.split() if not name.startswith((".git", ".pre-"))]
+    assert [name for name in ours if name not in names] == []
+    assert [name for name in names if re.search(r"\.(so|o|pyc)$|^(build|\.venv|dist)/", name)] == []
