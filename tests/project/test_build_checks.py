@@ -304,3 +304,29 @@ def test_the_description_on_an_index_has_no_relative_links(
     monkeypatch.setattr(metadata, "home", lambda: "")
     assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.2.0"))
     assert metadata.urls("0.2.0") == {}
+
+
+# ---- the environment of `make` -------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["python3", "venv", "Python.h", "g++"])
+def test_make_names_what_is_missing_before_it_downloads(missing: str, tmp_path: Path) -> None:
+    real = f'exec {sys.executable} "$@"'
+    refuses = {"venv": "*ensurepip*) exit 1 ;;", "Python.h": '*Python.h*) echo "/nowhere" ;;'}
+    if missing != "python3":
+        text = f'case "$*" in {refuses.get(missing, "")}\n *) {real} ;; esac'
+        tool(tmp_path / "bin/python3", text)
+    if missing != "g++":
+        tool(tmp_path / "bin/g++", "exit 0")
+    done = subprocess.run(
+        ["/bin/bash", ".ci/environment", "python3", str(tmp_path / "venv"), "2.13.0"],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert missing in done.stderr
+    assert "apt install python3 python3-venv python3-dev g++ make" in done.stderr
+    assert not (tmp_path / "venv").exists()
