@@ -21,6 +21,8 @@ HOOKS = [
     for name, value in vars(of).items()
     if name.startswith("_global_") and "hook" in name and isinstance(value, dict)
 ]
+# It names the test and its phase, so it is another one before and after every test.
+PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 
 
 @dataclass
@@ -44,14 +46,16 @@ def global_state() -> GlobalState:
         torch.get_default_dtype(),
         torch.get_num_threads(),
         os.getcwd(),
-        dict(os.environ),
+        {name: value for name, value in os.environ.items() if name != PYTESTS_OWN},
     )
 
 
-def restore(state: GlobalState) -> None:
+def restore(state: GlobalState) -> GlobalState:
+    """Puts everything back; returns what it was before that."""
     torch.set_grad_enabled(True)
-    if global_state() == state:
-        return
+    found = global_state()
+    if found == state:
+        return found
     restore_autocast(state.autocast)
     if op_table._active and not state.casts:
         amp.casting.uninstall()
@@ -62,8 +66,10 @@ def restore(state: GlobalState) -> None:
     torch.set_default_dtype(state.dtype)
     torch.set_num_threads(state.threads)
     os.chdir(state.folder)
-    os.environ.clear()
+    for name in found.variables.keys() - state.variables.keys():
+        del os.environ[name]
     os.environ.update(state.variables)
+    return found
 
 
 def restore_autocast(state: tuple[bool, dict[str, tuple[bool, torch.dtype]]]) -> None:
