@@ -48,6 +48,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in ("distributed", "emulators"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist hands out all cases of a function together, in the order above.
+
+    Single cases take a message each, and a search through all that were handed out before.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFunction(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)  # the group's name, or else the test's
+            return scope if scope != nodeid else nodeid.split("[")[0]
+
+    config.option.loadscopereorder = False
+    return ByFunction(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """Each device type there is."""
@@ -117,13 +134,7 @@ def _on_a_side_stream() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """As torch.manual_seed(0).
-
-    Where there is no GPU that keeps the seed for one, with a printed stack of this call: 2 ms.
-    """
-    torch.default_generator.manual_seed(0)
-    if "cuda" in DEVICES:
-        torch.cuda.manual_seed_all(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,25 @@ def written(path: Path, kind: str, steps: int = 2) -> Path:
     return path / "c"
 
 
+class Files:
+    """Directories that tests load from, and leave as they are; written when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: dict[Any, Path] = {}
+
+    def of(self, write: Callable[..., Path], name: str, *args: Any, **values: Any) -> Path:
+        """What write(folder, *args, **values) returned; the arguments belong to the name."""
+        if name not in self.made:
+            self.made[name] = write(self.folder / name, *args, **values)
+        return self.made[name]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("checkpoints"))
+
+
 def refused(path: Path, model: nn.Module, optimizer: Any, words: str, **more: Any) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = everything(model, optimizer, scheduler, *more.values())
@@ -67,9 +87,9 @@ def refused(path: Path, model: nn.Module, optimizer: Any, words: str, **more: An
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_file_loads_and_steps_or_changes_nothing(steps: int, target: str, tmp_path: Path) -> None:
+def test_a_file_loads_and_steps_or_changes_nothing(steps: int, target: str, files: Files) -> None:
     for source in SOURCES:
-        path = written(tmp_path / source, source, steps)
+        path = files.of(written, f"{source}, {steps} steps", source, steps)
         model, optimizer = made(target)
         train(model, optimizer, steps, seed=7)
         before = everything(model, optimizer)
@@ -128,9 +148,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "tiny", "micro"])
 @pytest.mark.parametrize("case", WRONG)
-def test_a_damaged_value_is_refused_by_name(case: str, target: str, tmp_path: Path) -> None:
+def test_a_damaged_value_is_refused_by_name(case: str, target: str, files: Files) -> None:
     values, words = WRONG[case]
-    path = changed(tmp_path, **values)
+    path = files.of(changed, case, **values)
     model, optimizer = made("AdamW") if target == "torch" else make(target)
     train(model, optimizer, 1, seed=9)
     refused(path, model, optimizer, f"({words}).*nothing was loaded")
