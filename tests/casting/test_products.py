@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from forked import Script, run_each
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
@@ -229,23 +227,22 @@ def test_prepare_chooses_and_says_what_it_does_not_know(monkeypatch: Any) -> Non
     _C.products.choose(torch.bfloat16, before == "float32")
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [("bfloat16", ["native", "float32"]), ("float16", ["float32", "native"]),
-     ("float32", ["float32", "float32"])],
-)  # fmt: skip
-def test_the_variable_overrides_the_argument(setting: str, expected: list[str]) -> None:
+def test_the_variable_overrides_the_argument() -> None:
     code = (
         "import torch, amp_mp as amp\n"
         "for dtype in torch.bfloat16, torch.float16:\n"
         "    amp.prepare(torch.nn.Linear(2, 2), dtype, products='native')\n"
         "print(*amp.build_info()['products'].values())"
     )
-    environment = {**os.environ, products.VARIABLE: setting}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == expected
+    expected = {
+        "bfloat16": ["native", "float32"],
+        "float16": ["float32", "native"],
+        "float32": ["float32", "float32"],
+    }
+    ran = run_each([Script(["-c", code], {products.VARIABLE: setting}) for setting in expected])
+    for setting, done in zip(expected, ran, strict=True):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == expected[setting]
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import digest
 import pytest
+from forked import Script, run_each
 
 import amp_mp as amp
+
+THREADS = {"baseline": "1", "avx2": "2", "avx512": "1"}
 
 
 @pytest.mark.slow
 def test_instruction_sets_and_threads_give_the_same_bits() -> None:
     """Which are left out because the processor has none of them is printed with -rP."""
     digests: dict[str, str] = {}
-    for isa, threads in (("baseline", "1"), ("avx2", "2"), ("avx512", "1")):
-        done = subprocess.run(
-            [sys.executable, digest.__file__, threads],
-            env={**os.environ, "AMP_MP_CPU": isa},
-            capture_output=True,
-            text=True,
-        )
+    runs = [Script([digest.__file__, n], {"AMP_MP_CPU": isa}) for isa, n in THREADS.items()]
+    unknown = Script(["-c", "import amp_mp"], {"AMP_MP_CPU": "sse9"})
+    *ran, refused = run_each([*runs, unknown], ["torch._dynamo", "torch.distributed.tensor"])
+    for isa, done in zip(THREADS, ran, strict=True):
         if "AMP_MP_CPU must be" in done.stderr:
             print(f"{isa}: not supported by this processor")
             continue
@@ -31,12 +27,6 @@ def test_instruction_sets_and_threads_give_the_same_bits() -> None:
         assert name == isa
     assert "baseline" in digests
     assert len(set(digests.values())) == 1, digests
-
-
-def test_an_unknown_instruction_set_is_refused() -> None:
-    code = [sys.executable, "-c", "import amp_mp"]
-    env = {**os.environ, "AMP_MP_CPU": "sse9"}
-    done = subprocess.run(code, env=env, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "AMP_MP_CPU must be baseline, avx2 or avx512" in done.stderr
+    assert refused.returncode != 0
+    assert "AMP_MP_CPU must be baseline, avx2 or avx512" in refused.stderr
     assert amp.build_info()["cpu"] in ("baseline", "avx2", "avx512")
