@@ -16,12 +16,11 @@ if PRETEND_GPU:  # has to come before amp_mp
 
     install()
 
-from leftovers import global_state, restore  # imports amp_mp
+from casts import products_in_low_precision  # imports amp_mp
+from leftovers import global_state, restore
 from pretend_gpu.suite import ON_A_GPU
 
 import amp_mp as amp
-from amp_mp import _C
-from amp_mp.casting import op_table
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 
@@ -72,20 +71,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def cast_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has Apex's table cast matrix products on a CPU whose low-precision products are slow, too.
-
-    The table leaves them in float32 there. The others decide by size.
-    """
-    slow_float16 = _C.products.choice(torch.float16) == "float32"
-    if _C.products.choice(torch.bfloat16) == "float32":
-        by_size = {"low_precision_if_large": "low_precision"}
-        rows = tuple((by_size.get(policy, policy), ops) for policy, ops in op_table.APEX)
-        monkeypatch.setattr(op_table, "APEX", rows)
-    elif slow_float16:
-        _C.products.choose(torch.float16, False)
-    yield
-    _C.products.choose(torch.float16, slow_float16)
+def cast_products() -> Iterator[None]:
+    """Has Apex's table cast matrix products on every CPU."""
+    with products_in_low_precision():
+        yield
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import casting_lists as lists
 import pytest
 import torch
+from casts import computed, each, products_in_low_precision
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_mp as amp
 from amp_mp.casting.op_lists import APEX
@@ -20,72 +20,23 @@ LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated
 
 
-class Computed(TorchDispatchMode):
-    """The floating dtypes that operators below autocast take in and give out.
-
-    Views, casts and the initialisation of modules do not count, nor does the exact -x.
-    """
-
-    IDLE = frozenset(
-        [
-            "_to_copy",
-            "copy_",
-            "clone",
-            "detach",
-            "empty",
-            "empty_like",
-            "uniform_",
-            "fill_",
-            "zeros",
-            "neg",
-        ]
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: set[torch.dtype] = set()
-        self.given: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
-        views = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-        if not views and name not in self.IDLE:
-            self.taken |= dtypes_of((args, kwargs or {}))
-            self.given |= dtypes_of(result)
-        return result
-
-
-def dtypes_of(values: Any) -> set[torch.dtype]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
-
-
-def computed(expression: str, names: dict[str, Any]) -> Computed:
-    with Computed() as found, torch.no_grad():
-        eval(expression, names)
-    return found
-
-
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def names(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the expressions use, on each device."""
     return lists.tensors(request.param, LOW)
 
 
-@pytest.fixture
-def apex(names: dict[str, Any], cast_products: None) -> Iterator[dict[str, Any]]:
-    """The names, with Apex's table in force."""
-    handle = amp.init(device_type=names["device"], dtype=LOW, loss_scale=1.0)
-    yield names
-    handle._deactivate()
-    amp.casting.uninstall()
+@pytest.fixture(scope="module")
+def apex(names: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The names, with Apex's table in force.
 
-
-def each(rows: dict[str, list[str]]) -> Any:
-    """A case for every spelling."""
-    expressions = [expression for spellings in rows.values() for expression in spellings]
-    return pytest.mark.parametrize("expression", expressions)
+    For all tests of the file: to put it in force takes longer than what each does with it.
+    """
+    with products_in_low_precision():
+        handle = amp.init(device_type=names["device"], dtype=LOW, loss_scale=1.0)
+        yield names
+        handle._deactivate()
+        amp.casting.uninstall()
 
 
 @each(lists.LOW)
@@ -130,7 +81,6 @@ def test_banned_functions_raise_in_every_spelling(apex: dict[str, Any], expressi
     assert computed(expression, wide).taken == {torch.float32}
 
 
-ALL = lists.LOW | lists.VECTOR | lists.FLOAT32 | lists.WIDE_OUTPUT | lists.WIDEST | lists.BANNED
 # CUDA's own, which no spelling reaches on a CPU, or reached by a module's fast path alone.
 INTERNAL = {"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_native_multi_head_attention"}
 
@@ -138,28 +88,7 @@ INTERNAL = {"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_native_multi_head
 def test_every_operator_of_the_table_is_here() -> None:
     listed = {op.split("::")[1] for _, ops in APEX for op in ops}
     there = {name for name in listed if hasattr(torch.ops.aten, name)}
-    assert there - INTERNAL - {"mkldnn_rnn_layer"} == set(ALL)
-
-
-@each(ALL)
-def test_the_torch_table_is_torchs_own(names: dict[str, Any], expression: str) -> None:
-    """The same dtypes, or the same kind of error, as without amp_mp."""
-
-    def outcome() -> Any:
-        try:
-            found = computed(expression, names)
-        except (RuntimeError, NotImplementedError) as error:
-            return type(error)
-        return found.taken, found.given
-
-    with torch.autocast(names["device"], LOW):
-        wanted = outcome()
-    try:
-        with amp.autocast(names["device"], LOW):
-            assert amp.policies(names["device"])["aten::mm"] == "low_precision"
-            assert outcome() == wanted
-    finally:
-        amp.casting.uninstall()
+    assert there - INTERNAL - {"mkldnn_rnn_layer"} == set(lists.ALL)
 
 
 def spellings(name: str) -> Iterator[str]:
@@ -178,9 +107,9 @@ def spellings(name: str) -> Iterator[str]:
         yield rf"torch\.linalg\.{name}\("
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", lists.ALL)
 def test_every_spelling_is_here(name: str) -> None:
-    text = " | ".join(expression for row in ALL.values() for expression in row)
+    text = " | ".join(expression for row in lists.ALL.values() for expression in row)
     missing = [spelling for spelling in spellings(name) if not re.search(spelling, text)]
     assert not missing
 
@@ -218,7 +147,7 @@ def test_in_place_follows_what_is_written(
 def with_out() -> list[str]:
     """Functions whose documentation has out=, called by their own name."""
     found = []
-    for row in ALL.values():
+    for row in lists.ALL.values():
         for expression in row:
             function = re.match(r"torch\.(linalg\.)?(\w+)\(", expression)
             documented = (function and eval(function[0][:-1]).__doc__) or ""
@@ -245,39 +174,3 @@ def test_out_follows_what_is_written(
     found = computed(call, {**apex, "out": out})
     assert found.given == {written}
     torch.testing.assert_close(out.float(), wanted, rtol=0.05, atol=0.05)
-
-
-REDUCTIONS = {
-    "sum": lambda x, **more: torch.sum(x, 0, **more),
-    "mean": lambda x, **more: torch.mean(x, 0, **more),
-    "prod": lambda x, **more: torch.prod(x, 0, **more),
-    "cumsum": lambda x, **more: torch.cumsum(x, 0, **more),
-    "cumprod": lambda x, **more: torch.cumprod(x, 0, **more),
-    "softmax": lambda x, **more: torch.softmax(x, 0, **more),
-    "log_softmax": lambda x, **more: torch.log_softmax(x, 0, **more),
-    "vector_norm": lambda x, **more: torch.linalg.vector_norm(x, dim=0, **more),
-    "norm": lambda x, **more: torch.norm(x, 2, 0, **more),
-    "logsumexp": lambda x, **more: torch.logsumexp(x, 0, **more),
-    "std": lambda x, **more: torch.std(x, 0, **more),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_into_low_precision_give_what_torch_gives(
-    names: dict[str, Any], name: str, dtype: torch.dtype
-) -> None:
-    x = names["v"].view(16, 16).to(dtype)
-    wanted = REDUCTIONS[name](x, out=torch.empty(0, device=x.device, dtype=dtype))
-    handle = amp.init(device_type=names["device"], dtype=dtype, loss_scale=1.0)
-    try:
-        out = torch.empty(0, device=x.device, dtype=dtype)
-        assert REDUCTIONS[name](x, out=out) is out
-        assert torch.equal(out, wanted)
-        if name not in ("norm", "logsumexp", "std"):  # into what is written, from float32 as well
-            torch.testing.assert_close(
-                REDUCTIONS[name](x.float(), out=out), wanted, rtol=2.0**-6, atol=0
-            )
-    finally:
-        handle._deactivate()
-        amp.casting.uninstall()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers import DTYPES, array, assert_same, on, random, raw_bytes, state_names
 from rules import RULES, STORAGES, Expected, found_master, found_state
+from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -66,9 +67,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("storage", STORED)
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("rule", "storage", "dtype"), paired(RULES, STORED, LOW))
 def test_every_rule_goes_on_from_what_was_written(
     device: str, rule: str, storage: str, dtype: str
 ) -> None:

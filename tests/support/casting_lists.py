@@ -235,3 +235,5 @@ BANNED = rows("""
 binary_cross_entropy: F.binary_cross_entropy(h, g) | nn.BCELoss()(h, g)
     | torch._C._nn.binary_cross_entropy(h, g)
 """)
+
+ALL = LOW | VECTOR | FLOAT32 | WIDE_OUTPUT | WIDEST | BANNED

@@ -1,0 +1,87 @@
+"""The dtypes in which operators really computed; products in low precision on every CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_mp import _C
+from amp_mp.casting import op_table
+
+
+@contextmanager
+def products_in_low_precision() -> Iterator[None]:
+    """Has Apex's table cast matrix products on a CPU whose low-precision products are slow, too.
+
+    The table leaves them in float32 there. The others decide by size.
+    """
+    slow_float16 = _C.products.choice(torch.float16) == "float32"
+    apex = op_table.APEX
+    if _C.products.choice(torch.bfloat16) == "float32":
+        by_size = {"low_precision_if_large": "low_precision"}
+        apex = tuple((by_size.get(policy, policy), ops) for policy, ops in apex)
+    elif slow_float16:
+        _C.products.choose(torch.float16, False)
+    with mock.patch.object(op_table, "APEX", apex):
+        yield
+    _C.products.choose(torch.float16, slow_float16)
+
+
+class Computed(TorchDispatchMode):
+    """The floating dtypes that operators below autocast take in and give out.
+
+    Views, casts and the initialisation of modules do not count, nor does the exact -x.
+    """
+
+    IDLE = frozenset(
+        [
+            "_to_copy",
+            "copy_",
+            "clone",
+            "detach",
+            "empty",
+            "empty_like",
+            "uniform_",
+            "fill_",
+            "zeros",
+            "neg",
+        ]
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: set[torch.dtype] = set()
+        self.given: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        views = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+        if not views and name not in self.IDLE:
+            self.taken |= dtypes_of((args, kwargs or {}))
+            self.given |= dtypes_of(result)
+        return result
+
+
+def dtypes_of(values: Any) -> set[torch.dtype]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def computed(expression: str, names: dict[str, Any]) -> Computed:
+    with Computed() as found, torch.no_grad():
+        eval(expression, names)
+    return found
+
+
+def each(rows: dict[str, list[str]]) -> Any:
+    """A case for every spelling."""
+    expressions = [expression for spellings in rows.values() for expression in spellings]
+    return pytest.mark.parametrize("expression", expressions)
