@@ -6,6 +6,7 @@ integers that floats are in order of, on these. A format's arrays are unsigned o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def philox(counter: Sequence[Any], key: Sequence[int]) -> list[NDArray[np.uint64
     return c
 
 
+@functools.lru_cache(512)  # many tests draw for the same sizes and steps
 def stream(
     size: int, seed: int = 0, step: int = 0, number: int = 0, *, weights: bool = False
 ) -> Bytes:
@@ -54,7 +56,9 @@ def stream(
     words = philox(np.broadcast_arrays(*counter), (seed % 2**32, seed >> 32))
     drawn = np.stack(words, axis=1).astype("<u4").reshape(-1).view(np.uint8)
     blocks = drawn.reshape(-1, 1, 64) + np.array([0, 64, 128, 192], np.uint8)[:, None]
-    return blocks.astype(np.uint8).reshape(-1)[:size]
+    found = blocks.astype(np.uint8).reshape(-1)[:size]
+    found.flags.writeable = False
+    return found
 
 
 def stochastic(x: Floats, format: FloatFormat, random: Bytes) -> Floats:
