@@ -24,9 +24,9 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 380,
-    "apex": 1636,
-    "casting": 636,
+    ".": 374,
+    "apex": 1663,
+    "casting": 730,
     "checkpoint": 1041,
     "compat": 1273,
     "diagnose": 1260,

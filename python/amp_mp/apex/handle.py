@@ -1,8 +1,9 @@
 """Apex's amp.init and its handle: casts for a whole script, and scale_loss."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.apex.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
-from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve, set_keep_casts
-from amp_mp.casting.op_table import install, set_verbose
+from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
+from amp_mp.casting.in_force import Casting, begin, clear_casts, end
 from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 
@@ -28,12 +29,15 @@ def init(
     loss_scale: float | str | ScalePolicy | None = None,
     keep_casts: bool = False,
 ) -> "AmpHandle":
-    """Switches casting on for this thread, for good, and returns the handle with scale_loss.
+    """Switches casting on for this thread and returns the handle with scale_loss.
 
         handle = amp.init()
         with handle.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
+
+    Casting stays on for good, or until `handle.deactivate()`, or the end of `with amp.init():`.
+    The newest handle decides; where it is deactivated, the next older one does that is still on.
 
     Args:
         enabled: False gives a handle that does nothing, so that a script need not change.
@@ -42,7 +46,8 @@ def init(
         verbose: say what was switched on, and print every cast that is computed to stderr.
         allow_banned: compute binary_cross_entropy in float32 instead of refusing it.
         policies: "apex", its lists of 2018 and what they missed, on CPU and CUDA; or "torch",
-            torch's own. One table is in force in a process; `amp.set_policy` changes it.
+            torch's own. One table is in force in a process; `amp.set_policy` changes it. On a CPU
+            "apex" leaves a product in float32 where that is faster, "torch" casts every size.
         dtype: torch.float16 or torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU.
         device_type: "cuda" or "cpu"; default: "cuda" where there is one.
         loss_scale: a number, "dynamic", "Backoff" or a policy; default: "dynamic" for float16
@@ -62,53 +67,83 @@ def init(
     if loss_scale is None:
         loss_scale = "dynamic" if low == torch.float16 else 1.0
     policy = make_policy(loss_scale, dynamic=Backoff(init_scale=2.0**16))
-    install(policies, device, allow_banned)
-    set_verbose(verbose)
+    table = policies, allow_banned
+    casting = Casting(device, True, low, enable_caching, keep_casts, table, verbose)
+    handle = AmpHandle(casting, policy)
     if verbose:
         print(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
-    return AmpHandle(device, low, enable_caching, policy, keep_casts)
+    return handle
 
 
 class AmpHandle:
-    """Casting that `init` switched on, and its loss scale; without a dtype it does nothing.
+    """Casting that `init` switched on, and its loss scale; with enabled=False it does nothing.
 
-    Use init to make one.
+    Use init to make one. As a context it is deactivated at the block's end.
     """
 
-    def __init__(
-        self,
-        device_type: str = "cpu",
-        dtype: torch.dtype | None = None,
-        caching: bool = False,
-        policy: ScalePolicy | None = None,
-        keep_casts: bool = False,
-    ) -> None:
+    def __init__(self, casting: Casting | None = None, policy: ScalePolicy | None = None) -> None:
         policy = policy or Static()
-        self.device_type, self.dtype, self.has_cache = device_type, dtype, caching
+        self.device_type = casting.device if casting else "cpu"
+        self.dtype = casting.dtype if casting else None
+        self.has_cache = casting is not None and casting.caching
         self.loss_scaler = policy
-        losses = ScaledLosses(policy, device_type, SkippedSteps())
+        losses = ScaledLosses(policy, self.device_type, SkippedSteps())
         self._default_scaler: ScaledLosses | None = losses  # Apex's name; None once wrapped
-        self._active = dtype is not None
-        if dtype is None:
-            return
-        self._before = (
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-        self._kept_before = set_keep_casts(keep_casts)
-        install_step_hooks()
-        self._switch(True, dtype, caching)
+        self._losses = [losses]
+        self._active = casting is not None
+        if casting is not None:
+            install_step_hooks()
+            begin(self, casting)
 
-    def _switch(self, enabled: bool, dtype: torch.dtype, caching: bool) -> None:
-        torch.set_autocast_enabled(self.device_type, enabled)
-        torch.set_autocast_dtype(self.device_type, dtype)
-        torch.set_autocast_cache_enabled(caching)
-        self._clear_cache()
+    def __enter__(self) -> Self:
+        if self.dtype is not None and not self._active:
+            raise RuntimeError("this handle was deactivated; amp.init() switches casting on again")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.deactivate()
 
     def is_active(self) -> bool:
-        """Whether casts are on here and now: not after _deactivate, nor inside scale_loss."""
+        """Whether casts are on here and now: not after deactivate, nor inside scale_loss."""
         return self._active and torch.is_autocast_enabled(self.device_type)
+
+    def deactivate(self) -> None:
+        """Ends this handle's casting, as if it had never been; a second call does nothing.
+
+        Handles end in any order: of those left the newest is in force, and after the last one what
+        was before the first. Call it in the thread of init. scale_loss goes on scaling.
+        """
+        if self._active:
+            self._active = False
+            end(self)
+
+    _deactivate = deactivate  # Apex's name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Snapshots of the loss scales, of wrapped optimizers too; {} with enabled=False."""
+        if self.dtype is None:
+            return {}
+        return {"loss_scalers": [losses.loss_scaler.state_dict() for losses in self._losses]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the loss scales of a snapshot; with enabled=False it does nothing.
+
+        ValueError, before any change: it has another number of losses or other policies. Wrap the
+        same optimizers first.
+        """
+        if self.dtype is None:
+            return
+        found, policies = state_dict.get("loss_scalers", ()), [x.loss_scaler for x in self._losses]
+        if len(found) != len(policies):
+            raise ValueError(
+                f"state_dict: expected loss_scalers of {len(policies)} losses, found {len(found)}; "
+                "call wrap_optimizer, with the same num_loss, for the same optimizers first"
+            )
+        for each in copy.deepcopy(policies), policies:  # the copies say what is wrong
+            for policy, snapshot in zip(each, found, strict=True):
+                policy.load_state_dict(snapshot)
+        for losses in self._losses:
+            losses.give_up()
 
     def scale_loss(
         self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]
@@ -146,7 +181,9 @@ class AmpHandle:
         Then handle.scale_loss raises. TypeError, ValueError: another optimizer or count.
         """
         wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
-        self._default_scaler = None
+        if self._default_scaler is not None:
+            self._default_scaler, self._losses = None, []
+        self._losses += wrapper.losses
         return wrapper
 
     @property
@@ -156,17 +193,7 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         if self.dtype is not None:
-            torch.clear_autocast_cache()
-            _C.casting.clear_cache()
+            clear_casts()
 
     def _disable_casts(self) -> Any:
         return nullcontext() if self.dtype is None else disable_casts(self.device_type)
-
-    def _deactivate(self) -> None:
-        """Puts the thread's autocast state back; every operator does what torch does."""
-        if self._active:
-            self._active = False
-            self._switch(*self._before)
-            set_keep_casts(self._kept_before)
-            install("stock", self.device_type)
-            set_verbose(False)

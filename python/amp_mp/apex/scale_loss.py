@@ -268,28 +268,28 @@ class OptimWrapper:
             )
         self.optimizer = optimizer
         skips, each = SkippedSteps(), range(num_loss)
-        self._losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
+        self.losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
         self._marks = GradientMarks(())  # after the last loss
 
     @property
     def loss_scalers(self) -> list[ScalePolicy]:
         """The policy of each loss."""
-        return [losses.loss_scaler for losses in self._losses]
+        return [losses.loss_scaler for losses in self.losses]
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         if self._marks.are_gone():  # the last losses were given up without a step
             self._next = 0
-            for losses in self._losses:
+            for losses in self.losses:
                 losses.give_up()
-        if self._next == len(self._losses):
+        if self._next == len(self.losses):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={self._next} times before a step; "
                 f"wrap_optimizer(optimizer, num_loss={self._next + 1}) gives each loss a scale"
             )
         self._next += 1
-        return self._block(loss, self._losses[self._next - 1])
+        return self._block(loss, self.losses[self._next - 1])
 
     @contextmanager
     def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:

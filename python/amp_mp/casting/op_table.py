@@ -18,7 +18,8 @@ DEVICES = ("cpu", "cuda")
 OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/trace.h
 
 _lock = threading.Lock()
-_active: dict[str, str] = {}  # the name of the table that is in force, by device
+# The table that is in force, by device: its name, and whether it allows what is banned.
+_active: dict[str, tuple[str, bool]] = {}
 _overrides: dict[tuple[str, str], str] = {}  # what users have set, on top of any table
 _trace = OFF  # outside of explain
 
@@ -70,8 +71,13 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
                 wanted |= dict.fromkeys(expand(op), policy)
         for op, policy in wanted.items():
             _C.casting.set_policy(device, op, policy)
-        _active[device] = table
+        _active[device] = table, allow_banned
     _changed()
+
+
+def table_of(device: str) -> tuple[str, bool]:
+    """The table in force on a device type, and whether it allows what is banned."""
+    return _active.get(device, ("stock", False))
 
 
 def install_default(table: str, device: str) -> None:
@@ -162,7 +168,8 @@ def _change_back(before: dict[tuple[str, str], str | None]) -> None:
                 _overrides.pop(key, None)
             else:
                 _overrides[key] = policy
-        install(_active.get(key[0], "stock"), key[0])
+        table, allow_banned = table_of(key[0])
+        install(table, key[0], allow_banned)
 
 
 def _changed() -> None:
@@ -207,6 +214,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTabl
     finally:
         _C.casting.set_trace(_trace)
     return CastTable(Cast(*row) for row in _C.casting.take_log())
+
+
+def is_verbose() -> bool:
+    """Whether every cast is printed."""
+    return _trace == PRINT
 
 
 def set_verbose(verbose: bool) -> None:
