@@ -106,7 +106,7 @@ def test_prepare_for_another_dtype_starts_from_the_float32_shards(ranks: Ranks) 
         ("ran", ["has run a forward", "right after fully_shard"]),
         ("gathered", ["model.0 has run", "gathered now"]),
         ("mixed", ["fully_shard([model[1]], reshard_after_forward=False)", "keep_fp32_only=[]"]),
-        ("alone", ["in float32 and convert the rest: 3. To convert all"]),
+        ("alone", ["convert the rest: 3. Make them", "fully_shard([model[3]]", "To convert all"]),
         ("part", ["model.weight belongs to a fully_shard unit", "whole model"]),
         ("late", ["Linear.weight", "Shard the float32 model first", "(7, 6)"]),
         ("late step", ["Linear.weight", "Shard the float32 model first", "(7, 6)"]),

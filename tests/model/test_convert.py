@@ -122,7 +122,7 @@ def test_a_converted_model_computes_norms_in_float32_between_low_layers(
         ([], set()),
         (nn.LayerNorm, {"norm.weight", "norm.bias"}),
         (["body.0", "table"], BODY_0 | {"table", "same"}),
-        ("body.*.weight", {"body.0.weight", "body.1.weight", "body.2.weight"}),
+        ("body.*.weight", {name for name in ALL - INTEGERS if name.startswith("body.")}),
         (["head"], TIED),
     ],
 )

@@ -50,7 +50,7 @@ def float32_in(model: nn.Module) -> set[str]:
         ("body.0", BODY_0),
         ("body.*", BODY_0 | NORMS | BODY_2),
         (nn.Linear, BODY_0 | TIED | BODY_2),
-        (["*.0.weight", "table"], {"body.0.weight", "table", "same"}),
+        (["*.0.weight", "table"], BODY_0 | {"table", "same"}),
         (["head.weight"], TIED),
         ([], set()),
     ],

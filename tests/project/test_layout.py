@@ -31,7 +31,7 @@ FOLDER_LINES = {
     "compat": 1273,
     "diagnose": 1260,
     "grad_scaler": 446,
-    "model": 1385,
+    "model": 1409,
     "nn": 601,
     "optim": 3793,
     "scaling": 423,

@@ -15,6 +15,9 @@ NORMALISATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._
 # block, and AdaLayerNorm, which holds a Linear, are not among them.
 NORMALISATION_NAME = re.compile(r"norm(?!al)|normali[sz]ation", re.IGNORECASE)
 
+# torch's modules whose operators refuse low precision: fake quantisation, and torch.linalg.
+FLOAT32_ALONE = ("FakeQuantizeBase", "ObserverBase", "_Orthogonal")
+
 # Buffers that are multiplied by positions: an error of 2^-9 in a frequency is one of 2 radians at
 # position 1000. The second list only in a class that is named for rotary positions.
 FREQUENCIES = ("*inv_freq*",)
@@ -49,7 +52,8 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
     model: where to look. Nothing in it is converted. patterns_or_types: one or several nn.Module
     types, and fnmatch patterns over the names of modules, parameters and buffers ("decoder.*",
     "*.table"), with `prepare`'s errors. A marked module computes in float32 and returns the dtype
-    it was given. Mark a parameter alone where its module mixes dtypes itself; Linear does not.
+    it was given. A marked parameter of one of torch's layers, or all tensors of a module without
+    parts, mark the module. Otherwise mark a parameter where its module mixes dtypes itself.
     """
     if patterns_or_types is None:  # which is the default elsewhere
         raise TypeError("keep_fp32 takes nn.Module types and strings, found None")
@@ -66,11 +70,12 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
 
 def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None) -> Selection:
     """What stays float32: see `prepare`; errors as there."""
-    modules: dict[int, nn.Module] = {}
+    modules = {id(m): m for m in model.modules() if needs_float32(m)}
     kept: set[int] = set()
+    chosen: set[int] = set()
     rotary = []
     if keep_fp32_only is None:
-        modules = {id(m): m for m in model.modules() if is_normalisation(m)}
+        modules |= {id(m): m for m in model.modules() if is_normalisation(m)}
         kept = {id(t) for t in named_tensors(model).values() if t.dim() == 0}
         for module in model.modules():
             if found := frequencies(module):
@@ -80,14 +85,14 @@ def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None
         if wanted is not None:
             more, tensors = matching(model, wanted, name)
             modules |= more
-            kept |= tensors
+            chosen |= tensors
     for module in model.modules():
-        if is_marked(module):
+        chosen |= {id(getattr(module, name, None)) for name in vars(module).get(MARKS, ()) if name}
+        if is_marked(module) or _computes_with(module, chosen):
             modules[id(module)] = module
-        kept |= {id(getattr(module, name, None)) for name in vars(module).get(MARKS, ()) if name}
     inside = _add_sharing(model, modules)
     rotary = [module for module in rotary if id(module) not in modules]
-    return Selection(list(modules.values()), rotary, kept | inside)
+    return Selection(list(modules.values()), rotary, kept | chosen | inside)
 
 
 def matching(
@@ -116,6 +121,25 @@ def matching(
 def is_marked(module: nn.Module) -> bool:
     """Whether keep_fp32 has marked the whole module."""
     return "" in vars(module).get(MARKS, ())
+
+
+def needs_float32(module: nn.Module) -> bool:
+    """Whether the module is one of torch's that cannot run in low precision."""
+    bases = (base for base in type(module).__mro__ if base.__module__.startswith("torch."))
+    return any(base.__name__ in FLOAT32_ALONE for base in bases)
+
+
+def _computes_with(module: nn.Module, chosen: set[int]) -> bool:
+    """Whether single tensors that a user keeps make the module compute in float32.
+
+    One of torch's does for any of its tensors, for it cannot mix dtypes; another where these are
+    all of its own and it has no parts. A list of parameters computes nothing.
+    """
+    own = {id(t) for t in named_tensors(module, recurse=False).values() if t.is_floating_point()}
+    if chosen.isdisjoint(own) or isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return False
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return is_torchs or (own <= chosen and next(module.children(), None) is None)
 
 
 def is_normalisation(module: nn.Module) -> bool:
