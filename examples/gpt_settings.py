@@ -79,7 +79,9 @@ class Settings:
         ),
     )
     checkpoint_every: int = field(default=100, metadata=_option("steps between checkpoints"))
-    resume: bool = field(default=False, metadata=_option("continue from the checkpoint"))
+    resume: bool = field(
+        default=False, metadata=_option("continue from the checkpoint, up to steps")
+    )
     plot: Path | None = field(
         default=None, metadata=_option("file for a picture of the loss curve (.png or .svg)")
     )

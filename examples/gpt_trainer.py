@@ -29,7 +29,8 @@ import amp_mp as amp
 KEEP_FLOAT32 = (nn.LayerNorm, nn.Embedding)
 MAX_GRAD_NORM = 1.0
 EVAL_WINDOWS = 256
-# A resumed run continues exactly as an uninterrupted one only if these settings are the same.
+# A resumed run continues exactly as an uninterrupted one only if these settings are the same. With
+# more steps the learning rates are from here on those of the longer run.
 MODEL_SETTINGS = ("layers", "width", "heads", "context", "precision")
 RESUMED_EXACTLY = (*MODEL_SETTINGS, "optimizer", "memory", "steps", "lr", "batch", "seed")
 
@@ -179,9 +180,11 @@ class Trainer:
     def _check_settings(self, content: dict[str, Any]) -> None:
         for name in RESUMED_EXACTLY:
             saved, wanted = content["settings"][name], getattr(self.settings, name)
-            if saved != wanted:
+            if saved != wanted and not (name == "steps" and wanted > saved):
                 path = self.settings.checkpoint
                 raise SettingsError(f"checkpoint {path} has {name} {saved}, this run {wanted}")
+        if (done := len(content["train_loss"])) >= self.settings.steps:
+            raise SettingsError(f"the checkpoint's run has all its steps, {done}: raise steps")
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         casts = self.settings.precision == "autocast"

@@ -1,12 +1,24 @@
 """The dtypes that amp_mp works with, and rounding to the low-precision ones."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 NATIVE = (torch.float32, *LOW_PRECISION)  # what the native passes read and write
+
+
+def check_dtype(found: Any, choices: Sequence[torch.dtype], argument: str = "dtype") -> None:
+    """Raises ValueError, naming the argument, for what is none of these dtypes."""
+    if found in choices:
+        return
+    *others, last = map(str, choices)
+    name = f"the string {found!r}" if isinstance(found, str) else str(found)
+    remedy = f": write torch.{found}" if f"torch.{found}" in (*others, last) else ""
+    raise ValueError(f"{argument} must be {', '.join(others)} or {last}, found {name}{remedy}")
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.optim.state import formats as stored
 
 SPLITS = ("split32", "split24")
@@ -59,10 +59,7 @@ def encode(
         raise TypeError(f"x must be float32, found {x.dtype}")
     _check(format)
     if format in SPLITS:
-        if weight_dtype not in LOW_PRECISION:
-            raise ValueError(
-                f"weight_dtype must be torch.bfloat16 or torch.float16, found {weight_dtype}"
-            )
+        check_dtype(weight_dtype, LOW_PRECISION, "weight_dtype")
         weight, rest = _C.encode(x, stored.split_name(format, weight_dtype))
         assert rest is not None
         return weight, rest

@@ -25,6 +25,12 @@ def percent(share: float) -> str:
     return f"{share:.2%}"
 
 
+def size_text(size: int) -> str:
+    """A number of bytes in the largest unit of which there is at least one."""
+    unit = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**unit:.{2 * (unit > 0)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
 def scale_text(scale: float) -> str:
     """A loss scale; a power of two is written as 2^k."""
     fraction, exponent = math.frexp(scale)

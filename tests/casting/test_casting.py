@@ -102,6 +102,13 @@ def test_banned_functions_raise_with_the_recipe_unless_allowed(device: str) -> N
             amp.casting.uninstall()
 
 
+def test_explain_says_that_casting_is_off(device: str) -> None:
+    x = torch.ones(4, 4, device=device)
+    assert "casting is off here; call explain in amp.autocast" in str(amp.explain(torch.mm, x, x))
+    with amp.autocast(device, LOW):
+        assert "casting is off" not in str(amp.explain(torch.add, x, x))
+
+
 def test_deactivated_is_stock_torch_and_uninstalled_leaves_no_trace(device: str) -> None:
     d = Data(device)
     key = "AutocastCPU" if device == "cpu" else "AutocastCUDA"

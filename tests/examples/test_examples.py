@@ -56,6 +56,16 @@ def test_resuming_continues_exactly(
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"], "no temporary file is left"
 
 
+def test_a_finished_run_goes_on_with_more_steps_and_says_so_without(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    short = train(Settings(**{**SMALL, "steps": 2}, checkpoint=path))
+    with pytest.raises(SettingsError, match="has all its steps, 2: raise steps"):
+        train(Settings(**{**SMALL, "steps": 2}, checkpoint=path, resume=True))
+    longer = train(Settings(**{**SMALL, "steps": 4}, checkpoint=path, resume=True))
+    assert len(longer.train_loss) == 4
+    assert longer.train_loss[:2] == short.train_loss
+
+
 def test_low_precision_keeps_masters_and_float32_keeps_none() -> None:
     for precision, optimizer in (("float32", "adamw"), ("bfloat16", "adamw")):
         trainer = Trainer(Settings(**SMALL, precision=precision, optimizer=optimizer))

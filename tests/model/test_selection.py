@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -121,6 +122,17 @@ def test_other_libraries_norms_compute_in_float32(device: str, kind: type[nn.Mod
 def test_what_only_has_the_word_in_its_name_is_converted(convert: Any) -> None:
     model = nn.Sequential(PreNorm(8), AdaLayerNorm(8), LogNormal(8))
     assert float32_in(convert(model, BF16)) == {"0.norm.weight", "0.norm.bias"}
+
+
+def test_a_module_of_the_model_is_kept_and_another_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"keep_fp32: this Sequential is not in the model"):
+        amp.prepare(copy.deepcopy(model), BF16, model[1])
+    for keep in (model[1], [model[1]]):
+        assert float32_in(amp.prepare(model, BF16, keep)) == {"1.0.weight", "1.0.bias"}
+    assert (
+        amp.prepare(nn.Embedding(4, 4), BF16, keep_fp32=nn.Embedding).weight.dtype == torch.float32
+    )
 
 
 def test_keep_fp32_adds_and_keep_fp32_only_replaces() -> None:

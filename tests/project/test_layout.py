@@ -24,16 +24,16 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 374,
-    "apex": 1663,
-    "casting": 730,
+    ".": 389,
+    "apex": 1662,
+    "casting": 735,
     "checkpoint": 1041,
     "compat": 1273,
-    "diagnose": 1260,
+    "diagnose": 1262,
     "grad_scaler": 446,
-    "model": 1409,
+    "model": 1411,
     "nn": 601,
-    "optim": 3793,
+    "optim": 3795,
     "scaling": 423,
     "sharding": 630,
 }

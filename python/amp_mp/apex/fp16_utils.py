@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_mp.apex.gradients import copy_all_, gradients_of, make_gradient
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
 from amp_mp.model.original_values import take_original
 
@@ -100,6 +100,5 @@ def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.
     Normalisation layers stay float32, and so does what keep_fp32 has marked. As in Apex, names in
     the result's state_dict start with "1.". dtype: float16 or bfloat16; ValueError for another.
     """
-    if dtype not in LOW_PRECISION:
-        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+    check_dtype(dtype, LOW_PRECISION)
     return nn.Sequential(tofp16(dtype), convert_network(model, dtype))

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 from amp_mp import _C
 from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.casting.products import choose_products
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,8 +94,7 @@ def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, to
     """The device type and low precision of a region; ValueError naming a wrong argument."""
     device = check_device(device_type, "device_type")
     low = dtype or (torch.float16 if device == "cuda" else torch.bfloat16)
-    if low not in LOW_PRECISION:
-        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, found {dtype}")
+    check_dtype(low, LOW_PRECISION)
     return device, low
 
 

@@ -194,7 +194,11 @@ class Cast(NamedTuple):
 class CastTable(list[Cast]):
     """Casts in the order in which they were made; prints as a table."""
 
+    was_on = True  # whether casting was on where explain was called
+
     def __str__(self) -> str:
+        if not self and not self.was_on:
+            return "no casts: casting is off here; call explain in amp.autocast or after amp.init"
         rows = ((*cast[:4], "cached" if cast.cached else "") for cast in self)
         slow = [low for low in LOW_PRECISION if _C.products.choice(low) == "float32"]
         notes = [f"\n{low} on this CPU: products are faster in float32, and stay" for low in slow]
@@ -205,7 +209,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTabl
     """Calls the function once and returns the casts that its operators made, as a table.
 
     Only operators with a policy of amp_mp's report. A weight whose cast came from the cache is
-    listed too, and marked. Use it in a region with casts on.
+    listed too, and marked. Use it in a region with casts on; the table says if they were off.
     """
     _C.casting.take_log()
     _C.casting.set_trace(RECORD)
@@ -213,7 +217,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CastTabl
         function(*args, **kwargs)
     finally:
         _C.casting.set_trace(_trace)
-    return CastTable(Cast(*row) for row in _C.casting.take_log())
+    table = CastTable(Cast(*row) for row in _C.casting.take_log())
+    table.was_on = any(map(torch.is_autocast_enabled, DEVICES))
+    return table
 
 
 def is_verbose() -> bool:

@@ -89,7 +89,7 @@ class ShardedMemory:
 
 
 def sharded_memory(
-    parameters: int,
+    parameters: int | nn.Module,
     ranks: int,
     *,
     optimizer: str = "AdamW",
@@ -113,7 +113,7 @@ def sharded_memory(
     reduce-scatter of all gradients over the shards and an all-reduce of the shard over replicas.
 
     Args:
-        parameters, ranks: the model's number of parameters; processes in all.
+        parameters: of the model, their number, or the model itself. ranks: processes in all.
         optimizer: the name of one of amp_mp.optim.
         replicas: of HSDP; ranks / replicas processes share one copy of the model.
         largest_unit: parameters of the largest module that fully_shard was called with.
@@ -125,6 +125,8 @@ def sharded_memory(
     Raises ValueError naming the argument for numbers that are not positive, replicas that do not
     divide ranks, and an optimizer that amp_mp does not have.
     """
+    if isinstance(parameters, nn.Module):
+        parameters = sum(param.numel() for param in parameters.parameters())
     for name, value in (("parameters", parameters), ("ranks", ranks), ("replicas", replicas)):
         if value < 1:
             raise ValueError(f"{name} must be positive, found {value}")

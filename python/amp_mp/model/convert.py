@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from amp_mp.casting.products import check_products, choose_products
-from amp_mp.dtypes import LOW_PRECISION, NATIVE, rounded
+from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.original_values import (
     awaits_original,
@@ -47,26 +47,25 @@ def prepare(
             stay the same. Prepare before wrapping in DistributedDataParallel, and after fully_shard
             or parallelize_module, before the first forward.
         dtype: torch.bfloat16 or torch.float16.
-        keep_fp32: what is float32 besides the default: module types, and fnmatch patterns over the
-            names of modules, parameters and buffers ("head", "blocks.*.norm1"). By default these
-            are normalisation layers (docs/prepare.md), rotary frequencies, and what
-            amp_mp.keep_fp32 has marked. A kept module computes in float32 and returns the dtype it
-            was given, also in tuples, dicts and dataclasses; given no floating-point tensor it
-            returns `dtype`. A module that shares a parameter with it is kept as well.
+        keep_fp32: what is float32 besides the default: module types, modules of the model, and
+            fnmatch patterns over the names of modules, parameters and buffers ("head",
+            "blocks.*.norm1"). By default these are normalisation layers (docs/prepare.md), rotary
+            frequencies, and what amp_mp.keep_fp32 has marked. A kept module computes in float32 and
+            returns the dtype it was given, also in tuples, dicts and dataclasses; given no
+            floating-point tensor it returns `dtype`. One that shares a parameter is kept as well.
         keep_fp32_only: the same, in place of the default; marks still count.
         products: how a CPU computes products of `dtype`, in this process: "native", or "float32":
             rounded to `dtype` afterwards. Default "auto": what is faster on this processor
             (docs/prepare.md). CUDA's are native.
 
     Raises, before anything is changed:
-        ValueError: dtype or products is another one; a pattern matches nothing (a typo would go
-            unnoticed); the model is or contains a wrapper; a parameter is lazy or an inference
-            tensor; a fully_shard unit has run a forward, or would have parameters of two dtypes.
-        TypeError: model is not a module; keep_fp32 holds something that is neither type nor string.
+        ValueError: dtype or products is another one; a pattern or module is not in the model; the
+            model is or contains a wrapper; a parameter is lazy or an inference tensor; a
+            fully_shard unit has run a forward, or would have parameters of two dtypes.
+        TypeError: model is not a module; keep_fp32 holds none of these.
         RuntimeError: called under torch.inference_mode().
     """
-    if dtype not in LOW_PRECISION:
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, found {dtype}")
+    check_dtype(dtype, LOW_PRECISION)
     check_products(products)
     _convert("prepare", model, dtype, keep_fp32, keep_fp32_only)
     if any(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters()):
@@ -92,10 +91,7 @@ def convert_network(
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         keep_fp32, keep_fp32_only: what stays float32, as for `prepare`; errors as there, too.
     """
-    if dtype not in NATIVE:
-        raise ValueError(
-            f"dtype must be torch.float16, torch.bfloat16 or torch.float32, found {dtype}"
-        )
+    check_dtype(dtype, NATIVE)
     return _convert("convert_network", model, dtype, keep_fp32, keep_fp32_only)
 
 

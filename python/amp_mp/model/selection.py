@@ -28,7 +28,7 @@ ROTARY_NAME = re.compile(r"rotary|rope", re.IGNORECASE)
 # buffers that stay float32, "" for all of them. Names and not ids, so that copies have the marks.
 MARKS = "_amp_mp_keep_fp32"
 
-Kept = Iterable[type[nn.Module] | str]
+Kept = type[nn.Module] | nn.Module | str | Iterable[type[nn.Module] | nn.Module | str]
 
 
 class Selection(NamedTuple):
@@ -50,13 +50,13 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
     copies and pickles have them, and so does a module that becomes part of another model.
 
     model: where to look. Nothing in it is converted. patterns_or_types: one or several nn.Module
-    types, and fnmatch patterns over the names of modules, parameters and buffers ("decoder.*",
-    "*.table"), with `prepare`'s errors. A marked module computes in float32 and returns the dtype
-    it was given. A marked parameter of one of torch's layers, or all tensors of a module without
-    parts, mark the module. Otherwise mark a parameter where its module mixes dtypes itself.
+    types, modules, and fnmatch patterns over the names of modules, parameters and buffers
+    ("decoder.*", "*.table"), with `prepare`'s errors. A marked module computes in float32 and
+    returns the dtype it was given. A marked parameter of one of torch's layers, or all tensors of a
+    module without parts, mark the module; mark others where their module mixes dtypes itself.
     """
     if patterns_or_types is None:  # which is the default elsewhere
-        raise TypeError("keep_fp32 takes nn.Module types and strings, found None")
+        raise TypeError("keep_fp32 takes nn.Module types, modules and strings, found None")
     modules, tensors = matching(model, patterns_or_types, "keep_fp32")
     for module in model.modules():
         own = named_tensors(module, recurse=False)
@@ -102,9 +102,13 @@ def matching(
     modules: dict[int, nn.Module] = {}
     kept: set[int] = set()
     tensors = named_tensors(model)
-    for entry in [wanted] if isinstance(wanted, str | type) else wanted:
+    for entry in [wanted] if isinstance(wanted, str | type | nn.Module) else wanted:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
+        elif isinstance(entry, nn.Module):
+            if all(entry is not module for module in model.modules()):
+                raise ValueError(f"{argument}: this {type(entry).__name__} is not in the model")
+            modules[id(entry)] = entry
         elif isinstance(entry, str):
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
             names = fnmatch.filter(tensors, entry)
@@ -114,7 +118,9 @@ def matching(
             modules |= found
             kept |= {id(tensors[name]) for name in names}
         else:
-            raise TypeError(f"{argument} takes nn.Module types and strings, found {entry!r}")
+            raise TypeError(
+                f"{argument} takes nn.Module types, modules and strings, found {entry!r}"
+            )
     return modules, kept
 
 

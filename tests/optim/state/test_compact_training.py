@@ -202,7 +202,12 @@ def test_memory_is_what_the_storages_take(device: str, memory: str | None, wante
     }
     assert report.total == sum(storages.values())
     assert report.parameters == param.numel()
-    assert f"{report.bytes_per_parameter:.3f} beside the gradient" in str(report)
+    lines = [line.split() for line in str(report).splitlines()]
+    assert ["weight", "2.00", "MiB", "2.000"] in lines
+    assert lines[-1][-1] == f"{report.bytes_per_parameter:.3f}"
+    assert {len(line) for line in str(report).splitlines()[1:]} == {
+        len(str(report).splitlines()[0])
+    }
 
 
 def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:

@@ -299,7 +299,7 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
         "weight": (
             lambda: amp.formats.encode(x, "split24", weight_dtype=torch.float32),
             ValueError,
-            "weight_dtype must be torch.bfloat16 or torch.float16, found torch.float32",
+            "weight_dtype must be torch.float16 or torch.bfloat16, found torch.float32",
         ),
         "groups": (
             lambda: amp.formats.encode(x, "m8"),

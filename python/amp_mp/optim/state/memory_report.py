@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from amp_mp.optim.state.masters import first_values
 from amp_mp.optim.state.schema import CLOCK
 from amp_mp.sharding.shards import local_of
+from amp_mp.text_table import aligned, size_text
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class MemoryReport:
         return sum(self.bytes.values())
 
     def __str__(self) -> str:
-        rows = [f"{'':12} {'MiB':>10} {'bytes a parameter':>18}"]
-        for kind, each in self.per_parameter.items():
-            rows.append(f"{kind:12} {self.bytes[kind] / 2**20:10.2f} {each:18.3f}")
-        beside = self.bytes_per_parameter
-        rows.append(f"{'':12} {self.total / 2**20:10.2f} {beside:18.3f} beside the gradient")
-        return "\n".join(rows)
+        per = dict(self.per_parameter)
+        rows = [(kind, self.bytes[kind], each) for kind, each in per.items()]
+        grad = self.bytes.get("grad", 0)
+        rows += [("all", self.total, sum(per.values()))]
+        rows += [("all but grad", self.total - grad, self.bytes_per_parameter)]
+        header = ("", f"{'memory':>11}", "bytes a parameter")
+        return aligned(header, [(k, f"{size_text(n):>11}", f"{each:17.3f}") for k, n, each in rows])
 
 
 def report_memory(optimizer: Optimizer) -> MemoryReport:
