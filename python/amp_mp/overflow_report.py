@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from amp_mp.dtypes import NATIVE
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, scale_text
+
+models: WeakSet[nn.Module] = WeakSet()  # by whose paths parameters are named
 
 
 class NonFinite(NamedTuple):
@@ -44,17 +47,21 @@ class OverflowReport(list[NonFinite]):
         if not any(row.infs for row in self):
             return (
                 f"There are NaN and no inf: look for the NaN in the forward pass or the data, near "
-                f"{last} first, the last in the model and so the closest to the loss "
-                "(torch.autograd.set_detect_anomaly(True) names the operation)."
+                f"{last} first, the last in the model and so the closest to the loss (`python -m "
+                "amp_mp.diagnose` names the first module whose output is not finite)."
             )
         if self.scale > 1:
             return (
                 f"Gradients exceed the format at loss scale {scale_text(self.scale)}: lower the "
                 "scale and skip this step, as a dynamic scale does by itself."
             )
+        scale = scale_text(self.scale)
+        where = (
+            "without a loss scale to lower" if self.scale == 1 else f"also at loss scale {scale}"
+        )
         return (
-            f"Gradients are inf without a loss scale to lower: keep the layers around {last} in "
-            "float32, or use bfloat16, which has float32's range."
+            f"Gradients are inf {where}: keep the layers around {last} in float32, or use "
+            "bfloat16, which has float32's range."
         )
 
     def __str__(self) -> str:
@@ -93,12 +100,14 @@ def describe_nonfinite(
     scale: float,
     model_param: Callable[[Tensor], Tensor] = lambda p: p,
 ) -> str:
-    """Which gradients of these optimizers' groups are inf or NaN, by name or position."""
+    """Which gradients of these groups are inf or NaN; named by known models, else by the groups."""
     found: list[tuple[str, Tensor]] = []
+    paths = {id(p): path for model in models for path, p in model.named_parameters()}
     for number, group in [pair for groups in param_groups for pair in enumerate(groups)]:
-        params, own = map(model_param, group["params"]), range(len(group["params"]))
-        names = group.get("param_names") or [_C.param_label(group, number, i) for i in own]
-        found += zip(names, params, strict=True)
+        given = dict(enumerate(group.get("param_names") or ()))
+        for i, param in enumerate(map(model_param, group["params"])):
+            label = paths.get(id(param)) or given.get(i) or _C.param_label(group, number, i)
+            found.append((label, param))
     report = nonfinite_gradients(found, scale)
     if not report and any(is_dtensor(param) for _, param in found):
         return "every gradient on this process is finite; those concerned are on another process"

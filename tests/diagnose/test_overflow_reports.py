@@ -55,6 +55,8 @@ def test_a_model_with_every_kind_of_gradient(device: str, dtype: str) -> None:
     [
         (math.nan, 1024.0, "no inf: look for the NaN in the forward pass or the data, near head"),
         (math.inf, 1024.0, "exceed the format at loss scale 2^10: lower the scale"),
+        (math.nan, None, "python -m amp_mp.diagnose` names the first module whose output is not"),
+        (math.inf, 2.0**-9, "inf also at loss scale 2^-9: keep the layers around head in float32"),
         (math.inf, None, "without a loss scale to lower: keep the layers around head in float32"),
     ],
 )

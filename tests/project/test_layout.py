@@ -24,16 +24,16 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 389,
+    ".": 398,
     "apex": 1662,
     "casting": 735,
     "checkpoint": 1041,
     "compat": 1273,
-    "diagnose": 1262,
-    "grad_scaler": 446,
-    "model": 1411,
+    "diagnose": 1290,
+    "grad_scaler": 445,
+    "model": 1413,
     "nn": 601,
-    "optim": 3795,
+    "optim": 3791,
     "scaling": 423,
     "sharding": 630,
 }

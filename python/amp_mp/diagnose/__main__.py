@@ -5,6 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 from amp_mp.casting.products import describe_products
 from amp_mp.diagnose.recording import EnoughError, Recording
 from amp_mp.scaling.policies import check_scale
@@ -14,14 +16,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the script and ends as it does; with status 1 if it ends well with nothing to report."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_mp.diagnose",
-        description="Run a training script unchanged; then print which gradients float16 would "
-        "lose or overflow, which updates weights without float32 masters would lose, and which "
-        "gradients are inf or NaN.",
+        description="Run a training script unchanged; then print which gradients low precision "
+        "would lose or overflow, which updates weights without float32 masters would lose, which "
+        "gradients are inf or NaN, and how many steps were skipped.",
     )
     parser.add_argument("--out", metavar="DIR", default="diagnosis", help="folder for the pictures")
     parser.add_argument("--steps", metavar="N", type=_steps, help="end after N backward passes")
     scale_help = "loss scale to judge at; default: auto, that of the script's GradScaler or policy"
     parser.add_argument("--scale", metavar="auto|S", type=_scale, help=scale_help)
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], help="to judge for: float16")
     parser.add_argument("script", type=Path, help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     options = parser.parse_args(arguments)
@@ -30,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     sys.argv = [str(options.script), *options.args]
     sys.path[0] = str(options.script.resolve().parent)
-    recording = Recording(options.scale, options.steps)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    recording = Recording(options.scale, options.steps, dtype)
     try:
         runpy.run_path(str(options.script), run_name="__main__")
     except EnoughError:

@@ -29,26 +29,30 @@ class Recording:
     watched with everything in it, under its class's name. Compiled code runs uncompiled.
 
     scale: the loss scale to judge gradients at; default: that of the policy or GradScaler last used
-    before backward. steps: raise EnoughError in the backward after this many. Raises ValueError for
-    a scale that is not finite or not above 0, and steps below 1.
+    before backward. steps: raise EnoughError in the backward after this many. dtype: to judge for;
+    default: float16, for updates the parameter's own low precision. Raises ValueError for a scale
+    that is not finite or not above 0, steps below 1, and a dtype but float32 and the low ones.
     """
 
-    def __init__(self, scale: float | None = None, steps: int | None = None) -> None:
+    def __init__(
+        self, scale: float | None = None, steps: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         if scale is not None:
             check_scale(scale, "scale")
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be above 0, found {steps}")
-        self._scale, self._steps, self.backwards = scale, steps, 0
+        self._scale, self._steps, self._dtype, self.backwards = scale, steps, dtype, 0
         self._scaler: Any = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._watched: dict[str, tuple[Watch, OverflowTracker]] = {}  # by root name
         self._stack = ExitStack()
-        self.ratios = self._stack.enter_context(UpdateRatios())
+        self.ratios = self._stack.enter_context(UpdateRatios(dtype=dtype))
         self._stack.callback(register_module_forward_pre_hook(self._on_call).remove)
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "scale", self._use_scale)
+        self._wrap(torch.amp.GradScaler, "_maybe_opt_step", self._step)
         self._wrap(ScalePolicy, "scale", self._use_scale)
         self._wrap(ScalePolicy, "scale_tensor", self._use_scale)
 
@@ -71,6 +75,12 @@ class Recording:
     def _use_scale(self, function: Callable[..., Any], scaler: Any, *args: Any, **kw: Any) -> Any:
         self._scaler = scaler
         return function(scaler, *args, **kw)
+
+    def _step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.ratios.steps
+        result = function(*args, **kwargs)
+        self.ratios.skipped += self.ratios.steps == before  # torch's calls no optimizer then
+        return result
 
     def _backward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.backwards == self._steps:
@@ -109,7 +119,7 @@ class Recording:
             for kind, seen in kinds.items():
                 seen.update({f"{name}.{key}": value for key, value in vars(watch)[kind].items()})
         scale = self._current_scale() if self._scale is None else self._scale
-        return GradientReport(**kinds, scale=scale, dtype=torch.float16)
+        return GradientReport(**kinds, scale=scale, dtype=self._dtype or torch.float16)
 
     def finish(self, out: str | Path | None = None) -> bool:
         """Closes, prints all tables, saves pictures in `out`; False if there was no gradient."""
@@ -120,7 +130,10 @@ class Recording:
             print(f"amp_mp.diagnose: the script {never}, so no gradient was seen", file=sys.stderr)
             return False
         print(f"\n{report}\n\n{updates}")
-        for name, (_, tracker) in self._watched.items():
+        print(f"\nSteps skipped because of inf or NaN: {self.ratios.skipped}")
+        for name, (watch, tracker) in self._watched.items():
+            if watch.nonfinite is not None:
+                print(f"\nThe first output with inf or NaN was that of {name}.{watch.nonfinite}.")
             if tracker.report:
                 print(f"\nIn the last backward pass of {name}:\n{tracker.report}")
             if tracker.verdict:
@@ -136,14 +149,17 @@ class Recording:
         return True
 
 
-def start(out: str | Path | None = None, scale: float | None = None) -> Recording:
+def start(
+    out: str | Path | None = None, scale: float | None = None, dtype: torch.dtype | None = None
+) -> Recording:
     """Watches the rest of this script, and prints what was found when it ends.
 
     out: a folder for pictures, which need matplotlib, or ImportError; default: none. scale: to
     judge gradients at, or ValueError if not finite or not above 0; default: the script's own.
+    dtype: to judge for, float16, bfloat16 or float32, or ValueError; default: float16.
     """
     if out is not None:
         new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported
-    recording = Recording(scale)
+    recording = Recording(scale, dtype=dtype)
     atexit.register(recording.finish, out)
     return recording

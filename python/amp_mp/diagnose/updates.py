@@ -111,6 +111,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         # By parameter name: the format, and how many updates were lost, in between and kept.
         self._counts: dict[str, tuple[torch.dtype, Tensor]] = {}
         self.medians: dict[str, float] = {}
+        self.steps = self.skipped = 0  # that ran, and those of them that inf or NaN stopped
 
     def close(self) -> None:
         """Removes the hooks; the counts stay. Closing twice is fine."""
@@ -145,15 +146,18 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         before, self._before = self._before, []
+        self.steps += 1
         steps = [(name, param, old, _weight(optimizer, param)) for name, param, old in before]
         # Another dtype means that this step has made the parameter's master.
         steps = [step for step in steps if step[2].dtype == step[3].dtype]
         sharded = any(is_dtensor(param) for _, param, *_ in steps)
         if sharded and getattr(optimizer, "step_was_skipped", False):
+            self.skipped += 1
             return  # perhaps because of another process's gradients
         unchanged = all(torch.equal(old, new) for *_, old, new in steps)
         grads = [local_of(p.grad) for _, p, *_ in steps if p.grad is not None]
         if unchanged and not all(grad.isfinite().all() for grad in grads):
+            self.skipped += 1
             return
         layers: dict[str, list[Tensor]] = {}
         for name, param, old, new in steps:

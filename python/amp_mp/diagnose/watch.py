@@ -102,6 +102,7 @@ class Watch(AbstractContextManager["Watch"]):
     weights, activations: an ExponentHistogram of the unscaled gradients by name of the parameter or
     module, one for all outputs and calls of a module. Of sparse gradients the stored values are
     counted. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
+    nonfinite: the module whose output was the first with inf or NaN; None: none was.
 
     Around a compiled model put torch.compiler.set_stance("force_eager"), so that hooks see it.
 
@@ -146,6 +147,7 @@ class Watch(AbstractContextManager["Watch"]):
         self.weights: dict[str, ExponentHistogram] = {}
         self.activations: dict[str, ExponentHistogram] = {}
         self.left_out: dict[str, str] = {}
+        self.nonfinite: str | None = None
         self._times: Counter[tuple[str, str]] = Counter()
 
     def close(self) -> None:
@@ -180,6 +182,8 @@ class Watch(AbstractContextManager["Watch"]):
     def _on_forward(self, name: str, output: Any) -> None:
         # Leaves are left out: a module may return a parameter, where the hook would stay.
         tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
+        if self.nonfinite is None and not all(bool(t.isfinite().all()) for t in tensors):
+            self.nonfinite = name
         if not tensors or not self._is_turn("activation", name):
             return
 

@@ -1,7 +1,6 @@
 """Where a GradScaler's scale and its other numbers are written after an iteration."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +125,8 @@ class ScaleUpdates:
             self._watch.count(bool(found_inf > 0))
         elif found := self._own.newest(wait=False):
             self._watch.steps, self._watch.in_a_row = found[0], found[7]
-        describe = partial(describe_nonfinite, [o.param_groups for o in others], 1.0)
-        self._watch.warn_of_skips("GradScaler", describe)
+        groups, scale = [o.param_groups for o in others], self._numbers().scale
+        self._watch.warn_of_skips("GradScaler", lambda: describe_nonfinite(groups, float(scale)))
 
     def _make_reports(self, device: torch.device) -> None:
         """Allocates what `in_place` reports to, before a CUDA graph is captured."""

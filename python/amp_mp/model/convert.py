@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
@@ -143,6 +144,7 @@ def _convert(
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = None if prepares else tensor.grad.to(target)
     update_units(model)
+    overflow_report.models.add(model)
     for module in model.modules():
         if prepares and any(p.dtype in LOW_PRECISION for p in own_parameters(module).values()):
             track(module)

@@ -1,6 +1,5 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
-import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
@@ -175,10 +174,7 @@ def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> No
     for key in group.keys() - options - {"params", "param_names", *WITHOUT_EFFECT}:
         for meant in get_close_matches(str(key), options, 1, 0.83):
             if f"_{meant}" not in f"_{key}":  # max_momentum of a schedule
-                warnings.warn(
-                    f"a param_group has {key!r}, which no step reads; is {meant!r} meant?",
-                    stacklevel=6,
-                )
+                warn(f"a param_group has {key!r}, which no step reads; is {meant!r} meant?")
 
 
 def check_muon(group: Mapping[str, Any]) -> None:

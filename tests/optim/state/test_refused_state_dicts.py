@@ -293,8 +293,9 @@ def test_a_misspelt_option_of_a_group_gives_a_warning(
         return optimizer
 
     call = constructor if entry_point == "constructor" else add_param_group
-    with pytest.warns(UserWarning, match=f"has '{key}', .* is '{meant}' meant"):
+    with pytest.warns(UserWarning, match=f"has '{key}', .* is '{meant}' meant") as found:
         optimizer = call()
+    assert {warning.filename for warning in found} == {__file__}, "the line of the script"
     assert optimizer.param_groups[1][key] == 1
 
 
