@@ -30,7 +30,7 @@ FOLDER_LINES = {
     "checkpoint": 1041,
     "compat": 1273,
     "diagnose": 1290,
-    "grad_scaler": 445,
+    "grad_scaler": 475,
     "model": 1413,
     "nn": 601,
     "optim": 3791,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
@@ -75,6 +76,9 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """As torch's. May be captured by a CUDA graph, with or without the rest of an iteration."""
         self._updates.is_read(torch.device(self._device))
+        for state in self._per_optimizer_states.values() if self._enabled else ():
+            if state["stage"] is OptState.UNSCALED and "hooks" not in state:
+                state["hooks"] = note_backward(state)
         return super().scale(outputs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -84,7 +88,18 @@ class GradScaler(torch.amp.GradScaler):
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; an amp_mp optimizer measures, decides and applies in its own step."""
+        """As torch's; an amp_mp optimizer measures, decides and applies in its own step.
+
+        RuntimeError where a scaled loss was added to gradients after unscale_, as by a loop that
+        was interrupted in between and begins again.
+        """
+        if self._enabled and self._per_optimizer_states[id(optimizer)].get("mixed"):
+            raise RuntimeError(
+                "the backward of a scaled loss has added to gradients that unscale_ had divided by "
+                f"the loss scale, so that this step would be up to {self.get_scale():g} times too "
+                "large. If the loop was interrupted after unscale_, call scaler.update() and "
+                "optimizer.zero_grad() before it begins again; step before the next loss's backward"
+            )
         if (
             not self._enabled
             or "closure" in kwargs
@@ -204,6 +219,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        for hook in [
+            hook for s in self._per_optimizer_states.values() for hook in s.get("hooks", ())
+        ]:
+            hook.remove()
         policy = self._policy
         if new_scale is not None:  # set by hand
             super().update(new_scale)
@@ -259,6 +278,17 @@ class GradScaler(torch.amp.GradScaler):
             self._policy.load_state_dict(snapshot or {})
         super().load_state_dict(state_dict)
         self._updates.forget()
+
+
+def note_backward(state: dict[str, Any]) -> list[RemovableHandle]:
+    """Hooks by which the optimizer's state says when a backward adds to its unscaled gradients."""
+    optimizer = state["optimizer"]()
+    if optimizer is None:
+        return []
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    note: Any = state.setdefault("mixed", []).append  # called with the parameter
+    leaves = [p for p in params if p.requires_grad and p.is_leaf]
+    return [p.register_post_accumulate_grad_hook(note) for p in leaves]
 
 
 def check_gradients(optimizer: FusedOptimizer) -> None:
