@@ -21,13 +21,13 @@ import torch
 from curves import smooth
 from finetune_task import FineTune
 from gpt_settings import Settings
-from gpt_trainer import KEEP_FLOAT32, MAX_GRAD_NORM, Trainer
+from gpt_trainer import MAX_GRAD_NORM, Trainer
 from matplotlib.figure import Figure
 from memory import state_bytes
 from reference_adamw import ReferenceAdamW
 from rich.console import Console
 from rich.table import Column, Table
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import amp_mp as amp
@@ -53,7 +53,6 @@ class Job:
     unit: str  # of losses
     steps: int
     begin: Callable[[int, int], Trainer | FineTune]
-    keep_fp32: tuple[type[nn.Module], ...] | None = None  # amp.prepare's
 
 
 def gpt(seed: int, steps: int, **others: Any) -> Trainer:
@@ -62,7 +61,7 @@ def gpt(seed: int, steps: int, **others: Any) -> Trainer:
 
 
 JOBS = {
-    "gpt": Job("GPT from scratch", "nats per byte", 150, gpt, KEEP_FLOAT32),
+    "gpt": Job("GPT from scratch", "nats per byte", 150, gpt),
     "finetune": Job("pitch model, fine-tuned", "nats per frame", 150, FineTune),
 }
 
@@ -86,7 +85,7 @@ def begin(job: Job, arm: str, seed: int, steps: int) -> Trainer | FineTune:
     """Make the job's bfloat16 model and the arm's optimizer."""
     task = job.begin(seed, steps)
     originals = {p: p.detach().clone() for p in task.model.parameters()}
-    amp.prepare(task.model, torch.bfloat16, keep_fp32=job.keep_fp32)
+    amp.prepare(task.model, torch.bfloat16)
     # Weight decay is for matrices; biases and norms should not be pulled towards zero.
     matrices = [p for p in originals if p.dim() > 1]
     vectors = [p for p in originals if p.dim() <= 1]

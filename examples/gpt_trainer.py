@@ -24,9 +24,6 @@ from torch.nn import functional
 
 import amp_mp as amp
 
-# The gradient of an embedding row is a sum over every occurrence of its byte. A 16-bit sum of
-# thousands of terms stops growing, so the embeddings stay float32, like the norms.
-KEEP_FLOAT32 = (nn.LayerNorm, nn.Embedding)
 MAX_GRAD_NORM = 1.0
 EVAL_WINDOWS = 256
 # A resumed run continues exactly as an uninterrupted one only if these settings are the same. With
@@ -83,7 +80,7 @@ class Trainer:
         dtype = WEIGHT_DTYPES[settings.precision]
         self.processes.shard(self.model, _policy(settings))  # before prepare
         if dtype != torch.float32:
-            amp.prepare(self.model, dtype, keep_fp32=KEEP_FLOAT32)
+            amp.prepare(self.model, dtype)
         self.network = self.processes.wrap(self.model)  # after prepare
         self.optimizer = _optimizer(settings, self.model)
         # bfloat16 has float32's range, so only float16 needs loss scaling.

@@ -24,6 +24,7 @@ std::atomic<Choice>& chosen(at::ScalarType low) {
 }
 
 // Once in a process, and for good: torch must not lose kernels that another thread runs.
+template <auto... replace>
 void replace_kernels() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -34,9 +35,7 @@ void replace_kernels() {
     const c10::WarningUtils::WarningHandlerGuard guard(&silent);
     auto* aten =
         new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    replace_products(*aten);
-    replace_convolution(*aten);
-    replace_attention(*aten);
+    (replace(*aten), ...);
   });
 }
 
@@ -49,7 +48,8 @@ bool in_float32(at::ScalarType low) {
 
 void choose(at::ScalarType low, bool in_float32) {
   std::atomic<Choice>& own = chosen(low);
-  if (in_float32) replace_kernels();
+  replace_kernels<replace_embeddings>();
+  if (in_float32) replace_kernels<replace_products, replace_convolution, replace_attention>();
   own = in_float32 ? float32 : native;
 }
 

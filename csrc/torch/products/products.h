@@ -12,7 +12,8 @@ namespace amp_mp::products {
 bool in_float32(at::ScalarType low);
 
 // Chooses that for the process. The first choice of float32 replaces torch's kernels on the CPU:
-// of mm, addmm, bmm, baddbmm, convolution and attention, and of their derivatives.
+// of mm, addmm, bmm, baddbmm, convolution and attention, and of their derivatives; the first choice
+// at all those of the gradients of embeddings.
 void choose(at::ScalarType low, bool in_float32);
 
 // "native", "float32", or "undecided" before the first choice.
@@ -40,5 +41,6 @@ int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock)
 void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);
+void replace_embeddings(torch::Library& aten);
 
 }  // namespace amp_mp::products
