@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "torch/checks.h"
+#include "torch/shared_arguments.h"
 
 namespace py = pybind11;
 
@@ -46,6 +47,7 @@ py::tuple names_of(const std::string& fields) {
 }  // namespace
 
 void bind_tables(py::module_& m) {
+  m.def("shared_arguments", [] { return kSharedArguments; });
   m.def("formats", [] {
     py::list entries;
     for (int f = 0; f < kFormatCount; ++f) entries.append(format_entry(Format(f)));

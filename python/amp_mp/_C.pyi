@@ -57,6 +57,9 @@ class FormatEntry(TypedDict):
 def formats() -> list[FormatEntry]:
     """All formats, in the order of the native enumeration."""
 
+def shared_arguments() -> str:
+    """What help() of every fused optimizer ends with."""
+
 def scale_kinds() -> dict[str, tuple[str, ...]]:
     """The loss-scale policies of csrc/core/scale.h by name: the fields of their state.
 
@@ -547,6 +550,10 @@ class casting:  # noqa: N801 (a submodule)
 
     @staticmethod
     def policy_names() -> list[str]: ...
+    @staticmethod
+    def op_list(name: str) -> list[tuple[str, list[str]]]:
+        """A list of op_lists.h: "apex", "apex cpu", "torch cpu" or "torch cuda"."""
+
     @staticmethod
     def set_policy(device: str, op: str, policy: str) -> str: ...
     @staticmethod

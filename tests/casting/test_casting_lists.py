@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import amp_mp as amp
-from amp_mp.casting.op_lists import APEX
+from amp_mp.casting.op_table import APEX
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated

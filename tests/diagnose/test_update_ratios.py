@@ -150,7 +150,9 @@ def test_fp16_optimizer_is_measured_by_its_masters() -> None:
 def test_bad_arguments_of_update_ratios() -> None:
     with pytest.raises(TypeError, match="takes an optimizer or a module, found list"):
         UpdateRatios([])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype must be float16, bfloat16 or float32"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be torch\.float32, torch\.float16 or torch\.bfloat16"
+    ):
         UpdateRatios(dtype=torch.float64)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 KINDS = [torch.optim.SGD, amp.optim.SGD]
-AGAIN = r"had divided by the loss scale.*scaler\.update\(\) and optimizer\.zero_grad\(\)"
+AGAIN = r"unscale_ had divided.*scaler\.update\(\) and optimizer\.zero_grad\(\)"
 
 
 def weight_of(device: str) -> nn.Parameter:

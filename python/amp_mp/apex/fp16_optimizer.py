@@ -181,7 +181,6 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         return result
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
-        """The step without hooks."""
         if closure is None:
             self._check_backward()
         self._called_backward = False

@@ -65,7 +65,6 @@ def master_params_to_model_params(
 
 
 def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
-    """The flat tensor's parts, in the parameters' shapes; views."""
     parts = torch.split(flat.detach(), [p.numel() for p in params])
     return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 

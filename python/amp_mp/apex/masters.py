@@ -59,7 +59,6 @@ class Masters:
                 )
 
     def _adopt(self, param: Tensor) -> Tensor:
-        """A new master for the parameter, with its state."""
         state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
         own = master_of(param, state) if state and fused else None  # amp_mp's has one already

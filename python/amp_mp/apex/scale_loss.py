@@ -46,10 +46,6 @@ class Iteration:
         """Whether an optimizer has stepped since the first loss."""
         return self.steps != steps_taken()
 
-    def is_given_up(self) -> bool:
-        """Whether the gradients are gone without a step: dropped, or applied by hand."""
-        return bool(self.marks) and all(each.are_gone() for each in self.marks)
-
 
 class SkippedSteps:
     """Optimizers whose next step is to do nothing, but still counts as a step."""
@@ -130,7 +126,9 @@ class ScaledLosses:
     def _begin(self) -> Iteration:
         """The iteration to which a loss belongs: a new one where the last one is over."""
         last = self._iteration
-        if last is None or last.has_stepped() or last.is_given_up():
+        # Or the gradients are gone without a step: dropped, or applied by hand.
+        gone = last is not None and last.marks and all(each.are_gone() for each in last.marks)
+        if last is None or gone or last.has_stepped():
             self.give_up()
             last = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
             self._iteration = last

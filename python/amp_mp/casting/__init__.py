@@ -1,6 +1,6 @@
 """Casting: in which precision operators run, inside torch's own autocast.
 
-`op_lists` names the operators, `op_table` puts a policy for each into force (csrc/torch/casting)
+`op_table` puts a policy for each into force (csrc/torch/casting)
 and shows what was cast, `autocast` opens regions, wraps Python functions and keeps casts away from
 optimizer steps.
 """

@@ -6,7 +6,7 @@ casts are off. The hooks switch casts off while an optimizer steps.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from amp_mp import _C
 from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
+from amp_mp.nested import map_tensors, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,8 +64,6 @@ def autocast(
 
 
 class _KeepingCasts(torch.autocast):
-    """A region that keeps the casts it makes."""
-
     def __enter__(self) -> Any:
         self._kept_before = set_keep_casts(True)
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -138,39 +137,19 @@ register_promote_function = _registers(promote_function)
 def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype]) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in tensors_in((args, kwargs)) if _is_castable(t)]
+        tensors = [t for t in tensors_in(args, kwargs) if _is_castable(t)]
         if not tensors or not torch.is_autocast_enabled(device := tensors[0].device.type):
             return function(*args, **kwargs)
         dtype = dtype_of(device, {t.dtype for t in tensors})
-        args, kwargs = _cast((args, kwargs), dtype)
+        args, kwargs = map_tensors(lambda t: t.to(dtype) if _is_castable(t) else t, (args, kwargs))
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
 
-def _is_castable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, also inside tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if _is_castable(value):
-        return value.to(dtype)
-    if isinstance(value, list | tuple):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
+def _is_castable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 class _Arguments(tuple[Any, ...]):

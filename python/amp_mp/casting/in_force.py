@@ -1,4 +1,4 @@
-"""What casts in this thread, and the regions without an end that have switched it on."""
+"""How this thread casts, and who has switched it on without an end."""
 
 import threading
 from typing import Any, NamedTuple
@@ -12,17 +12,14 @@ from amp_mp.casting.op_table import DEVICES, install, is_verbose, set_verbose, t
 
 
 class Casting(NamedTuple):
-    """How one device type casts. `verbose` and the table are the process's, the rest this thread's.
-
-    table: its name, and whether it computes what it bans in float32 instead.
-    """
+    """How one device type casts; `verbose` and the table are the process's, the rest a thread's."""
 
     device: str
     enabled: bool
     dtype: torch.dtype
     caching: bool
     keeps: bool
-    table: tuple[str, bool]
+    table: tuple[str, bool]  # its name, and whether it computes what it bans in float32 instead
     verbose: bool
 
     def put_in_force(self) -> None:
@@ -43,40 +40,33 @@ def clear_casts() -> None:
     _C.casting.clear_cache()
 
 
-def casting_of(device: str) -> Casting:
-    """How the device type casts now."""
+def _casting_of(device: str) -> Casting:
     set_keep_casts(keeps := set_keep_casts(False))
     low, caching = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     enabled = torch.is_autocast_enabled(device)
     return Casting(device, enabled, low, caching, keeps, table_of(device), is_verbose())
 
 
-class _Regions(threading.local):
-    def __init__(self) -> None:
-        self.owners: list[tuple[ref[Any], Casting]] = []  # in the order in which they began
-        self.before: list[Casting] = []  # what was in force before the first
+class _Owners(threading.local):
+    began: tuple[tuple[ref[Any], Casting], ...] = ()  # in this order
+    before: tuple[Casting, ...] = ()  # what was in force before the first
 
 
-_regions = _Regions()
+_owners = _Owners()
 
 
 def begin(owner: Any, casting: Casting) -> None:
     """Puts it in force until `end(owner)`. An owner that is gone has no end: it was for good."""
-    before = list(map(casting_of, DEVICES))
+    before = tuple(map(_casting_of, DEVICES))
     casting.put_in_force()
-    if not _regions.owners or _regions.owners[-1][0]() is None:
-        _regions.owners, _regions.before = [], before
-    _regions.owners.append((ref(owner), casting))
+    if not _owners.began or _owners.began[-1][0]() is None:
+        _owners.began, _owners.before = (), before
+    _owners.began += ((ref(owner), casting),)
 
 
 def end(owner: Any) -> None:
-    """What the owner has begun ends; what was before, and the other owners' castings, are in force.
-
-    In any order: the one that began last among those left decides.
-    """
-    left = [(each, casting) for each, casting in _regions.owners if each() not in (None, owner)]
-    if all(each() is not owner for each, _ in _regions.owners):
-        return
-    _regions.owners = left
-    for casting in (*_regions.before, *(casting for _, casting in left)):
-        casting.put_in_force()
+    """Puts in force what was before the first owner, and then the castings of those left."""
+    if any(each() is owner for each, _ in _owners.began):
+        _owners.began = tuple(row for row in _owners.began if row[0]() not in (None, owner))
+        for casting in (*_owners.before, *(casting for _, casting in _owners.began)):
+            casting.put_in_force()

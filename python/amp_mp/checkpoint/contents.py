@@ -100,7 +100,6 @@ class Contents:
 
 
 def _read(path: Path) -> Any:
-    """The metadata of a directory."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
@@ -149,13 +148,11 @@ def _after(key: str, word: str) -> list[tuple[str, str]]:
 
 
 def _states(key: str) -> list[tuple[str, str, str]]:
-    """Every way to read a key as START state.NAME.ENTRY."""
     found = [(start, *_split(rest)) for start, rest in _after(key, "state")]
     return [(start, name, entry) for start, name, entry in found if name]
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What stands before and after the last dot."""
     before, _, after = text.rpartition(".")
     return before, after
 

@@ -223,7 +223,6 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 
 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
-    """Raises ValueError where the optimizer cannot load the state, or cannot step with it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if isinstance(optimizer, FusedOptimizer):
         stepper = stepper_of(optimizer)
@@ -281,7 +280,6 @@ def _needed(
 def _refuse_for_torch(
     optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str, needed: dict[str, Any]
 ) -> None:
-    """Raises ValueError for a parameter's state that an optimizer of torch cannot load."""
     shape, wrong, kind = tuple(param.shape), "", type(optimizer).__name__
     for entry, value in {**dict.fromkeys(needed), **state}.items():
         kept = needed.get(entry)

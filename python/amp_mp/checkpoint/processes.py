@@ -67,7 +67,6 @@ def run(action: Callable[..., Any], state: dict[str, Any], path: Path, failed: s
 
 
 def _gathered(own: Exception | None) -> list[Exception | None]:
-    """The errors of all ranks."""
     if not is_distributed():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()

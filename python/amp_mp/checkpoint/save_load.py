@@ -103,7 +103,6 @@ def _refuse_other_files(folder: Path, kept: bool = False) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a checkpoint, the mark of an unfinished save last."""
     for file in sorted(folder.glob("*"), key=lambda f: (f.name == MARK, f)):
         file.unlink()
     if folder.exists():
@@ -240,7 +239,6 @@ def _way_back(each: Any) -> Callable[[], None]:
 
 
 def _check_more(contents: Contents, more: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError for an object that nothing can be loaded into."""
     optimizer_part.refuse_sharded(dict(more))
     for name, each in more.items():
         if not callable(getattr(each, "load_state_dict", None)):

@@ -159,7 +159,6 @@ Chosen = dict[str, tuple[torch.dtype, str]]
 
 
 def _chosen(names: Mapping[nn.Module, list[str]], layers: Any) -> dict[nn.Module, Chosen]:
-    """What the patterns choose for each layer."""
     chosen: dict[nn.Module, Chosen] = {module: {} for module in names}
     if not isinstance(layers, Mapping):
         raise TypeError(f"layers must be a dict of dicts by pattern, found {layers!r}")
@@ -172,19 +171,16 @@ def _chosen(names: Mapping[nn.Module, list[str]], layers: Any) -> dict[nn.Module
         if unknown := [entry for entry in entries if entry not in FIELDS]:
             raise ValueError(f"layers[{pattern!r}]: {unknown[0]!r} is none of {', '.join(FIELDS)}")
         own = {e: (_dtype(t, f"layers[{pattern!r}]: {e}"), pattern) for e, t in entries.items()}
-        matched = [m for m, all in names.items() if any(_matches(name, pattern) for name in all)]
+        # It names a layer, or a module that contains it.
+        parts = [(m, name.split(".")) for m, own_names in names.items() for name in own_names]
+        starts = [(m, ".".join(p[:end])) for m, p in parts for end in range(1, len(p) + 1)]
+        matched = {m: None for m, start in starts if fnmatch.fnmatch(start, pattern)}
         if not matched:
             text = f"layers: {pattern!r} matches no layer of the model"
             raise ValueError(f"{text}; model.named_modules() has the names")
         for module in matched:
             chosen[module] |= own
     return chosen
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a layer, or a module that contains it."""
-    parts = name.split(".")
-    return any(fnmatch.fnmatch(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: str) -> Types:
@@ -210,7 +206,6 @@ def _types(default: Mapping[str, torch.dtype], own: Chosen, kind: str, layer: st
 
 
 def _refuse(module: nn.Module, label: str, kind: str) -> None:
-    """Raises ValueError for a layer that cannot get types."""
     problem = ""
     if typed.forward_of(module) is not None:
         problem = "has types already; call amp.compat.undo_layer_types(model) first"

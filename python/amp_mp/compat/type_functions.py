@@ -226,7 +226,6 @@ recomputed: Callable[..., Any] = _Recomputed.apply
 
 @contextmanager
 def _random_state(cpu: Tensor, devices: Any) -> Iterator[None]:
-    """A block in which the random generators are in these states; after it as before it."""
     with torch.random.fork_rng(devices[0]):
         torch.set_rng_state(cpu)
         set_device_states(*devices)

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from amp_mp.compat.type_functions import Types, border, product, recomputed
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.kept_modules import float32_is_kept, map_tensors, tensors_in
+from amp_mp.model.kept_modules import float32_is_kept
 from amp_mp.model.selection import is_normalisation
+from amp_mp.nested import map_tensors, tensors_in
 from amp_mp.nn.float32_layers import autocast_off
 
 # What a layer is, for its types. The text is what a table says.
@@ -78,7 +79,6 @@ def kinds_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _kind(module: nn.Module, is_kept: bool) -> str:
-    """The first kind that fits."""
     kinds = {
         LOSS: isinstance(module, nn.modules.loss._Loss),
         NORM: is_normalisation(module),

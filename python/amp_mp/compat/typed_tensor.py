@@ -1,7 +1,7 @@
 """A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,14 @@ from amp_mp.dtypes import rounded
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.uint32, torch.int64, torch.uint64)  # NVCaffe: INT and UINT, 32 bits
+
+
+def _shown(part: str, name: str, doc: str) -> Any:
+    def get(tensor: Any) -> Any:
+        found = getattr(getattr(tensor, f"_{part}"), name)
+        return frozenset(found) if isinstance(found, set) else found
+
+    return property(get, doc=doc)
 
 
 class TypedTensor:
@@ -97,25 +105,10 @@ class TypedTensor:
         """The memory of data and gradient in bytes: all arrays there are, valid or not."""
         return sum(a.nbytes for part in (self._data, self._grad) for a in part.arrays.values())
 
-    @property
-    def current_dtype(self) -> torch.dtype:
-        """The type in which the data was last asked for; at first the master's."""
-        return self._data.current
-
-    @property
-    def valid_dtypes(self) -> frozenset[torch.dtype]:
-        """The types in which the data can be read without a conversion."""
-        return frozenset(self._data.valid)
-
-    @property
-    def current_grad_dtype(self) -> torch.dtype:
-        """The type in which the gradient was last asked for."""
-        return self._grad.current
-
-    @property
-    def valid_grad_dtypes(self) -> frozenset[torch.dtype]:
-        """The types in which the gradient can be read without a conversion."""
-        return frozenset(self._grad.valid)
+    current_dtype = _shown("data", "current", "The type last asked for; at first the master's.")
+    valid_dtypes = _shown("data", "valid", "Types in which the data needs no conversion.")
+    current_grad_dtype = _shown("grad", "current", "The type in which it was last asked for.")
+    valid_grad_dtypes = _shown("grad", "valid", "Types in which the gradient needs no conversion.")
 
     def __repr__(self) -> str:
         return (

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from amp_mp.dtypes import NATIVE
+from amp_mp.dtypes import NATIVE, check_dtype
 from amp_mp.scaling.policies import check_scale
 
 EXPONENTS = range(-149, 128)  # floor(log2 |x|) of every finite float32 except 0
@@ -30,8 +30,7 @@ class Limits(NamedTuple):
 
 def limits(dtype: torch.dtype) -> Limits:
     """The limits of float16 (2^-25, 2^-14, 65504, 65520), bfloat16 or float32, or ValueError."""
-    if dtype not in NATIVE:
-        raise ValueError(f"dtype must be float16, bfloat16 or float32, found {dtype}")
+    check_dtype(dtype, NATIVE)
     info = torch.finfo(dtype)
     half = info.smallest_normal * info.eps / 2
     binade = info.max / (2 - info.eps)  # where the largest binade starts
@@ -53,6 +52,10 @@ class Diagnosis(NamedTuple):
     subnormal: float
     overflow: float
     headroom: int | None
+
+
+def _count(bins: int | slice, doc: str) -> Any:
+    return property(lambda self: int(self._bins[bins].sum()), doc=doc)
 
 
 @dataclass(eq=False, repr=False)
@@ -101,25 +104,10 @@ class ExponentHistogram:
         """int64 [277] on the CPU: how many elements have each of EXPONENTS."""
         return self._bins[:_INF].view(-1, 2).sum(1).cpu()
 
-    @property
-    def zeros(self) -> int:
-        """How many elements are zero, of either sign."""
-        return int(self._bins[_ZERO])
-
-    @property
-    def infs(self) -> int:
-        """How many elements are inf, of either sign."""
-        return int(self._bins[_INF])
-
-    @property
-    def nans(self) -> int:
-        """How many elements are NaN."""
-        return int(self._bins[_NAN])
-
-    @property
-    def elements(self) -> int:
-        """How many elements there are in all."""
-        return int(self._bins.sum())
+    zeros = _count(_ZERO, "How many elements are zero, of either sign.")
+    infs = _count(_INF, "How many elements are inf, of either sign.")
+    nans = _count(_NAN, "How many elements are NaN.")
+    elements = _count(slice(None), "How many elements there are in all.")
 
     @property
     def amax(self) -> float:

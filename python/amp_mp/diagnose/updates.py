@@ -151,12 +151,11 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         # Another dtype means that this step has made the parameter's master.
         steps = [step for step in steps if step[2].dtype == step[3].dtype]
         sharded = any(is_dtensor(param) for _, param, *_ in steps)
-        if sharded and getattr(optimizer, "step_was_skipped", False):
-            self.skipped += 1
-            return  # perhaps because of another process's gradients
+        # Perhaps because of another process's gradients.
+        skipped = sharded and getattr(optimizer, "step_was_skipped", False)
         unchanged = all(torch.equal(old, new) for *_, old, new in steps)
         grads = [local_of(p.grad) for _, p, *_ in steps if p.grad is not None]
-        if unchanged and not all(grad.isfinite().all() for grad in grads):
+        if skipped or (unchanged and not all(grad.isfinite().all() for grad in grads)):
             self.skipped += 1
             return
         layers: dict[str, list[Tensor]] = {}
@@ -201,5 +200,4 @@ def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
 
 
 def _layer(name: str) -> str:
-    """The name of the module that a parameter's name begins with, or the name itself."""
     return name.rpartition(".")[0] or name

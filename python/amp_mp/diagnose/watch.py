@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp.casting.autocast import tensors_in
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
+from amp_mp.nested import tensors_in
 from amp_mp.overflow_report import OverflowReport, dense_values, nonfinite_gradients
 from amp_mp.scaling.overflows import SKIPS, STUCK, OverflowWatch
 from amp_mp.scaling.policies import check_scale
@@ -181,7 +181,7 @@ class Watch(AbstractContextManager["Watch"]):
 
     def _on_forward(self, name: str, output: Any) -> None:
         # Leaves are left out: a module may return a parameter, where the hook would stay.
-        tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
+        tensors = [t for t in tensors_in(output, results=True) if t.grad_fn is not None]
         if self.nonfinite is None and not all(bool(t.isfinite().all()) for t in tensors):
             self.nonfinite = name
         if not tensors or not self._is_turn("activation", name):
@@ -196,7 +196,6 @@ class Watch(AbstractContextManager["Watch"]):
         self._outputs.update(handles)
 
     def _is_turn(self, kind: str, name: str) -> bool:
-        """Whether this gradient is to be counted; after `close` none is."""
         self._times[kind, name] += 1
         return bool(self._handles) and (self._times[kind, name] - 1) % self.every == 0
 

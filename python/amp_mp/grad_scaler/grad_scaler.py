@@ -90,15 +90,13 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As torch's; an amp_mp optimizer measures, decides and applies in its own step.
 
-        RuntimeError where a scaled loss was added to gradients after unscale_, as by a loop that
-        was interrupted in between and begins again.
+        RuntimeError where a scaled loss was added after unscale_, as where a loop begins again.
         """
         if self._enabled and self._per_optimizer_states[id(optimizer)].get("mixed"):
             raise RuntimeError(
-                "the backward of a scaled loss has added to gradients that unscale_ had divided by "
-                f"the loss scale, so that this step would be up to {self.get_scale():g} times too "
-                "large. If the loop was interrupted after unscale_, call scaler.update() and "
-                "optimizer.zero_grad() before it begins again; step before the next loss's backward"
+                "a scaled loss was added to gradients that unscale_ had divided by the loss scale; "
+                f"the step would be up to {self.get_scale():g} times too large. Step before that "
+                "loss's backward; after an interrupt call scaler.update() and optimizer.zero_grad()"
             )
         if (
             not self._enabled
@@ -282,12 +280,9 @@ class GradScaler(torch.amp.GradScaler):
 
 def note_backward(state: dict[str, Any]) -> list[RemovableHandle]:
     """Hooks by which the optimizer's state says when a backward adds to its unscaled gradients."""
-    optimizer = state["optimizer"]()
-    if optimizer is None:
-        return []
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = getattr(state["optimizer"](), "param_groups", ())
+    leaves = [p for group in groups for p in group["params"] if p.requires_grad and p.is_leaf]
     note: Any = state.setdefault("mixed", []).append  # called with the parameter
-    leaves = [p for p in params if p.requires_grad and p.is_leaf]
     return [p.register_post_accumulate_grad_hook(note) for p in leaves]
 
 

@@ -226,7 +226,6 @@ class AveragedModel(nn.Module):
         return self._followed
 
     def _averaged(self) -> list[tuple[str, Tensor]]:
-        """What is averaged, by name; tied tensors are there once."""
         found = _named_tensors(self.module)
         return found if self.use_buffers else found[: len(list(self.module.parameters()))]
 
@@ -252,7 +251,6 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
-        """Moves the averages towards the masters, in one native call a device."""
         rest_of = _rests_of(self._following()[1])
         averages, live, moving = self._tensors(model)
         refuse_swapped(live, "an update")
@@ -295,7 +293,6 @@ class AveragedModel(nn.Module):
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters, then the buffers, by name; tied ones once."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 

@@ -119,7 +119,6 @@ def _convert(
     keep_fp32: Kept | None,
     keep_fp32_only: Kept | None,
 ) -> nn.Module:
-    """Converts as `prepare` or `convert_network`, whichever `function` names."""
     _check(function, model)
     if _warn_without_masters not in hooks._global_optimizer_pre_hooks.values():
         hooks.register_optimizer_step_pre_hook(_warn_without_masters)
@@ -157,7 +156,6 @@ def _convert(
 
 
 def _check(function: str, model: nn.Module) -> None:
-    """Raises where converting in place would fail half way or leave a model that cannot train."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be one torch.nn.Module, found {type(model).__name__}; call {function} for "

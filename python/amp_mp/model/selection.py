@@ -70,7 +70,8 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
 
 def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None) -> Selection:
     """What stays float32: see `prepare`; errors as there."""
-    modules = {id(m): m for m in model.modules() if needs_float32(m)}
+    names = {m: {base.__name__ for base in type(m).__mro__} for m in model.modules()}
+    modules = {id(m): m for m, own in names.items() if not own.isdisjoint(FLOAT32_ALONE)}
     kept: set[int] = set()
     chosen: set[int] = set()
     rotary = []
@@ -129,12 +130,6 @@ def is_marked(module: nn.Module) -> bool:
     return "" in vars(module).get(MARKS, ())
 
 
-def needs_float32(module: nn.Module) -> bool:
-    """Whether the module is one of torch's that cannot run in low precision."""
-    bases = (base for base in type(module).__mro__ if base.__module__.startswith("torch."))
-    return any(base.__name__ in FLOAT32_ALONE for base in bases)
-
-
 def _computes_with(module: nn.Module, chosen: set[int]) -> bool:
     """Whether single tensors that a user keeps make the module compute in float32.
 
@@ -172,7 +167,6 @@ def named_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 def _add_sharing(model: nn.Module, modules: dict[int, nn.Module]) -> set[int]:
-    """Adds the modules that share a parameter with one of these; returns the ids of all tensors."""
     while True:
         inside = {id(t) for m in modules.values() for t in named_tensors(m).values()}
         within = {id(part) for m in modules.values() for part in m.modules()}

@@ -52,7 +52,6 @@ def _check_uniform(
     group: Any,
     targets: Mapping[int, tuple[Tensor, torch.dtype]],
 ) -> None:
-    """Raises ValueError where the trainable parameters of one unit would have several dtypes."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for each in group.fsdp_params:
         param, owner = each.sharded_param, each._module_info.module

@@ -180,7 +180,6 @@ def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None) -> None:
 
 
 def _broadcast(name: str, x: Tensor, others: str, other: Tensor) -> torch.Size:
-    """The dimensions of both tensors but the last two, broadcast."""
     leading = other.shape[:-2]
     try:
         return torch.Size(torch.broadcast_shapes(x.shape[:-2], leading))  # type: ignore[no-untyped-call]

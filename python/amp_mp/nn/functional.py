@@ -153,7 +153,6 @@ def _may_write(weight: Any) -> bool:
 
 
 def _add_product(grad: Tensor, grad_output: Tensor, input: Tensor) -> None:
-    """grad += grad_output^T input over all rows."""
     if not grad.is_cuda:
         _C.accumulate_weight_grad_(grad, grad_output, input)
     elif (gemm := _gemm()) is not None:

@@ -85,7 +85,6 @@ def pad_to_multiple(size: int, multiple: int = 8) -> int:
 
 
 def _sizes(module: nn.Module, given: Tensor, out: Tensor) -> dict[str, int]:
-    """M, K and N of the product that a Linear or Conv module computes from one tensor."""
     if isinstance(module, nn.Linear):
         rows = math.prod(given.shape[:-1])
         return {"M": rows, "K": module.in_features, "N": module.out_features}

@@ -15,7 +15,6 @@ from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
 from amp_mp.optim.options import (
-    SHARED_ARGUMENTS,
     Options,
     check_group,
     check_keys,
@@ -81,14 +80,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         choosable = [name for name, kind in kinds.items() if kind != "exact"]
         cls.__signature__ = full_signature(cls, choosable)  # type: ignore[attr-defined]
         if cls.__doc__:
-            cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED_ARGUMENTS}"
+            cls.__doc__ = f"{cls.__doc__.rstrip()}\n{_C.shared_arguments()}"
 
     def _rule(self) -> Rule:
         """The rule for the param_groups as they are now; the class's first by default."""
         return self._rules[0]
 
     def _group_rules(self) -> list[Rule]:
-        """The rule of each param_group."""
         return [self._rule()] * len(self.param_groups)
 
     @classmethod

@@ -117,7 +117,6 @@ class ScalePolicy:
         self.state_tensor[1:] = torch.tensor(list(values.values()), dtype=torch.float64)
 
     def _check(self, values: dict[str, Any]) -> None:
-        """Raises ValueError for a number that is out of range, naming it."""
         for name, x in values.items():
             if name in ("scale", "scale_min", "scale_max"):
                 continue

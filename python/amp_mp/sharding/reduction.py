@@ -147,7 +147,6 @@ def _warn_of_copies(rows: Tensor) -> None:
 
 
 def _added(rows: Tensor) -> Tensor:
-    """The statistics [3] of rows [n, 3] together."""
     return rows[0] if len(rows) == 1 else _C.combine(rows.contiguous())[-1]
 
 
@@ -163,7 +162,6 @@ def _gathered(rows: Tensor, members: list[Member]) -> Tensor:
 
 
 def _all_gather(rows: Tensor, group: Any) -> Tensor:
-    """The rows of every process in the group, [processes, *rows.shape]."""
     import torch.distributed as dist
 
     found = rows.new_empty(group.size() * rows.numel())

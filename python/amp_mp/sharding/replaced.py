@@ -100,7 +100,6 @@ def _has_values_of(param: Tensor, dtensors: list[Tensor]) -> bool:
 
 
 def _parameters_of_modules() -> Iterator[Tensor]:
-    """The parameters of all modules of this process."""
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
             own = vars(each).get("_parameters")

@@ -125,7 +125,6 @@ class Release(Attachment):
     # Where things are.
 
     def _bucket(self, param: Tensor, info: ParamInfo) -> _C.Bucket:
-        """The bucket of one parameter, made where one of its tensors was replaced."""
         optimizer, bucket = self._optimizer, self._buckets.get(param)
         rules, groups, states = self._stepper.group_rules(), optimizer.param_groups, optimizer.state
         if bucket is None or not bucket.is_of(rules, groups, states):
@@ -199,7 +198,6 @@ class Release(Attachment):
                 self._step(param)
 
     def _describe(self, _: float) -> str:
-        """The parameters whose gradients were inf or NaN, by the statistics of this iteration."""
         bad = [self._infos[p].label for p, row in self._rows.items() if float(row[2]) > 0]
         return "\n".join(bad)
 

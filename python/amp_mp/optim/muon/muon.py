@@ -111,12 +111,10 @@ class Muon(FusedOptimizer):
         super().__init__(params, defaults, options)
 
     def _group_rules(self) -> list[Rule]:
-        """Muon's rule, or AdamW's in groups with use_muon=False."""
         return [self._rules_of(group)[0] for group in self.param_groups]
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        """Muon's rule, or AdamW's with use_muon=False."""
         return (MUON if group.get("use_muon", True) else ADAMW,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -132,7 +130,6 @@ class Muon(FusedOptimizer):
             raise
 
     def _complete(self, group: Group) -> None:
-        """See FusedOptimizer; AdamW's groups have AdamW's numbers alone."""
         if not group.get("use_muon", True):
             for name, value in self._others.items():
                 group.setdefault(name, value)

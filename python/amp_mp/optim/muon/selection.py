@@ -80,7 +80,6 @@ def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, int]) -> di
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that have each parameter, and the modules' names, by the parameter's id."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for param in module._parameters.values():

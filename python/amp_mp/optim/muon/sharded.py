@@ -130,7 +130,6 @@ class Exchange:
             self._stacks.append((shape, numbers, [places[p] for p in pieces]))
 
     def _owners(self, matrices: list[list[Piece]], shapes: dict[int, Shape]) -> list[int]:
-        """The process that makes each matrix orthogonal."""
         work = [0] * self._group.size()
         owners = [0] * len(matrices)
 

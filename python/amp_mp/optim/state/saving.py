@@ -59,7 +59,6 @@ def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> 
 
 
 def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state as torch.optim has it, in float32."""
     clock = {"step": state["step"]}
     if rule.own is not None:
         clock[rule.own.name] = state.get(rule.own.name, rule.own.start)

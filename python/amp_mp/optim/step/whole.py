@@ -74,7 +74,6 @@ class WholeStatistics:
         return updates
 
     def _place(self, indices: list[int]) -> Tensor | None:
-        """A bucket's parameters among all; None where it has all of them in their order."""
         if indices == list(range(self._count)):
             return None
         return torch.tensor(indices, dtype=torch.long, device=self._device)
