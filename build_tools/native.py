@@ -55,8 +55,7 @@ HIDDEN = "-fvisibility=hidden"
 # Of the sources with functions for csrc/torch, which csrc/kernels.map chooses when linking. Without
 # it each call within the library would have to look whether another library replaces the function.
 SHOWN = "-fno-semantic-interposition"
-# -compress-all: kernels in a third of the bytes; the driver unpacks those that are used.
-NVCC_FLAGS = "-std=c++20 -O3 -fmad=false -Xfatbin -compress-all"
+NVCC_FLAGS = "-std=c++20 -O3 -fmad=false"
 NVCC_FLAGS += f" -Xcompiler -fPIC,{SHOWN}"
 # Errors where the project is developed; a user's newer compiler may have new warnings.
 STRICT = os.environ.get("AMP_MP_WERROR") == "1"
@@ -116,7 +115,11 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
         listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
     if cuda:
-        flags = [*NVCC_FLAGS.split(), *NVCC_WARNINGS.split(), *cuda.architectures, f"-I{CSRC}"]
+        # Kernels in a quarter of the bytes, or a third; the driver unpacks those that are used. Those
+        # for CUDA 12 may not know the denser way.
+        dense = int(cuda.release.split(".")[0]) >= 13
+        flags = ["--compress-mode=size"] if dense else ["-Xfatbin", "-compress-all"]
+        flags += [*NVCC_FLAGS.split(), *NVCC_WARNINGS.split(), *cuda.architectures, f"-I{CSRC}"]
         if os.environ.get("AMP_MP_PLAIN_QUOTIENT") == "1":
             flags.append("-DAMP_MP_PLAIN_QUOTIENT")
         listed += [Unit(s, [cuda.nvcc, *flags]) for s in sorted(CSRC.glob("cuda/*.cu"))]
