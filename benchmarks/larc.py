@@ -52,7 +52,8 @@ def in_torch(params: list[nn.Parameter]) -> Callable[[], Any]:
 
 def around(kind: Any) -> Callable[[list[nn.Parameter]], Callable[[], Any]]:
     def made(params: list[nn.Parameter]) -> Callable[[], Any]:
-        return amp.apex.LARC(kind(params, **NUMBERS, weight_decay=DECAY), TRUST, eps=EPS).step
+        inner = kind(params, **NUMBERS, weight_decay=DECAY)
+        return amp.apex.parallel.LARC(inner, TRUST, eps=EPS).step
 
     return made
 

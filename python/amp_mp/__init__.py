@@ -45,10 +45,8 @@ def _choose_binding() -> None:
 
 _choose_binding()
 
-from amp_mp import apex, casting, checkpoint, formats, nn, optim, scaling
+from amp_mp import casting, checkpoint, formats, nn, optim, scaling
 from amp_mp._C import build_info
-from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.handle import init
 from amp_mp.casting.autocast import autocast
 from amp_mp.casting.op_table import explain, policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
@@ -57,9 +55,11 @@ from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
+from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
+from amp_mp.wrappers.handle import init
 
 if TYPE_CHECKING:
-    from amp_mp import compat, diagnose
+    from amp_mp import apex, compat, diagnose
 
 # fmt: off
 __all__ = [
@@ -70,25 +70,28 @@ __all__ = [
 ]
 # fmt: on
 
-_COMPAT = (
-    "MixedPrecisionOptimizerWrapper TypedTensor l1 l2_half l2_sum mixed_precision "
-    "mp_regularizer_wrapper set_layer_types shift_for_scale"
-)
-_HANDLE = "the method of the handle that amp_mp.init returns"
-# Where the names are that one may look for at the top: this package's others, and Apex's.
-_ELSEWHERE = {
-    "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low-precision weights",
-    "scale_loss": _HANDLE,
-    "wrap_optimizer": _HANDLE,
-    **{name: f"amp_mp.compat.{name}" for name in _COMPAT.split()},
+_LAZY = ("apex", "compat", "diagnose")  # imported when they are used
+# Where the names are that one may look for at the top.
+_PLACES = {
+    "apex.amp": "initialize scale_loss master_params",
+    "apex.fp16_utils": (
+        "BN_convert_float convert_network master_params_to_model_params "
+        "model_grads_to_master_grads network_to_half prep_param_lists tofp16"
+    ),
+    "apex.parallel": "LARC",
+    "compat": (
+        "MixedPrecisionOptimizerWrapper TypedTensor l1 l2_half l2_sum mixed_precision "
+        "mp_regularizer_wrapper set_layer_types shift_for_scale"
+    ),
+    **{name: " ".join(globals()[name].__all__) for name in ("casting", "nn", "optim", "scaling")},
 }
-for _package in (apex, casting, nn, optim, scaling):
-    _ELSEWHERE |= {name: f"{_package.__name__}.{name}" for name in _package.__all__}
+_ELSEWHERE = {"wrap_optimizer": "the method of the handle that amp_mp.init returns"}
+_ELSEWHERE |= {n: f"amp_mp.{place}.{n}" for place, names in _PLACES.items() for n in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports compat and diagnose when they are used; says where another name is."""
-    if name in ("compat", "diagnose"):
+    """Imports what is lazy; says where another name is."""
+    if name in _LAZY:
         return importlib.import_module(f"amp_mp.{name}")
     hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module 'amp_mp' has no attribute {name!r}{hint}")

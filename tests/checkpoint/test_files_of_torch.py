@@ -151,7 +151,7 @@ def test_a_file_of_pure_bfloat16_weights_makes_them_the_masters(
     train(model, theirs, 3)
     write(tmp_path / "c", model, theirs, "plain")
     for stepped in (0, 2):
-        other = amp.apex.convert_network(network(), LOW)
+        other = amp.apex.fp16_utils.convert_network(network(), LOW)
         other[1].to(LOW)
         ours = amp.optim.AdamW(other.parameters(), lr=LR, memory=preset)
         train(other, ours, stepped, seed=5)

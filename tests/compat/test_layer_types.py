@@ -397,7 +397,10 @@ MODEL: Callable[[], nn.Module] = lambda: nn.ModuleDict(  # noqa: E731
         ({"default_forward_math": 16}, "default_forward_math .*16"),
         ({"solver_data_type": "BFLOAT16"}, "solver_data_type must be FLOAT, FLOAT16, DOUBLE"),
         ({"solver_data_type": "DOUBLE"}, r"model.fc1.weight is torch.float32; call model.double"),
-        ({"solver_data_type": "FLOAT16"}, r"model.fc1.weight .* amp.apex.convert_network"),
+        (
+            {"solver_data_type": "FLOAT16"},
+            r"model.fc1.weight .* amp.apex.fp16_utils.convert_network",
+        ),
         ({"layers": {"fc2": {"forward_type": "FLOAT"}}}, "'fc2' matches no layer"),
         (
             {"layers": {"fc1": {"type": "FLOAT"}}},
@@ -465,7 +468,7 @@ def test_solver_options_build_every_fused_optimizer(device: str) -> None:
         *(amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam),
     ]
     for kind in fused:
-        net = amp.apex.convert_network(nn.Sequential(nn.Linear(4, 4)).to(device), F16)
+        net = amp.apex.fp16_utils.convert_network(nn.Sequential(nn.Linear(4, 4)).to(device), F16)
         solver = set_layer_types(net, solver_data_type="FLOAT16").solver
         optimizer = kind(net.parameters(), lr=0.01, **solver.options(kind))
         net(torch.ones(1, 4, device=device)).sum().backward()

@@ -172,7 +172,7 @@ def resumed(kind: Any, dtype: torch.dtype) -> tuple[bool, str, bool]:
     new.load_state_dict(own["optimizer"])
     same = held(again, new) == before
     with_fp16_optimizer(again, kind, 2, 2, new)  # and goes on
-    masters = [type(p).__name__ for p in amp.apex.master_params(new)]
+    masters = [type(p).__name__ for p in amp.apex.amp.master_params(new)]
     return same, refused, set(masters) == {"DTensor"}
 
 

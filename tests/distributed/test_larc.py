@@ -19,9 +19,9 @@ SHAPES = [(96, 64), (33, 96), (33,), (3, 64), (1,)]
 LAYOUTS = [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("rows", 2), ("columns fsdp", 4)]
 
 
-def make(params: Any, inner: str) -> amp.apex.LARC:
+def make(params: Any, inner: str) -> amp.apex.parallel.LARC:
     kind = torch.optim.SGD if inner == "torch" else amp.optim.SGD
-    return amp.apex.LARC(kind(params, lr=0.1, momentum=0.9, weight_decay=0.1), 0.05)
+    return amp.apex.parallel.LARC(kind(params, lr=0.1, momentum=0.9, weight_decay=0.1), 0.05)
 
 
 def steps(layout: str, inner: str) -> float:

@@ -91,7 +91,7 @@ STEPS: dict[str, tuple[Callable[[list[Any]], Any], int]] = {
     "LARS clips": (lambda params: amp.optim.LARS(params, lr=0.1, max_grad_norm=1.0).step, 1),
     "NovoGrad": (lambda params: amp.optim.NovoGrad(params, lr=0.1).step, 1),
     "LAMB": (lambda params: amp.optim.LAMB(params, lr=0.1).step, 2),
-    "LARC": (lambda params: amp.apex.LARC(amp.optim.SGD(params, lr=0.1)).step, 1),
+    "LARC": (lambda params: amp.apex.parallel.LARC(amp.optim.SGD(params, lr=0.1)).step, 1),
 }
 
 

@@ -12,9 +12,9 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
-from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
 from amp_mp.model.convert import convert_network
 from amp_mp.model.selection import keep_fp32
+from amp_mp.wrappers.fp16_utils import BN_convert_float, network_to_half, tofp16
 
 LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32
@@ -231,7 +231,7 @@ def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -
 
     x = torch.ones(5, 4, device=device, dtype=torch.bfloat16)
     hand, wrapped = network(), network()
-    params, masters = amp.apex.prep_param_lists(hand, flat_master=flat)
+    params, masters = amp.apex.fp16_utils.prep_param_lists(hand, flat_master=flat)
     assert len(masters) == (1 if flat else 4)
     optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.5)
     reference = amp.FP16_Optimizer(
@@ -240,9 +240,9 @@ def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -
     for _ in range(3):
         hand.zero_grad()
         hand(x).float().square().mean().backward()
-        amp.apex.model_grads_to_master_grads(params, masters, flat_master=flat)
+        amp.apex.fp16_utils.model_grads_to_master_grads(params, masters, flat_master=flat)
         optimizer.step()
-        amp.apex.master_params_to_model_params(params, masters, flat_master=flat)
+        amp.apex.fp16_utils.master_params_to_model_params(params, masters, flat_master=flat)
         reference.zero_grad(set_to_none=True)
         reference.backward(wrapped(x).float().square().mean())
         reference.step()
@@ -252,15 +252,15 @@ def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -
 
 def test_absent_gradients_of_masters_by_hand(device: str) -> None:
     net = nn.Linear(2, 2).to(device, torch.float16)
-    params, masters = amp.apex.prep_param_lists(net)
+    params, masters = amp.apex.fp16_utils.prep_param_lists(net)
     net.weight.grad = torch.ones_like(net.weight)
-    amp.apex.model_grads_to_master_grads(params, masters)
+    amp.apex.fp16_utils.model_grads_to_master_grads(params, masters)
     assert masters[0].grad is not None
     assert masters[1].grad is None
-    params, (flat,) = amp.apex.prep_param_lists(net, flat_master=True)
-    amp.apex.model_grads_to_master_grads(params, [flat], flat_master=True)
+    params, (flat,) = amp.apex.fp16_utils.prep_param_lists(net, flat_master=True)
+    amp.apex.fp16_utils.model_grads_to_master_grads(params, [flat], flat_master=True)
     assert flat.grad is not None
     assert flat.grad.tolist() == [1.0] * 4 + [0.0] * 2
     net.bias.data = net.bias.data.float()
     with pytest.raises(ValueError, match="flat_master needs parameters of one dtype"):
-        amp.apex.prep_param_lists(net, flat_master=True)
+        amp.apex.fp16_utils.prep_param_lists(net, flat_master=True)

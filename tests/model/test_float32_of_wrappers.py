@@ -14,8 +14,10 @@ import amp_mp as amp
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "FP16_Optimizer": lambda o: amp.FP16_Optimizer(o, verbose=False),
-    "LARC": amp.apex.LARC,
-    "FP16_Optimizer around LARC": lambda o: amp.FP16_Optimizer(amp.apex.LARC(o), verbose=False),
+    "LARC": amp.apex.parallel.LARC,
+    "FP16_Optimizer around LARC": lambda o: amp.FP16_Optimizer(
+        amp.apex.parallel.LARC(o), verbose=False
+    ),
 }
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

@@ -221,8 +221,8 @@ def test_another_dtype_is_refused_by_name(dtype: Any) -> None:
 
 @pytest.mark.parametrize("call", [
     lambda dtype: amp.prepare(nn.Linear(2, 2), dtype),
-    lambda dtype: amp.apex.convert_network(nn.Linear(2, 2), dtype),
-    lambda dtype: amp.apex.network_to_half(nn.Linear(2, 2), dtype),
+    lambda dtype: amp.apex.fp16_utils.convert_network(nn.Linear(2, 2), dtype),
+    lambda dtype: amp.apex.fp16_utils.network_to_half(nn.Linear(2, 2), dtype),
     lambda dtype: amp.init(dtype=dtype),
     lambda dtype: amp.autocast(dtype=dtype),
 ])  # fmt: skip

@@ -24,8 +24,8 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 464,
-    "apex": 1657,
+    ".": 467,
+    "apex": 39,
     "casting": 624,
     "checkpoint": 1033,
     "compat": 1260,
@@ -36,6 +36,7 @@ FOLDER_LINES = {
     "optim": 3749,
     "scaling": 422,
     "sharding": 627,
+    "wrappers": 1639,
 }
 SHARED = {
     "amp_mp.dtypes",

@@ -14,7 +14,6 @@ import torch
 from loss_scales import script
 
 import amp_mp as amp
-from amp_mp.apex.fp16_optimizer import apex_policy
 from amp_mp.scaling import (
     AdaptiveGradScale,
     Backoff,
@@ -27,6 +26,7 @@ from amp_mp.scaling import (
     from_state_dict,
     make_policy,
 )
+from amp_mp.wrappers.fp16_optimizer import apex_policy
 
 
 @dataclass

@@ -71,7 +71,7 @@ def other_dtypes() -> Found:
     amp.prepare(model, torch.float16)
     amp.prepare(model, BF16)
     converted = sharded()
-    amp.apex.convert_network(converted, torch.float16, keep_fp32_only=[])
+    amp.apex.fp16_utils.convert_network(converted, torch.float16, keep_fp32_only=[])
     return {
         "before": before,
         "originals": originals(model),

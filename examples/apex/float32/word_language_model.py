@@ -71,7 +71,7 @@ for step in range(args.steps):
     history = (history[0].detach(), history[1].detach())
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), part[1:].flatten())
     loss.backward()
-    nn.utils.clip_grad_norm_(amp.apex.master_params(optimizer), args.clip)
+    nn.utils.clip_grad_norm_(amp.apex.amp.master_params(optimizer), args.clip)
     optimizer.step()
     losses.append(loss.item())
     if (step + 1) % 100 == 0:

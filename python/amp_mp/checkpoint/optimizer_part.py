@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
 from amp_mp.checkpoint.model_part import named_params
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import schema
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
 from amp_mp.sharding.shards import is_dtensor, like, local_of
+from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
 # The layout of codes that were not row-major, by the number of dimensions: the only dense one for
 # 2, the one that torch has a name for with more.

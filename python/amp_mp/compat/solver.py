@@ -21,7 +21,7 @@ TYPES = {
         'float32 weights, or masters of them: amp.optim with memory="exact"',
     ),
     torch.float16: (
-        *("FLOAT16", "amp.apex.convert_network(model, torch.float16)"),
+        *("FLOAT16", "amp.apex.fp16_utils.convert_network(model, torch.float16)"),
         "float16 weights and history, no masters: amp.optim with types.solver.options()",
     ),
     torch.float64: ("DOUBLE", "model.double()", "float64 weights and history: torch.optim"),

@@ -10,12 +10,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_mp.apex.fp16_optimizer import FP16_Optimizer
 from amp_mp.diagnose.histogram import limits
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.state.masters import master_of
 from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, percent
+from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
 Source = Optimizer | FP16_Optimizer | nn.Module | None
 

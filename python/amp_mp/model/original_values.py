@@ -177,8 +177,8 @@ def _take(param: Tensor) -> Tensor | None:
             f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was sharded; "
             "sharding made a new Parameter, and the float32 values kept beside the old one are "
             "lost. Shard the float32 model first, then call amp_mp.prepare. (Or load a state dict "
-            "after sharding, or convert with amp_mp.apex.convert_network, which keeps no float32 "
-            "values.)"
+            "after sharding, or convert with amp.apex.fp16_utils.convert_network, which keeps no "
+            "float32 values.)"
         )
     values = original_of(param)
     drop_original(param, forget=True)

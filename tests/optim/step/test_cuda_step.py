@@ -70,7 +70,7 @@ def test_larc_around_a_fused_step_measures_once_and_waits_for_nothing(
     for p in params:
         p.grad = torch.randn_like(p)
     lr: Any = torch.tensor(0.1, device=DEVICE) if device_lr else 0.1
-    larc = amp.apex.LARC(amp.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=decay))
+    larc = amp.apex.parallel.LARC(amp.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=decay))
     larc.step()
     with watching() as seen:
         larc.step()

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from amp_mp.apex.masters import FusedMasters, Masters
-from amp_mp.apex.wrapper import LOSS_SCALE, OptimizerAround, shown
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.handed import GradientMarks
@@ -18,6 +16,8 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.text_table import warn
+from amp_mp.wrappers.masters import FusedMasters, Masters
+from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 
 FLAGS = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")  # in a snapshot
 

@@ -66,7 +66,7 @@ class Recorder(torch.optim.Optimizer):
 def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) -> None:
     params = parameters(device, DTYPES[dtype])
     inner = Recorder(params, weight_decay=decay)
-    larc = amp.apex.LARC(inner, trust_coefficient=0.02, clip=clip)
+    larc = amp.apex.parallel.LARC(inner, trust_coefficient=0.02, clip=clip)
     fill(params, 0)
     wanted = [adapted(p, 0.1, decay, 0.02, clip) for p in params]
     assert larc.step() == "stepped"
@@ -90,7 +90,7 @@ def test_a_tensor_without_norm_is_used_as_it_is(device: str) -> None:
     assert params[3].grad is not None
     params[0].grad.zero_()
     before = params[3].grad.clone()
-    amp.apex.LARC(inner).step()
+    amp.apex.parallel.LARC(inner).step()
     assert raw_bytes(inner.seen[3]) == raw_bytes(before)
     assert (inner.seen[0] == 0).all()
 
@@ -100,7 +100,7 @@ def test_the_fused_form_is_the_same(device: str, momentum: float) -> None:
     """LARS(clip=True) computes with the same formula and writes no gradient."""
     numbers = {"lr": 0.05, "momentum": momentum, "weight_decay": 0.01}
     ours, theirs = parameters(device), parameters(device)
-    larc = amp.apex.LARC(torch.optim.SGD(ours, **numbers), trust_coefficient=0.1)
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(ours, **numbers), trust_coefficient=0.1)
     lars = amp.optim.LARS(theirs, **numbers, trust_coefficient=0.1, clip=True)
     for step in range(10):
         for params, optimizer in ((ours, larc), (theirs, lars)):
@@ -116,8 +116,8 @@ def test_a_grad_scaler_unscales_first_and_skips_every_byte(device: str, kind: st
     make = torch.optim.SGD if kind == "torch" else amp.optim.SGD
     ours, plain = parameters(device), parameters(device)
     numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    scaled = amp.apex.LARC(make(ours, **numbers))
-    alone = amp.apex.LARC(make(plain, **numbers))
+    scaled = amp.apex.parallel.LARC(make(ours, **numbers))
+    alone = amp.apex.parallel.LARC(make(plain, **numbers))
     scaler = amp.GradScaler(device, init_scale=1024.0)
     for step in range(4):
         fill(ours, step, 1024.0)
@@ -139,7 +139,7 @@ def test_a_grad_scaler_unscales_first_and_skips_every_byte(device: str, kind: st
 def test_clipping_comes_before(device: str) -> None:
     """Unscale, clip to a norm, LARC: the order of the words in a training script."""
     params, plain = parameters(device), parameters(device)
-    larc = amp.apex.LARC(torch.optim.SGD(params, 0.1), clip=False, trust_coefficient=0.5)
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1), clip=False, trust_coefficient=0.5)
     scaler = amp.GradScaler(device, init_scale=256.0)
     fill(params, 0, 256.0)
     scaler.scale(torch.zeros((), device=device))
@@ -159,9 +159,9 @@ def test_apexs_fp16_optimizer_around_it(device: str) -> None:
     net = nn.Linear(17, 5).to(device)
     reference = copy.deepcopy(net)
     net.half()
-    larc = amp.apex.LARC(torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.1))
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.1))
     optimizer = amp.FP16_Optimizer(larc, static_loss_scale=64.0)
-    alone = amp.apex.LARC(torch.optim.SGD(reference.parameters(), 0.1, weight_decay=0.1))
+    alone = amp.apex.parallel.LARC(torch.optim.SGD(reference.parameters(), 0.1, weight_decay=0.1))
     x = torch.randn(4, 17, device=device).half()
     optimizer.backward(net(x).float().square().mean())
     optimizer.step()
@@ -174,7 +174,7 @@ def test_apexs_fp16_optimizer_around_it(device: str) -> None:
 def test_schedulers_groups_and_state_dicts_are_the_inner_optimizers(device: str) -> None:
     params = parameters(device)
     inner = torch.optim.SGD(params[:2], lr=0.1, momentum=0.9)
-    larc = amp.apex.LARC(inner)
+    larc = amp.apex.parallel.LARC(inner)
     schedule = torch.optim.lr_scheduler.StepLR(larc, 1, gamma=0.5)
     larc.add_param_group({"params": params[2:], "weight_decay": 0.5})
     assert len(inner.param_groups) == len(larc.param_groups) == 2
@@ -191,7 +191,7 @@ def test_schedulers_groups_and_state_dicts_are_the_inner_optimizers(device: str)
     assert all(p.grad is None for p in params)
 
     again = parameters(device)
-    other = amp.apex.LARC(torch.optim.SGD(again[:2], lr=1.0, momentum=0.9))
+    other = amp.apex.parallel.LARC(torch.optim.SGD(again[:2], lr=1.0, momentum=0.9))
     other.add_param_group({"params": again[2:]})
     other.load_state_dict(copy.deepcopy(larc.state_dict()))
     for p, q in zip(params, again, strict=True):
@@ -204,7 +204,7 @@ def test_schedulers_groups_and_state_dicts_are_the_inner_optimizers(device: str)
 
 def test_copies_and_files(device: str) -> None:
     params = parameters(device)
-    larc = amp.apex.LARC(torch.optim.SGD(params, 0.1, momentum=0.9), 0.1, clip=False)
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1, momentum=0.9), 0.1, clip=False)
     fill(params, 0)
     larc.step()
     file = io.BytesIO()
@@ -231,7 +231,7 @@ def test_a_closure_is_called_once(device: str) -> None:
         fill(params, 0)
         return 3.5
 
-    assert amp.apex.LARC(inner).step(closure) == 3.5
+    assert amp.apex.parallel.LARC(inner).step(closure) == 3.5
     assert len(calls) == 1
     assert inner.seen
 
@@ -242,7 +242,7 @@ def test_a_failing_step_leaves_weight_decay_as_it_was(device: str) -> None:
             raise RuntimeError("no")
 
     params = parameters(device)
-    larc = amp.apex.LARC(Failing(params, weight_decay=0.3))
+    larc = amp.apex.parallel.LARC(Failing(params, weight_decay=0.3))
     fill(params, 0)
     with pytest.raises(RuntimeError, match=r"^no$"):
         larc.step()
@@ -252,20 +252,20 @@ def test_a_failing_step_leaves_weight_decay_as_it_was(device: str) -> None:
 def test_what_would_go_wrong_in_silence_is_refused(device: str) -> None:
     params = parameters(device)
     with pytest.raises(TypeError, match=r"^optimizer must be a torch.optim.Optimizer .*list"):
-        amp.apex.LARC(params)  # type: ignore[arg-type]
-    larc = amp.apex.LARC(torch.optim.SGD(params, 0.1))
+        amp.apex.parallel.LARC(params)  # type: ignore[arg-type]
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1))
     with pytest.raises(TypeError, match=r"other than LARC, found LARC"):
-        amp.apex.LARC(larc)
+        amp.apex.parallel.LARC(larc)
     for name in ("trust_coefficient", "eps"):
         with pytest.raises(ValueError, match=rf"^{name} must not be negative, found -1"):
-            amp.apex.LARC(torch.optim.SGD(params, 0.1), **{name: -1})
+            amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1), **{name: -1})
     with pytest.raises(ValueError, match=r"max_grad_norm.*clip_grad_norm_ before"):
-        amp.apex.LARC(amp.optim.SGD(params, 0.1, max_grad_norm=1.0))
+        amp.apex.parallel.LARC(amp.optim.SGD(params, 0.1, max_grad_norm=1.0))
 
 
 def test_sparse_gradients_are_refused() -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
-    larc = amp.apex.LARC(torch.optim.SGD(embedding.parameters(), 0.1))
+    larc = amp.apex.parallel.LARC(torch.optim.SGD(embedding.parameters(), 0.1))
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"gradient of parameter 0 of group 0.*sparse.*dense"):
         larc.step()
@@ -274,7 +274,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_an_attached_optimizer_is_refused(device: str) -> None:
     net = nn.Linear(3, 2).to(device)
     inner = amp.optim.SGD(net.parameters(), 0.1)
-    larc = amp.apex.LARC(inner)
+    larc = amp.apex.parallel.LARC(inner)
     with (
         inner.attach(net, release=True),
         pytest.raises(ValueError, match=r"attached to the backward pass"),

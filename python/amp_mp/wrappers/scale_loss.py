@@ -13,11 +13,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp.apex.fp16_optimizer import FP16_Optimizer
-from amp_mp.apex.fp16_utils import master_params
-from amp_mp.apex.gradients import multiply_gradients, set_aside, totals_of
-from amp_mp.apex.larc import without_larc
-from amp_mp.apex.wrapper import LOSS_SCALE
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.handed import GradientMarks, Handed, carries_scale, nonzero
@@ -26,6 +21,11 @@ from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding.gradients import overflow_in
 from amp_mp.text_table import warn
+from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
+from amp_mp.wrappers.fp16_utils import master_params
+from amp_mp.wrappers.gradients import multiply_gradients, set_aside, totals_of
+from amp_mp.wrappers.larc import without_larc
+from amp_mp.wrappers.wrapper import LOSS_SCALE
 
 logger = logging.getLogger("amp_mp")
 

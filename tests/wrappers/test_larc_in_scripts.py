@@ -34,7 +34,7 @@ def pickled(optimizer: Any) -> Any:
 @pytest.mark.parametrize("inner", INNER)
 def test_a_copy_made_after_a_scheduler_steps_its_own_parameters(inner: str, copied: Any) -> None:
     weight = nn.Parameter(torch.ones(4, 3))
-    larc = amp.apex.LARC(INNER[inner]([weight]), 0.05, clip=False)
+    larc = amp.apex.parallel.LARC(INNER[inner]([weight]), 0.05, clip=False)
     calls: list[int] = []
     larc.register_step_post_hook(lambda *_: calls.append(1))
     torch.optim.lr_scheduler.StepLR(larc, 5)
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_loaded_into_larc(tmp_path: Path, inner: str) -> None:
         net: nn.Module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
         if inner.startswith("amp"):
             amp.prepare(net, torch.bfloat16)
-        return net, amp.apex.LARC(INNER[inner](net.parameters()))
+        return net, amp.apex.parallel.LARC(INNER[inner](net.parameters()))
 
     def train(net: nn.Module, larc: Any) -> None:
         x = torch.ones(2, 5, dtype=next(net.parameters()).dtype)
@@ -125,7 +125,7 @@ def test_float16_gradients_are_unscaled_in_float32(
     master, grad = torch.randn(32, 16) * 1e-4, torch.randn(32, 16) * size
     weight = nn.Parameter(master.half())
     inner = amp.optim.SGD([weight], 0.1, weight_decay=decay, master="float32")
-    larc = amp.apex.LARC(inner, clip=clip)
+    larc = amp.apex.parallel.LARC(inner, clip=clip)
     inner.init_state()
     before = inner.state[weight]["master"].clone()
     # float16 gradients are what the product's backward rounds.
@@ -145,7 +145,7 @@ def test_float16_gradients_are_unscaled_in_float32(
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_an_overflow_changes_no_byte(scaler: str, inner: str) -> None:
     weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float16))
-    larc = amp.apex.LARC(INNER[inner]([weight]))
+    larc = amp.apex.parallel.LARC(INNER[inner]([weight]))
     scaled_by(scaler, "cpu", larc, weight, torch.full((4, 3), 0.25))
     larc.zero_grad()
     before = raw_bytes([weight, larc.state_dict()])

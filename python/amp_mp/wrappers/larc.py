@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_mp.apex.wrapper import OptimizerAround, shown
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.sharding.gradients import GradientStatistics, statistics_of, writable_gradient
 from amp_mp.sharding.shards import local_of
+from amp_mp.wrappers.wrapper import OptimizerAround, shown
 
 
 class LARC(OptimizerAround):

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
 from amp_mp.casting.in_force import Casting, begin, clear_casts, end
 from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
+from amp_mp.wrappers.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 
 
 def init(

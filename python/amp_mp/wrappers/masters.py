@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.apex import gradients
-from amp_mp.apex.fp16_utils import master_params
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.original_values import take_original
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -23,6 +21,8 @@ from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, other_rank
+from amp_mp.wrappers import gradients
+from amp_mp.wrappers.fp16_utils import master_params
 
 
 class Masters:
