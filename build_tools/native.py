@@ -115,8 +115,8 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
         listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
     if cuda:
-        # Kernels in a quarter of the bytes, or a third; the driver unpacks those that are used. Those
-        # for CUDA 12 may not know the denser way.
+        # Kernels in a quarter of the bytes, or a third; the driver unpacks those that are used.
+        # Drivers for CUDA 12 may not know the denser way.
         dense = int(cuda.release.split(".")[0]) >= 13
         flags = ["--compress-mode=size"] if dense else ["-Xfatbin", "-compress-all"]
         flags += [*NVCC_FLAGS.split(), *NVCC_WARNINGS.split(), *cuda.architectures, f"-I{CSRC}"]

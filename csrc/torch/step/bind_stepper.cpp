@@ -51,7 +51,7 @@ void step_bucket(Bucket& bucket, const py::list& groups,
                              : at::empty({sizeof(Verdict) / sizeof(double)},
                                          at::TensorOptions().dtype(at::kDouble).device(device));
   apply_bucket(bucket, bucket.hypers(groups), verdict, measured.get(), total ? nullptr : &inputs,
-               false, nullptr, py::none());
+               false, nullptr, py::none(), nullptr);
 }
 
 }  // namespace

@@ -29,15 +29,6 @@ Apply operator_named(const std::string& name) {
   return found->second;
 }
 
-// A Python function of one tensor as one of the step's callbacks. `function` must outlive it.
-std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function) {
-  if (function.is_none()) return {};
-  return [&function](const at::Tensor& given) {
-    const py::gil_scoped_acquire acquire;
-    return py::cast<at::Tensor>(function(given));
-  };
-}
-
 py::list measurements(const std::vector<std::shared_ptr<Measurement>>& list) {
   py::list found;
   for (const auto& each : list) found.append(py::cast(each));
@@ -88,9 +79,10 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   Measurement* found, const DecideTensors* inputs, bool measures,
-                  Measurement* weights, const py::object& sum_updates) {
+                  Measurement* weights, const py::object& sum_updates, Interrupt* kept) {
   const Apply apply = operator_named(bucket.layout().op);
-  const StepCallbacks callbacks = {callback(sum_updates), callback(bucket.make_updates())};
+  const StepCallbacks callbacks = {callback(sum_updates, kept),
+                                   callback(bucket.make_updates(), kept)};
   const py::gil_scoped_release release;
   apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
 }
@@ -199,6 +191,9 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
       totals.push_back(known->found[i]->rows());
     verdict = decide_on(device, totals, inputs);
   }
+  Interrupt interrupt;
+  // Other processes would wait for collectives that run a second time here alone.
+  Interrupt* const kept = whole.is_none() ? &interrupt : nullptr;
   for (size_t i = 0; i < buckets.size(); ++i) {
     Bucket& bucket = *buckets[i];
     at::Tensor local = one_device ? verdict : verdict.to(bucket.device());
@@ -207,10 +202,11 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
     const bool sums = !whole.is_none() && bucket.layout().needs_norms;
     const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
     apply_bucket(bucket, hypers[i], local, found, one_bucket ? &inputs : nullptr,
-                 one_bucket && measures && !found, weights, sum_updates);
+                 one_bucket && measures && !found, weights, sum_updates, kept);
   }
   const bool seen = known ? !known->found.empty() : measures && one_bucket;
   log_.add(verdict, seen);
+  if (interrupt) throw *interrupt;
   const bool may_skip = seen || !handing.found_inf.is_none();
   return py::make_tuple(updates_scale, may_skip ? log_.skipped() : py::none());
 }

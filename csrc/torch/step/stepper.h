@@ -3,6 +3,7 @@
 // Python gives it the param_groups and the state as they are, and does the collectives of shards.
 #include <mutex>
 
+#include "torch/step/callback.h"
 #include "torch/step/gathered.h"
 
 namespace amp_mp {
@@ -107,10 +108,11 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 // A scaler's number as a float32 tensor of one element on the device; none for None.
 std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number);
 
-// One step of the rule of a bucket; releases the GIL.
+// One step of the rule of a bucket; releases the GIL. interrupt: where one that comes while Python
+// makes updates is kept, so that the step ends first; null to raise it at once.
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   Measurement* found, const DecideTensors* inputs, bool measures,
-                  Measurement* weights, const py::object& sum_updates);
+                  Measurement* weights, const py::object& sum_updates, Interrupt* interrupt);
 
 void bind_step(py::module_& m);     // slots and the operators of rules
 void bind_stepper(py::module_& m);  // the door above them

@@ -190,9 +190,12 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if self.overflow:
             self._report(before)
             return None
-        result = self._masters.step(None) if closure is None else self._step_with_closure(closure)
-        self._masters.to_model()
-        return result
+        self._masters.stale = True
+        try:
+            step = self._masters.step
+            return step(None) if closure is None else self._step_with_closure(closure)
+        finally:
+            self._masters.to_model()
 
     def _report(self, before: float) -> None:
         scales = f"Attempted loss scale: {before}, reducing to {self.loss_scale}"

@@ -31,6 +31,8 @@ class Masters:
     A list of lists has one list per param_group. The model's gradients carry the loss scale.
     """
 
+    stale = False  # an interrupted step has left the model older than its masters
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
@@ -181,6 +183,8 @@ class Masters:
                 if each.grad is not None:
                     each.grad = None if drop else each.grad.detach().zero_()
         self._pending = False
+        if self.stale:
+            self.to_model()
 
     # The step.
 
@@ -204,6 +208,7 @@ class Masters:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
         gradients.copy_all_(self.pairs(), saturate=True)
         self._rounded = {m: m._version for _, m in self.pairs()}
+        self.stale = False
 
     # Snapshots.
 
