@@ -28,7 +28,7 @@ FOLDER_LINES = {
     "apex": 39,
     "casting": 624,
     "checkpoint": 1033,
-    "compat": 1260,
+    "compat": 1309,
     "diagnose": 1275,
     "grad_scaler": 470,
     "model": 1348,
@@ -36,7 +36,7 @@ FOLDER_LINES = {
     "optim": 3749,
     "scaling": 422,
     "sharding": 627,
-    "wrappers": 1647,
+    "wrappers": 1645,
 }
 SHARED = {
     "amp_mp.dtypes",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -60,7 +61,18 @@ def border(
         backward == tensor.dtype or not (tensor.requires_grad and torch.is_grad_enabled())
     ):
         return tensor  # torch gives a gradient its tensor's dtype itself
-    return _Border.apply(tensor, dtypes, backward, saturate)  # type: ignore[no-any-return,no-untyped-call]
+    return _applied(_Border, _DualBorder, tensor, dtypes, backward, saturate)  # type: ignore[no-any-return]
+
+
+def _applied(function: Any, dual: Any, *arguments: Any) -> Any:
+    """Applies `dual`, which has forward derivatives, where torch.func or a dual level may ask.
+
+    torch.compile takes no function that has them.
+    """
+    if torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    asked = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return (dual if asked else function).apply(*arguments)
 
 
 class _Border(torch.autograd.Function):
@@ -76,12 +88,18 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.type = inputs[2]
+        ctx.type, ctx.result_type = inputs[2], output.dtype
         ctx.set_materialize_grads(False)  # see _Product: what it keeps has no first derivative
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return None if grad is None else grad.to(ctx.type), None, None, None
+
+
+class _DualBorder(_Border):
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *_: None) -> Tensor | None:
+        return None if tangent is None else tangent.to(ctx.result_type)
 
 
 def product(
@@ -94,7 +112,7 @@ def product(
     through = (types.forward, types.kept)
     kept = border(input, through, types.backward) if torch.is_grad_enabled() else input
     apart = None if kept is input else kept  # torch.compile takes no tensor twice
-    return _Product.apply(input, apart, weight, bias, types, geometry)  # type: ignore[no-any-return,no-untyped-call]
+    return _applied(_Product, _DualProduct, input, apart, weight, bias, types, geometry)  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
@@ -103,6 +121,8 @@ class _Product(torch.autograd.Function):
     The input's gradient goes to `input`, in its dtype, and none to `kept`. What the backward pass
     computes from `kept` can be differentiated again, and leads to the input.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -118,11 +138,7 @@ class _Product(torch.autograd.Function):
         x = converted(stored, *through)
         w = converted(weight, *through, saturate=True)
         b = None if bias is None else converted(bias, *through, saturate=True)
-        with autocast_off(input):
-            if geometry is None:
-                y = functional.linear(x, w, b)
-            else:
-                y = torch.convolution(x, w, b, *geometry)
+        y = _product(x, w, b, geometry)
         return converted(y, types.forward, types.visible)
 
     @staticmethod
@@ -148,6 +164,34 @@ class _Product(torch.autograd.Function):
                 )
         dx, dw, db = (None if each is None else each.to(types.backward) for each in found)
         return dx, None, dw, db, None, None
+
+
+class _DualProduct(_Product):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Product.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[0] if inputs[1] is None else inputs[1], inputs[2])
+
+    @staticmethod
+    def jvp(
+        ctx: Any, dx: Tensor | None, _: None, dw: Tensor | None, db: Tensor | None, *__: None
+    ) -> Tensor:
+        kept, weight = ctx.saved_tensors
+        types: Types = ctx.types
+        through = (types.forward, types.forward_math)
+        x, w = converted(kept, *through), converted(weight, *through, saturate=True)
+        dx, dw, db = (None if d is None else converted(d, *through) for d in (dx, dw, db))
+        y = _product(torch.zeros_like(x) if dx is None else dx, w, db, ctx.geometry)
+        if dw is not None:
+            y = y + _product(x, dw, None, ctx.geometry)
+        return converted(y, types.forward, types.visible)
+
+
+def _product(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry) -> Tensor:
+    with autocast_off(x):
+        if geometry is None:
+            return functional.linear(x, w, b)
+        return torch.convolution(x, w, b, *geometry)
 
 
 def _linear_backward(

@@ -166,6 +166,11 @@ class TypedForward:
     @_disable_dynamo
     def _in_two_maths(self, args: Args, kwargs: Kwargs) -> Any:
         module, trains = self.module, self.module.training
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{type(module).__name__} has two math types, and its backward pass runs it again, "
+                "which torch.func cannot transform: give it one math type"
+            )
         inputs: list[Tensor] = []
 
         def taken(tensor: Tensor) -> Tensor:

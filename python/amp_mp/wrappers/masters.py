@@ -31,10 +31,8 @@ class Masters:
     A list of lists has one list per param_group. The model's gradients carry the loss scale.
     """
 
-    stale = False  # an interrupted step has left the model older than its masters
-
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.stale = optimizer, False  # stale: the model is older, by an interrupt
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
         self._replaced = ReplacedCheck()
