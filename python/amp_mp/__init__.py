@@ -73,7 +73,7 @@ __all__ = [
 _LAZY = ("apex", "compat", "diagnose")  # imported when they are used
 # Where the names are that one may look for at the top.
 _PLACES = {
-    "apex.amp": "initialize scale_loss master_params",
+    "apex.amp": "master_params",
     "apex.fp16_utils": (
         "BN_convert_float convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16"
@@ -85,7 +85,12 @@ _PLACES = {
     ),
     **{name: " ".join(globals()[name].__all__) for name in ("casting", "nn", "optim", "scaling")},
 }
-_ELSEWHERE = {"wrap_optimizer": "the method of the handle that amp_mp.init returns"}
+_HANDLE = "the method of the handle that amp_mp.init returns"
+_ELSEWHERE = {
+    "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low-precision weights",
+    "scale_loss": _HANDLE,
+    "wrap_optimizer": _HANDLE,
+}
 _ELSEWHERE |= {n: f"amp_mp.{place}.{n}" for place, names in _PLACES.items() for n in names.split()}
 
 

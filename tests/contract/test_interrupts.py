@@ -164,6 +164,7 @@ def test_scale_loss_ends_with_casts_on_and_a_true_scale(overflows: bool) -> None
             if not handle.is_active():  # between a with block's end and torch's __exit__
                 with_lines.append(line)
                 torch.set_autocast_enabled("cpu", True)
+                torch.autocast_decrement_nesting()
             scales = {float(handle.loss_scaler.scale), before["loss_scalers"][0]["scale"]}
             assert len(scales) == 1 or scales == {max(scales), max(scales) / 2}, line
             optimizer.zero_grad()

@@ -24,7 +24,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 467,
+    ".": 472,
     "apex": 39,
     "casting": 624,
     "checkpoint": 1033,
