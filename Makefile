@@ -74,7 +74,7 @@ lint: build
 	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 	@! grep -rnE '#include *[<"](torch|ATen|c10)/' csrc/core csrc/cuda csrc/cpu csrc/plan.h \
 	  || { echo 'no torch header belongs in there: csrc/torch is the only C++ that knows torch'; exit 1; }
-	@! grep -nE '(-ffast-math|--use_fast_math)' build_tools/*.py | grep -v '^[0-9]*:#' \
+	@! grep -hnE '(-ffast-math|--use_fast_math)' build_tools/*.py | grep -v '^[0-9]*:#' \
 	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
 
 format: $(VENV)/tools
