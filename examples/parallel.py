@@ -116,10 +116,10 @@ def _fully_shard(model: GPT, mesh: DeviceMesh | None, policy: MixedPrecisionPoli
     """FSDP2, or HSDP on a mesh of two dimensions.
 
     The norms are a unit of their own, because prepare keeps them in float32 and a unit has one
-    dtype. The root's own are the embeddings and the last norm, float32 as well.
+    dtype. The root's own are the embeddings.
     """
     norms = [norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm)]
-    fully_shard(norms, mesh=mesh, reshard_after_forward=False)
+    fully_shard([*norms, model.norm], mesh=mesh, reshard_after_forward=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model.head, mesh=mesh, mp_policy=policy)

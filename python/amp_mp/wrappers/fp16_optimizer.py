@@ -190,12 +190,14 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if self.overflow:
             self._report(before)
             return None
-        self._masters.stale = True
+        step, self._masters.stale = self._masters.step, True
         try:
-            step = self._masters.step
-            return step(None) if closure is None else self._step_with_closure(closure)
-        finally:
-            self._masters.to_model()
+            result = step(None) if closure is None else self._step_with_closure(closure)
+        except Exception:  # a step that was refused, say inside of AveragedModel.swap
+            self._masters.stale = False
+            raise
+        self._masters.to_model()
+        return result
 
     def _report(self, before: float) -> None:
         scales = f"Attempted loss scale: {before}, reducing to {self.loss_scale}"
