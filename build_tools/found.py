@@ -62,6 +62,11 @@ class Cuda:
     architectures: list[str]
     runtime: Path  # static: the library then loads on machines without CUDA
 
+    @property
+    def codes(self) -> str:
+        """What the flags compile for: "compute_120 sm_90 ..."."""
+        return " ".join(sorted({flag.split("code=")[1] for flag in self.architectures[1::2]}))
+
 
 def find_torches() -> list[Torch]:
     """The packages named in AMP_MP_TORCH; without it the torch of this Python, or none."""

@@ -134,8 +134,8 @@ def binding_units(torch: Torch, cuda: Cuda | None, folder: Path) -> list[Unit]:
     command += ["-DAMP_MP_WITH_CUDA"] if cuda else []
     for path in [*torch.includes, sysconfig.get_paths()["include"]]:
         command += ["-isystem", str(path)]
-    codes = sorted({a.split("code=")[1] for a in cuda.architectures[1::2]}) if cuda else []
-    facts = facts_unit(folder, torch.version, cuda.release if cuda else "", " ".join(codes))
+    about_cuda = (cuda.release, cuda.codes) if cuda else ("", "")
+    facts = facts_unit(folder, torch.version, *about_cuda)
     return [Unit(source, command) for source in [*torch_units(CSRC, folder), facts]]
 
 
@@ -247,8 +247,7 @@ def say_what_is_built(torches: list[Torch], cuda: Cuda | None) -> None:
     versions = ", ".join(torch.version for torch in torches)
     kernels = "without CUDA kernels"
     if cuda:
-        codes = " ".join(sorted({a.split("code=")[1] for a in cuda.architectures[1::2]}))
-        kernels = f"CUDA {cuda.release} for {codes} ({cuda.nvcc})"
+        kernels = f"CUDA {cuda.release} for {cuda.codes} ({cuda.nvcc})"
     print(
         f"building amp_mp for torch {versions}, Python {platform.python_version()}; {kernels}\n"
         "On two cores: 4 minutes with CUDA kernels for one architecture, 2 without (AMP_MP_CUDA=0)",

@@ -70,9 +70,7 @@ def _units() -> list[tuple[Path, list[str]]]:
     """Every source with torch's headers, with its flags, those that take longest first."""
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     for_torch = [part for path in includes for part in ("-isystem", path)]
-    for_torch += [
-        "-DAMP_MP_WITH_CUDA",
-    ]
+    for_torch.append("-DAMP_MP_WITH_CUDA")
     own = one_unit(OUT / "pretend_gpu.cpp", sorted(HERE.glob("*.cpp")))
     with_torch = [own, *torch_units(CSRC, OUT), facts_unit(OUT, torch.__version__, "pretend", "")]
     return [(source, for_torch) for source in with_torch]
