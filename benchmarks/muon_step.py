@@ -22,7 +22,7 @@ from timing import Candidate, medians
 from torch_pipeline import SCALE, pipeline
 
 import amp_mp as amp
-from amp_mp.optim.muon.matrices import orthogonalise_
+from amp_mp._C import orthogonalise_
 
 ITERATIONS, COEFFICIENTS, EPS = 5, (3.4445, -4.775, 2.0315), 1e-7
 MEMORIES = ("float32", "exact", "lean", "tiny")

@@ -10,6 +10,7 @@
 #include "torch/casting/step_guard.h"
 #include "torch/casting/trace.h"
 #include "torch/main_grad.h"
+#include "torch/muon/orthogonalise.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
 #include "torch/step/stepper.h"
@@ -50,6 +51,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
   bind_step(m);
+  muon::bind(m);
   bind_stepper(m);
   bind_state(m);
   m.def(

@@ -38,6 +38,7 @@ class Hyper:
         clip: bool = False,
         always_adapt: bool = False,
         decoupled: bool = False,
+        bias_correction: bool = True,
     ) -> None:
         """TypeError for another name."""
 
@@ -183,6 +184,32 @@ class DecideInputs:
 
 def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
+
+def orthogonalise_(
+    stack: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    *,
+    stack_bytes: int = ...,
+) -> None:
+    """Newton-Schulz of each matrix of a bfloat16 stack: csrc/torch/muon/orthogonalise.h."""
+
+class WholeMatrices:
+    """Makes updates of directions where this process has all of each matrix; same file.
+
+    One each for the parameters: the memory here, the param_group, and the shape of its matrices,
+    None for a parameter that is not for this object.
+    """
+
+    def __init__(
+        self,
+        locals: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        shapes: Sequence[tuple[int, int] | None],
+    ) -> None: ...
+    def __call__(self, directions: Tensor) -> Tensor:
+        """The same tensor, with updates in place of the directions."""
 
 def has_form(
     saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], param: Tensor, step: str

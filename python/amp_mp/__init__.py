@@ -73,12 +73,19 @@ __all__ = [
 _LAZY = ("apex", "compat", "diagnose")  # imported when they are used
 # Where the names are that one may look for at the top.
 _PLACES = {
-    "apex.amp": "master_params",
+    "apex.amp": "initialize scale_loss master_params",
+    "apex.contrib.clip_grad": "clip_grad_norm_",
+    "apex.contrib.xentropy": "SoftmaxCrossEntropyLoss",
     "apex.fp16_utils": (
         "BN_convert_float convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16"
     ),
-    "apex.parallel": "LARC",
+    "apex.multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "apex.optimizers": (
+        "FusedAdagrad FusedAdam FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedSGD"
+    ),
+    "apex.parallel": "DistributedDataParallel LARC Reducer convert_syncbn_model",
     "compat": (
         "MixedPrecisionOptimizerWrapper TypedTensor l1 l2_half l2_sum mixed_precision "
         "mp_regularizer_wrapper set_layer_types shift_for_scale"

@@ -25,7 +25,12 @@ ELSEWHERE = {
         *("BN_convert_float", "convert_network", "network_to_half", "tofp16"),
         *("master_params_to_model_params", "model_grads_to_master_grads", "prep_param_lists"),
     },
-    "apex.parallel": {"LARC"},
+    "apex.contrib.clip_grad": {"clip_grad_norm_"},
+    "apex.contrib.xentropy": {"SoftmaxCrossEntropyLoss"},
+    "apex.multi_tensor_apply": {"MultiTensorApply", "multi_tensor_applier"},
+    "apex.normalization": {"FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm"},
+    "apex.optimizers": {"FusedAdam", "FusedLAMB", "FusedSGD", "FusedNovoGrad", "FusedAdagrad"},
+    "apex.parallel": {"LARC", "DistributedDataParallel", "Reducer", "convert_syncbn_model"},
     "casting": {
         *("backward", "clear_cache", "disable_casts", "uninstall", "half_function"),
         *("float_function", "promote_function", "register_half_function"),

@@ -13,7 +13,8 @@ struct Hyper {
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt, decoupled = false;
   bool lr_is_double = false;
-  bool unused[2] = {};  // so that Hypers with the same numbers have the same bytes
+  bool bias_correction = true;
+  bool unused[1] = {};  // so that Hypers with the same numbers have the same bytes
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
 };
@@ -28,15 +29,15 @@ AMP_MP_BOTH void read_rate(Hyper& h) {
 
 // The step count of one parameter, kept in the optimizer's state as a float64 tensor. It advances
 // on applied steps only. The powers of the betas are running products: no pow(), and the same bits
-// on every device.
+// on every device. Without bias correction they are 0: divisions by 1 - beta^t then change nothing.
 struct Clock {
   double step, beta1_power, beta2_power;
   double own;  // one number of the rule's own: NovoGrad's second moment, NAdam's mu_product
 
   AMP_MP_BOTH void tick(const Hyper& h) {
     step += 1;
-    beta1_power *= h.beta1;
-    beta2_power *= h.beta2;
+    beta1_power *= h.bias_correction ? h.beta1 : 0;
+    beta2_power *= h.bias_correction ? h.beta2 : 0;
   }
 };
 

@@ -33,7 +33,8 @@ HyperNumber hyper_number(const std::string& name) {
       {"maximize", &Hyper::maximize},
       {"clip", &Hyper::clip},
       {"always_adapt", &Hyper::always_adapt},
-      {"decoupled", &Hyper::decoupled}};
+      {"decoupled", &Hyper::decoupled},
+      {"bias_correction", &Hyper::bias_correction}};
   HyperNumber row;
   for (const auto& [own, number] : doubles)
     if (name == own) row.number = number;

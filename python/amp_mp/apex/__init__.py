@@ -1,5 +1,55 @@
-"""Apex's packages by their own names, for scripts that were written for it."""
+"""Apex's packages by their own names, for scripts that were written for it.
 
-from amp_mp.apex import amp, fp16_utils, parallel
+    import amp_mp.apex as apex
+    from amp_mp.apex import amp
 
-__all__ = ["amp", "fp16_utils", "parallel"]
+`register` makes `import apex` work, and `python -m amp_mp.apex script.py` runs a script with it.
+"""
+
+import importlib
+import pkgutil
+import sys
+from importlib.util import find_spec
+
+from amp_mp.apex import (
+    amp,
+    amp_C,
+    contrib,
+    fp16_utils,
+    multi_tensor_apply,
+    normalization,
+    optimizers,
+    parallel,
+)
+from amp_mp.apex.missing import missing_from
+from amp_mp.text_table import warn
+
+# fmt: off
+__all__ = [
+    "amp", "amp_C", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers",
+    "parallel", "register",
+]
+# fmt: on
+__getattr__ = missing_from(__name__)
+
+
+def register() -> None:
+    """Makes `import apex`, `import apex.optimizers`, ... and `import amp_C` find what is here.
+
+    Warns where Apex itself is installed, which is then not taken. RuntimeError where it was
+    imported before.
+    """
+    own = sys.modules[__name__]
+    if (other := sys.modules.get("apex")) not in (None, own):
+        raise RuntimeError(
+            f"register: apex of {getattr(other, '__file__', None)} was imported before; call "
+            "amp_mp.apex.register() before the first `import apex`"
+        )
+    installed = None if other is own else find_spec("apex")
+    if installed is not None and installed.origin:  # not just a folder of this name
+        warn(f"`apex` is amp_mp.apex from now on, and not the one in {installed.origin}")
+    names = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
+    for name in (__name__, *names):
+        if not name.endswith("__main__"):
+            sys.modules[name.removeprefix("amp_mp.")] = importlib.import_module(name)
+    sys.modules["amp_C"] = amp_C

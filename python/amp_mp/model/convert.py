@@ -96,14 +96,14 @@ def convert_network(
     return _convert("convert_network", model, dtype, keep_fp32, keep_fp32_only)
 
 
-_stepped = WeakSet[Optimizer]()
+have_masters = WeakSet[Optimizer]()  # or will have them, or were warned of
 
 
 def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
     """Before each step: warns at the first one of a torch optimizer over prepared parameters."""
-    if optimizer in _stepped:
+    if optimizer in have_masters:
         return
-    _stepped.add(optimizer)
+    have_masters.add(optimizer)
     params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     if type(optimizer).__module__.startswith("torch.optim") and any(map(awaits_original, params)):
         name = f"optim.{type(optimizer).__name__}"

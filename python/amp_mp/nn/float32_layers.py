@@ -24,7 +24,7 @@ class Fp32LayerNorm(nn.LayerNorm):
         """Normalises the input; see the class."""
         shape = self.normalized_shape
         _check_shape("input", input, input.shape[-len(shape) :] == shape, "*", *shape)
-        return _in_float32(functional.layer_norm, input, shape, self.weight, self.bias, self.eps)
+        return in_float32(functional.layer_norm, input, shape, self.weight, self.bias, self.eps)
 
 
 class Fp32RMSNorm(nn.RMSNorm):
@@ -37,7 +37,7 @@ class Fp32RMSNorm(nn.RMSNorm):
         """Normalises the input; see the class."""
         shape = self.normalized_shape
         _check_shape("x", x, x.shape[-len(shape) :] == shape, "*", *shape)
-        return _in_float32(functional.rms_norm, x, shape, self.weight, self.eps)
+        return in_float32(functional.rms_norm, x, shape, self.weight, self.eps)
 
 
 class Fp32GroupNorm(nn.GroupNorm):
@@ -47,7 +47,7 @@ class Fp32GroupNorm(nn.GroupNorm):
         """Normalises the input; see the class."""
         groups, channels = self.num_groups, self.num_channels
         _check_shape("input", input, input.shape[1:2] == (channels,), "N", channels, "*")
-        return _in_float32(functional.group_norm, input, groups, self.weight, self.bias, self.eps)
+        return in_float32(functional.group_norm, input, groups, self.weight, self.bias, self.eps)
 
 
 def fp32_softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -70,7 +70,7 @@ def _softmax(function: Callable[..., Tensor], x: Tensor, dim: int) -> Tensor:
     dims = max(x.dim(), 1)  # torch lets a tensor without dimensions have one
     if not -dims <= dim < dims:
         raise ValueError(f"dim must be a dimension of x, of shape {tuple(x.shape)}, found {dim}")
-    return _in_float32(function, x, dim)
+    return in_float32(function, x, dim)
 
 
 def attention_weights(
@@ -139,7 +139,7 @@ def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
-def _in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """function(x, *args) in x's compute dtype, without autocast; the result has x's dtype."""
     dtype = _compute_dtype("x", x)
     with autocast_off(x):

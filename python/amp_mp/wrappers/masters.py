@@ -1,4 +1,4 @@
-"""The float32 masters of an FP16_Optimizer: its own, or those of the optimizer that it wraps."""
+"""Float32 masters in an optimizer's param_groups, or those that an optimizer of amp_mp keeps."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,12 +34,11 @@ class Masters:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self.stale = optimizer, False  # stale: the model is older, by an interrupt
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
+        self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
         self._replaced = ReplacedCheck()
         self._pending = False  # whether gradients of float32 parameters still carry the scale
         self.refresh()
-
-    # Which parameters have masters.
 
     def refresh(self) -> None:
         """Gives masters to trainable low-precision parameters; first TypeError as refuse_dtypes."""
@@ -69,7 +68,7 @@ class Masters:
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
             self._optimizer.state[master] = kept
-        self._low[master] = param
+        self._low[master], self.own[param] = param, master
         self._rounded[master] = master._version
         return master
 
@@ -79,8 +78,7 @@ class Masters:
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
-        low = self._low
-        return [[(low[p], p) for p in params if p in low] for params in self.groups()]
+        return [[(self._low[p], p) for p in ps if p in self._low] for ps in self.groups()]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
@@ -188,13 +186,13 @@ class Masters:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer's step, from what is in the parameters."""
-        self._follow()
+        self.follow(self.pairs())
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Remakes masters that do not round to their parameters, unless written themselves."""
-        kept = [(p, m) for p, m in self.pairs() if self._rounded.get(m) == m._version]
+        kept = [(p, m) for p, m in pairs if self._rounded.get(m) == m._version]
         params, masters = [local_of(p) for p, _ in kept], [local_of(m) for _, m in kept]
         for indices in by_device(masters).values():
             own, low = [masters[i] for i in indices], [params[i] for i in indices]
@@ -209,6 +207,12 @@ class Masters:
         self.stale = False
 
     # Snapshots.
+
+    @torch.no_grad()
+    def write(self, param: Tensor, value: Tensor) -> None:
+        """Puts a value into the parameter's master; the caller writes the parameter."""
+        master = self.own[param].copy_(value)
+        self._rounded[master] = master._version
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """Copies of the masters; optimizer: a snapshot of the wrapped optimizer's state dict."""

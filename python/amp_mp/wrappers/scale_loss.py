@@ -73,6 +73,9 @@ class SkippedSteps:
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks[optimizer] = pre(before), post(after)
 
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._hooks
+
     def remove(self, optimizer: Optimizer) -> None:
         """Takes back what `add` did."""
         for hook in self._hooks.pop(optimizer, ()):
@@ -92,8 +95,17 @@ class ScaledLosses:
         self._iteration: Iteration | None = None
 
     @contextmanager
-    def block(self, loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Tensor]:
-        """The block of AmpHandle.scale_loss."""
+    def block(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Sequence[Optimizer],
+        aside: list[Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """The block of AmpHandle.scale_loss.
+
+        aside: the parameters whose gradients are true already, default all; the others' carry the
+        scale from before.
+        """
         optimizers, policy = _checked(optimizer), self.loss_scaler
         with torch.autocast(self._device_type, enabled=False):
             if isinstance(policy, Static) and policy.scale == 1:
@@ -104,7 +116,7 @@ class ScaledLosses:
             inner = [without_larc(each) for each in optimizers]
             fused = [each for each in inner if isinstance(each, FusedOptimizer)]
             folding = [each for each in fused if _may_unscale(each, inner)]
-            with set_aside(params), _warning_if_unscaled(loss):
+            with set_aside(params if aside is None else aside), _warning_if_unscaled(loss):
                 yield loss.float() * scale
                 overflow, max_abs = overflow_in(totals_of(params), scale)
                 carried = _carried_scales(folding, scale)
@@ -117,11 +129,15 @@ class ScaledLosses:
             is_first = overflow and not iteration.overflow
             self._update(iteration, overflow, max_abs, optimizers)
         if is_first:
-            message = "Gradient overflow, skipping update, reducing loss scale from %g to %g"
-            logger.warning(message, scale, policy.scale)
+            self.report_overflow(scale)
         for each in optimizers if overflow else ():
             self._skips.add(each)
             iteration.skipped.append(each)
+
+    def report_overflow(self, before: float) -> None:
+        """Says that a step will be skipped; before: the scale of the loss that overflowed."""
+        message = "Gradient overflow, skipping update, reducing loss scale from %g to %g"
+        logger.warning(message, before, self.loss_scaler.scale)
 
     def _begin(self) -> Iteration:
         """The iteration to which a loss belongs: a new one where the last one is over."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_mp.optim.muon.matrices import WholeMatrices, orthogonalise_, shape_of
+from amp_mp._C import WholeMatrices, orthogonalise_
+from amp_mp.optim.muon.matrices import shape_of
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
 from amp_mp.sharding.shards import like, local_of, part, split_groups
 
@@ -33,12 +34,18 @@ def make_updates(members: Members) -> MakeUpdates:
         else:
             groups[group.group_name] = group
             exchanged.setdefault(group.group_name, []).append(index)
-    whole = WholeMatrices(members, {i for own in (gathered, *exchanged.values()) for i in own})
-    if not exchanged and not gathered:
+    elsewhere = {i for own in (gathered, *exchanged.values()) for i in own}
+    whole = WholeMatrices(
+        [local_of(param) for param, _ in members],
+        [group for _, group in members],
+        [None if i in elsewhere else shape_of(group, p) for i, (p, group) in enumerate(members)],
+    )
+    if not elsewhere:
         return whole
-    steps: list[MakeUpdates] = [whole]
-    steps += [Exchange(members, own, groups[name]) for name, own in exchanged.items()]
-    steps += [Gathering(members, gathered)] if gathered else []
+    steps: list[MakeUpdates] = [
+        Exchange(members, own, groups[name]) for name, own in exchanged.items()
+    ]
+    steps += [Gathering(members, gathered), whole]
 
     def all_of_them(directions: Tensor) -> Tensor:
         for step in steps:

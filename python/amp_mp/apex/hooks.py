@@ -1,0 +1,248 @@
+"""What initialize leaves on models and optimizers, and for each loss: hooks, masters, scales."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.model.convert import have_masters
+from amp_mp.model.original_values import original_of
+from amp_mp.model.selection import named_tensors
+from amp_mp.nested import map_tensors
+from amp_mp.optim.step.handed import GradientMarks, nonzero
+from amp_mp.optim.step.params import param_infos
+from amp_mp.scaling.policies import Backoff, ScalePolicy
+from amp_mp.wrappers.fp16_utils import master_params, model_grads_to_master_grads, tofp16
+from amp_mp.wrappers.gradients import multiply_gradients
+from amp_mp.wrappers.larc import without_larc
+from amp_mp.wrappers.masters import Masters
+from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps
+
+EVALUATIONS = 64  # of a closure until its gradients are finite; a scale has fallen to 1 by then
+skips = SkippedSteps()
+live_masters = WeakSet[Masters]()  # of optimizers that initialize was given
+
+
+def cast_forward(model: nn.Module, dtype: torch.dtype | None, out: torch.dtype | None) -> None:
+    """Casts what the model is given to `dtype`, and what it returns to `out`; None does not.
+
+    Hooks, so that copies and pickles of the model cast as it does.
+    """
+    if dtype is not None:
+        model.register_forward_pre_hook(partial(_cast_inputs, tofp16(dtype)), with_kwargs=True)
+    if out is not None:
+        model.register_forward_hook(partial(_cast_outputs, tofp16(out)))
+
+
+def _cast_inputs(cast: nn.Module, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(cast, (args, kwargs))
+
+
+def _cast_outputs(cast: nn.Module, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return map_tensors(cast, output, results=True)
+
+
+def save_float32(model: nn.Module) -> None:
+    """Makes state_dict of the model and its parts float32, and load_state_dict write masters."""
+    for module in model.modules():
+        if _to_float32 not in module._state_dict_hooks.values():
+            hooks: Any = module  # whose methods torch has not typed
+            hooks.register_state_dict_post_hook(_to_float32)
+            hooks.register_load_state_dict_pre_hook(_to_masters)
+
+
+@torch.no_grad()
+def _to_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Masters, or the values that were rounded, in place of low precision; all are copies."""
+    for name, tensor in named_tensors(module, recurse=False).items():
+        if tensor.dtype not in LOW_PRECISION or prefix + name not in state_dict:
+            continue
+        exact = original_of(tensor)
+        for masters in (each for each in live_masters if tensor in each.own):
+            exact = masters.own[tensor]
+            masters.follow([(tensor, exact)])
+        exact = tensor if exact is None else exact
+        state_dict[prefix + name] = exact.detach().to(torch.float32, copy=True)
+
+
+def _to_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.shape == param.shape:
+            for masters in (each for each in live_masters if param in each.own):
+                masters.write(param, value)
+
+
+class LossScaler(ScaledLosses):
+    """A loss of `num_losses`, with its scale."""
+
+    def __init__(self, loss_id: int, policy: ScalePolicy, device_type: str, prints: bool) -> None:
+        super().__init__(policy, device_type, skips)
+        self.device_type = device_type
+        self._loss_id, self._prints = loss_id, prints
+
+    def loss_scale(self) -> float:
+        """The factor of the next loss."""
+        return self.loss_scaler.scale
+
+    def report_overflow(self, before: float) -> None:
+        """Prints Apex's message."""
+        if self._prints:
+            falls = f"loss scaler {self._loss_id} reducing loss scale to {self.loss_scale()}"
+            print(f"Gradient overflow.  Skipping step, {falls}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and how many steps since it changed had no overflow."""
+        state, unskipped = self.loss_scaler.state_dict(), 0
+        if isinstance(self.loss_scaler, Backoff):
+            since = state["iteration"] - 1 - state["last_overflow"]
+            unskipped = int(since % state["step_window"])
+        return {"loss_scale": self.loss_scale(), "unskipped": unskipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a snapshot; ValueError: a scale that this policy cannot have."""
+        state = {**self.loss_scaler.state_dict(), "scale": state_dict["loss_scale"]}
+        if isinstance(self.loss_scaler, Backoff):
+            state |= {"iteration": float(state_dict["unskipped"]), "last_overflow": -1.0}
+        self.give_up()
+        self.loss_scaler.load_state_dict(state)
+
+
+class Stash:
+    """What is known of an optimizer that initialize was given; Apex's _amp_stash.
+
+    Its masters, if it gets any, are made at the first loss or when they are asked for: until then
+    the model's weights may still be loaded, or sent by DistributedDataParallel.
+    """
+
+    def __init__(self, optimizer: Optimizer, with_masters: bool) -> None:
+        self.masters: Masters | None = None
+        self.carried: float | None = None  # the scale of gradients that delay_unscale has left
+        self._optimizer, self._with_masters = optimizer, with_masters
+        self._marks = GradientMarks(())  # the model's gradients that masters have
+        self._stepped = False  # since the last loss
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        if with_masters:
+            have_masters.add(optimizer)
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.make_masters())
+            self._zero_grad = optimizer.zero_grad
+            optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def make_masters(self) -> None:
+        """Gives masters to the low-precision parameters that have none yet."""
+        if self.masters is not None:
+            self.masters.refresh()
+        elif self._with_masters:
+            self.masters = Masters(self._optimizer)
+            live_masters.add(self.masters)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The model's low-precision parameters, and their masters."""
+        return [] if self.masters is None else self.masters.pairs()
+
+    def true_gradients(self) -> list[Tensor]:
+        """The optimizer's parameters whose gradients carry no scale."""
+        if self.carried is None:
+            return list(master_params(self._optimizer))
+        return [master for _, master in self.pairs()]
+
+    def begin(self, scale: float, delays: bool) -> None:
+        """Before a backward pass at this scale."""
+        self.make_masters()
+        for param, master in self.pairs():
+            if self.carried is None:
+                param.grad = None  # the master's is its float32 value
+            if self._stepped:
+                master.grad = None
+        self._stepped = False
+        if delays or self.carried is not None:
+            multiply_gradients(self._model_params(), scale / (self.carried or 1.0))
+            self.carried = scale
+
+    def collect(self) -> None:
+        """Copies the model's gradients to the masters; they carry the scale."""
+        if pairs := self.pairs():
+            params = [param for param, _ in pairs]
+            model_grads_to_master_grads(params, [master for _, master in pairs])
+            self._marks = GradientMarks(params)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's, and the model's gradients are None."""
+        self._zero_grad(*args, **kwargs)
+        self.carried = None
+        for param, _ in self.pairs():
+            param.grad = None
+
+    def _model_params(self) -> list[Tensor]:
+        to_model = (lambda p: p) if self.masters is None else self.masters.model_param
+        return [to_model(param) for param in master_params(self._optimizer)]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self.make_masters()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure):
+            closure = partial(self._evaluate, closure)
+            return ((args[0], closure), kwargs) if len(args) > 1 else (args, {"closure": closure})
+        self._check()
+        if self.masters is not None:
+            self.masters.follow(self.masters.pairs())
+        return None
+
+    def _check(self) -> None:
+        """Raises RuntimeError for gradients that the step would not see, or see with a scale."""
+        if self.carried not in (None, 1.0) and nonzero(self._model_params()):
+            raise RuntimeError(
+                f"step: gradients carry the loss scale {self.carried} since "
+                "scale_loss(delay_unscale=True); the last loss before a step needs "
+                "delay_unscale=False"
+            )
+        forgotten = [param for param, master in self.pairs() if master.grad is None]
+        if foreign := self._marks.changed(forgotten):
+            assert self.masters is not None
+            infos, to_model = param_infos(self._optimizer.param_groups), self.masters.model_param
+            label = next(info.label for own, info in infos if to_model(own) is foreign[0])
+            raise RuntimeError(
+                f"step: {label} has a gradient that did not come through amp.scale_loss, so that "
+                "its master would not be updated; call backward inside of "
+                "`with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+            )
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The closure with the masters' newest values in the model, again after an overflow."""
+        if self.masters is not None:
+            self.masters.follow(self.masters.pairs())
+            self.masters.to_model()
+        for _ in range(EVALUATIONS):
+            loss = closure()
+            if self._optimizer not in skips:
+                return loss
+            skips.remove(self._optimizer)
+        raise RuntimeError(
+            f"step: the closure's gradients were inf or NaN {EVALUATIONS} times in a row; no loss "
+            "scale can cure that, look for the NaN in the model"
+        )
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepped = True
+        if self.masters is not None:
+            self.masters.to_model()
+            for pair in self.pairs():
+                pair[1].grad = None  # which model.zero_grad() would leave
+
+
+def stash_of(optimizer: Any) -> Stash | None:
+    """What initialize has left on an optimizer, or on the one inside of a LARC."""
+    found: Stash | None = getattr(without_larc(optimizer), "_amp_stash", None)
+    return found
+
+
+def give_stash(optimizer: Optimizer, with_masters: bool) -> None:
+    """Gives the optimizer its Stash; see there."""
+    inner: Any = without_larc(optimizer)
+    inner._amp_stash = Stash(inner, with_masters)

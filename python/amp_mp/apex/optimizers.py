@@ -1,0 +1,177 @@
+"""apex.optimizers: Apex's names, arguments and defaults for the rules of amp_mp.optim."""
+
+from inspect import Parameter, Signature, signature
+from typing import Any, ClassVar
+
+import torch
+
+from amp_mp.optim.adam import MOMENTS, AdamW
+from amp_mp.optim.adaptive import Adagrad
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.layerwise import LAMB, NovoGrad
+from amp_mp.optim.options import Options
+from amp_mp.optim.rule import Rule, State, numbers
+from amp_mp.optim.sgd import SGD
+
+__all__ = [
+    *("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"),
+    "FusedSGD",
+]
+ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
+LAMB_ARGUMENTS = ADAM | {"eps": 1e-6, "weight_decay": 0.01, "amsgrad": False, "adam_w_mode": True}
+LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm": 1.0}
+LAMB_ARGUMENTS |= {"use_nvlamb": False}
+MODES = ("set_grad_none", "capturable", "adam_w_mode")
+NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+
+
+class ApexOptimizer(FusedOptimizer):
+    """What Apex's optimizers have in common beside amp_mp.optim's, whose options they take too.
+
+    Low-precision parameters have masters whatever master_weights says (`master="none"` is without).
+
+    Args:
+        bias_correction: False leaves out the divisions by 1 - beta^t. Default True.
+        set_grad_none: what zero_grad does by default.
+        capturable: makes lr a float32 tensor, which a CUDA graph reads at each replay.
+
+    Raises ValueError (for amsgrad RuntimeError, as Apex) naming an argument that the rule of
+    amp_mp.optim lacks, and what to pass.
+    """
+
+    _arguments: ClassVar[dict[str, Any]]  # Apex's, in its order, with its defaults
+    _numbers: ClassVar[tuple[str, ...]] = NUMBERS  # those that a param_group has
+    _only: ClassVar[dict[str, Any]] = {}  # what the others have to be
+    set_grad_none, capturable, adam_w_mode = True, False, True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        kind, shown = Parameter.POSITIONAL_OR_KEYWORD, signature(cls).parameters.values()
+        own = [Parameter(name, kind, default=value) for name, value in cls._arguments.items()]
+        shared = [p for p in shown if p.kind is p.KEYWORD_ONLY and p.name not in cls._arguments]
+        cls.__signature__ = Signature([Parameter("params", kind), *own, *shared])  # type: ignore[attr-defined]
+
+    def __init__(self, params: Any, *args: Any, **named: Any) -> None:
+        bound = signature(type(self)).bind(params, *args, **named).arguments
+        given, needed = {**self._arguments, **bound}, {"amsgrad": False, **self._only}
+        if wrong := [n for n, value in needed.items() if n in given and given[n] != value]:
+            found, wanted = (", ".join(f"{n}={v[n]!r}" for n in wrong) for v in (given, needed))
+            message = f"{type(self).__name__} has no {found}: pass {wanted}"
+            if "amsgrad" in wrong:
+                raise RuntimeError(f"{message}, or use amp_mp.optim.AdamW(amsgrad=True)")
+            raise ValueError(message)
+        vars(self).update({n: bool(given[n]) for n in MODES if n in given})
+        options: Any = {n: v for n, v in given.items() if n in Options.__annotations__}
+        FusedOptimizer.__init__(self, params, {n: given[n] for n in self._numbers}, options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{n: getattr(self, n) for n in MODES}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As amp_mp.optim's."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable and group["params"]:
+            device = group["params"][0].device
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As torch's; by default it does what set_grad_none says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As amp_mp.optim's; also takes Apex's state dicts, where a group has the step count."""
+        groups, states = state_dict["param_groups"], dict(state_dict["state"])
+        for group in (g for g in groups if "step" in g):
+            for key in (k for k in group["params"] if k in states and "step" not in states[k]):
+                states[key] = {**states[key], "step": torch.tensor(float(group["step"]))}
+        groups = [{name: value for name, value in g.items() if name != "step"} for g in groups]
+        super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+
+
+class FusedAdam(ApexOptimizer, AdamW):
+    """amp_mp.optim.AdamW, or with adam_w_mode=False Adam, whose weight decay is L2."""
+
+    _rules = tuple(Rule(name, numbers(*NUMBERS), MOMENTS) for name in ("adam_", "adamw_"))
+    _arguments = (
+        ADAM
+        | {"adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True}
+        | {"capturable": False, "master_weights": False}
+    )
+
+    def _rule(self) -> Rule:
+        return self._rules[self.adam_w_mode]
+
+
+class FusedAdagrad(ApexOptimizer, Adagrad):
+    """amp_mp.optim.Adagrad; adagrad_w_mode, decoupled weight decay, must be False."""
+
+    _numbers, _only = ("lr", "eps", "weight_decay"), {"adagrad_w_mode": False}
+    _rules = (Rule("adagrad_", numbers(*_numbers), (State("sum", "square"),)),)
+    _arguments: ClassVar = {
+        "lr": 1e-2,
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "set_grad_none": True,
+    } | _only
+
+
+class FusedSGD(ApexOptimizer, SGD):
+    """amp_mp.optim.SGD; wd_after_momentum must be False."""
+
+    momentum_form = "unscaled"
+    _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    _only: ClassVar = {"wd_after_momentum": False}
+    _arguments: ClassVar = {
+        **{"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+        **{"nesterov": False, "wd_after_momentum": False, "materialize_master_grads": True},
+        "set_grad_none": False,
+    }
+
+
+class FusedLAMB(ApexOptimizer, LAMB):
+    """amp_mp.optim.LAMB of gradients clipped to max_grad_norm, or not with None.
+
+    use_nvlamb is amp_mp's always_adapt; adam_w_mode and grad_averaging must be True. `.grad` is not
+    written.
+    """
+
+    _rules = (
+        Rule("lamb_", numbers(*NUMBERS, use_nvlamb="always_adapt"), MOMENTS, needs_norms=True),
+    )
+    _numbers = (*NUMBERS, "use_nvlamb")
+    _only: ClassVar = {"grad_averaging": True, "adam_w_mode": True}
+    _arguments = LAMB_ARGUMENTS
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """FusedLAMB with lr as a tensor; step must be 0: load a state dict instead."""
+
+    capturable = True
+    _only: ClassVar = FusedLAMB._only | {"step": 0}
+    _arguments: ClassVar = {
+        **{"lr": 1e-3, "step": 0},
+        **{name: LAMB_ARGUMENTS[name] for name in LAMB_ARGUMENTS if name != "set_grad_none"},
+        "reduced_precision_dtype": None,
+    }
+
+
+class FusedNovoGrad(ApexOptimizer, NovoGrad):
+    """amp_mp.optim.NovoGrad, the paper's form: not Apex's default, which is a ValueError.
+
+    Pass bias_correction=False, reg_inside_moment=True: the gradient is divided by its tensor's
+    norm, and weight decay added, before the average. norm_type must be 2, init_zero False.
+    """
+
+    _numbers = ("lr", "betas", "eps", "weight_decay", "grad_averaging")
+    _only: ClassVar = {
+        "bias_correction": False,
+        "reg_inside_moment": True,
+        "norm_type": 2,
+        "init_zero": False,
+    }
+    _arguments = (
+        ADAM
+        | {"weight_decay": 0.0, "amsgrad": False, "reg_inside_moment": False}
+        | {"grad_averaging": True, "norm_type": 2, "init_zero": False, "set_grad_none": True}
+    )

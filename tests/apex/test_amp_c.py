@@ -1,0 +1,333 @@
+"""amp_C's functions over lists of tensors, against float64 NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from apex_reference import adagrad, adam, gradients, lamb, novograd, parameters, sgd, start
+from helpers import DTYPES
+from tiers import paired
+from torch import Tensor
+
+from amp_mp.apex import amp_C
+from amp_mp.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+# Zero-size tensors first, last and between, one element, ragged sizes and more than 2^20.
+SIZES = {
+    "first": [0, 5, 4097],
+    "last": [3, 64, 0],
+    "between": [33, 0, 0, 1],
+    "empty": [0, 0],
+    "none": [],
+    "large": [7, (1 << 20) + 3, 1],
+    "many": [*range(70), 65537],
+}
+EPS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def flag(device: str, value: int = 0) -> Tensor:
+    return torch.full((1,), value, dtype=torch.int32, device=device)
+
+
+def tensors(
+    sizes: list[int], dtype: str, device: str, seed: int = 0, shift: int = 0
+) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    made = []
+    for size in sizes:
+        base = torch.randn(size + shift, generator=source)[shift:]
+        whole = torch.zeros(size + shift, dtype=DTYPES[dtype], device=device)
+        made.append(whole[shift:].copy_(base))
+    return made
+
+
+def doubles(found: list[Tensor]) -> list[Any]:
+    return [t.detach().double().cpu().numpy() for t in found]
+
+
+def close(found: list[Tensor], wanted: list[Any], eps: float) -> None:
+    for each, other in zip(doubles(found), wanted, strict=True):
+        np.testing.assert_allclose(each, other, rtol=eps, atol=eps)
+
+
+def run(op: Any, noop: Tensor, lists: list[list[Tensor]], *args: Any) -> Any:
+    return multi_tensor_applier(op, noop, lists, *args)
+
+
+def test_the_applier_passes_its_chunk_size() -> None:
+    assert MultiTensorApply.available
+    seen = MultiTensorApply(7)(lambda *args: args, flag("cpu"), [[]], 1.0)
+    assert seen[0] == 7
+    assert multi_tensor_applier.chunk_size == 65536
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "out", "shift"), paired(SIZES, DTYPES, DTYPES, (0, 1)))
+def test_scale_and_axpby(device: str, sizes: str, dtype: str, out: str, shift: int) -> None:
+    x = tensors(SIZES[sizes], dtype, device, 1, shift)
+    y = tensors(SIZES[sizes], out, device, 2, shift)
+    to = [torch.full_like(t, 7.0) for t in y]
+    noop = flag(device)
+    run(amp_C.multi_tensor_scale, noop, [x, to], 0.3)
+    close(to, [0.3 * a for a in doubles(x)], EPS[out])
+    run(amp_C.multi_tensor_axpby, noop, [x, y, to], 0.3, -2.0, -1)
+    close(to, [0.3 * a - 2 * b for a, b in zip(doubles(x), doubles(y), strict=True)], 4 * EPS[out])
+    run(amp_C.multi_tensor_scale, noop, [to, to], 0.5)  # in place
+    assert noop.item() == 0
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "shift"), paired(SIZES, DTYPES, (0, 1)))
+def test_norms(device: str, sizes: str, dtype: str, shift: int) -> None:
+    x, noop = tensors(SIZES[sizes], dtype, device, 1, shift), flag(device)
+    wanted = np.array([np.linalg.norm(a) for a in doubles(x)])
+    total, each = run(amp_C.multi_tensor_l2norm, noop, [x], True)
+    np.testing.assert_allclose(total.cpu().numpy(), [np.linalg.norm(wanted)], rtol=1e-6)
+    np.testing.assert_allclose(each.cpu().numpy(), wanted, rtol=1e-6)
+    scale = torch.tensor([0.25], device=device)
+    half, parts = run(amp_C.multi_tensor_unscale_l2norm, noop, [x], scale, True)
+    assert torch.equal(half, total * 0.25)
+    assert torch.equal(parts, each * 0.25)
+    total, each = run(amp_C.multi_tensor_l2norm, noop, [x])
+    assert (total.shape, each.shape, total.dtype, noop.item()) == ((1,), (0,), torch.float32, 0)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_mixed_dtypes_and_layouts(device: str, mixed: bool) -> None:
+    """Elements are paired by place, whatever the memory's order; each tensor has its own dtype."""
+    kinds = list(DTYPES) if mixed else ["float32"] * 3
+    x = [torch.randn(2, 3, 4, 5).to(device, DTYPES[kind]) for kind in kinds]
+    y = [t.flip(0).contiguous(memory_format=torch.channels_last) for t in x]
+    to = [torch.empty_like(t, dtype=torch.float32) for t in y[::-1]]
+    to[1] = torch.empty((5, 4, 3, 2), device=device).permute(3, 2, 1, 0)
+    noop = flag(device)
+    run(amp_C.multi_tensor_scale, noop, [x, to], 2.0)
+    close(to, [2 * a for a in doubles(x)], 1e-6)
+    run(amp_C.multi_tensor_axpby, noop, [x, y, to], 2.0, 0.5)
+    close(to, [2 * a + b / 2 for a, b in zip(doubles(x), doubles(y), strict=True)], 1e-6)
+    total, _ = run(amp_C.multi_tensor_l2norm, noop, [[*x, *y]])
+    wanted = np.sqrt(sum((a * a).sum() for a in doubles([*x, *y])))
+    np.testing.assert_allclose(total.item(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("sizes", "dtype"), [("many", "float16"), ("large", "bfloat16")])
+def test_the_flag_at_each_tensor(device: str, sizes: str, dtype: str, bad: float) -> None:
+    x, noop = tensors(SIZES[sizes], dtype, device), flag(device)
+    y = [t.clone() for t in x]
+    to = [torch.empty_like(t) for t in x]
+    lists = {
+        amp_C.multi_tensor_scale: ([x, to], 1.0),
+        amp_C.multi_tensor_axpby: ([x, y, to], 1.0, 1.0, 0),
+        amp_C.multi_tensor_l2norm: ([x], True),
+        amp_C.multi_tensor_unscale_l2norm: ([x], torch.ones(1, device=device)),
+    }
+    chosen = [i for i, t in enumerate(x) if t.numel()]
+    for i in [chosen[0], chosen[len(chosen) // 2], chosen[-1]]:
+        for at in {0, x[i].numel() // 2, x[i].numel() - 1}:
+            kept = x[i][at].clone()
+            x[i][at] = bad
+            for op, (given, *args) in lists.items():
+                noop.zero_()
+                run(op, noop, given, *args)
+                assert noop.item() == 1, (op.__name__, i, at)
+            x[i][at] = kept
+    for op, (given, *args) in lists.items():  # clean inputs do not clear it
+        run(op, noop, given, *args)
+        assert noop.item() == 1
+
+
+def test_arg_to_check(device: str) -> None:
+    x, y = torch.ones(3, device=device), torch.full((3,), torch.inf, device=device)
+    to = torch.empty(3, device=device)
+    found = {}
+    for arg in (-1, 0, 1):
+        noop = flag(device)
+        run(amp_C.multi_tensor_axpby, noop, [[x], [y], [to]], 1.0, 1.0, arg)
+        found[arg] = noop.item()
+    assert found == {-1: 1, 0: 0, 1: 1}
+    assert torch.isinf(to).all()  # written in any case, as in Apex
+    with pytest.raises(ValueError, match="arg_to_check must be -1, 0 or 1, found 2"):
+        run(amp_C.multi_tensor_axpby, flag(device), [[x], [y], [to]], 1.0, 1.0, 2)
+
+
+def test_large_numbers_have_finite_norms(device: str) -> None:
+    """Squares that float32 does not have are no overflow; infinite norms say so."""
+    noop = flag(device)
+    total, each = run(
+        amp_C.multi_tensor_l2norm, noop, [[torch.full((4,), 1e25, device=device)]], True
+    )
+    np.testing.assert_allclose(total.item(), 2e25, rtol=1e-6)
+    assert noop.item() == 0
+    total, each = run(
+        amp_C.multi_tensor_l2norm,
+        noop,
+        [[torch.ones(2, device=device), torch.tensor([torch.nan], device=device)]],
+        True,
+    )
+    assert total.isinf().all()
+    assert each.isinf().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("op", "count", "args"),
+    [
+        ("multi_tensor_scale", 2, (1.0,)),
+        ("multi_tensor_axpby", 3, (1.0, 1.0, -1)),
+        ("multi_tensor_adam", 4, (0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)),
+        ("multi_tensor_sgd", 3, (0.0, 0.9, 0.0, 0.1, False, True, False, 1.0)),
+        ("multi_tensor_lamb", 4, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.0, 1, 1, 1.0, 1.0, False)),
+        ("multi_tensor_adagrad", 3, (0.1, 1e-8, 0, 0.0)),
+        (
+            "multi_tensor_novograd",
+            3,
+            (torch.ones(2), 0.1, 0.9, 0.99, 1e-8, 1, 0, 0.0, 1, 0, 2),
+        ),
+    ],
+)
+def test_lists_that_do_not_fit_are_named(op: str, count: int, args: tuple[Any, ...]) -> None:
+    function = getattr(amp_C, op)
+    lists = [[torch.ones(3), torch.ones(2)] for _ in range(count)]
+    for wrong, match in (
+        ([*lists[:-1], lists[-1][:1]], rf"tensor_lists\[{count - 1}\] has 1 tensors, but .* 2"),
+        ([*lists[:-1], lists[-1][::-1]], rf"tensor_lists\[{count - 1}\]\[0\] has shape \(2,\)"),
+        (lists[:1], f"tensor_lists must be {count}"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run(function, flag("cpu"), wrong, *args)
+    assert all((t == 1).all() for each in lists for t in each)
+    with pytest.raises(TypeError):
+        run(function, flag("cpu"), lists, *args, 1, 2, 3)
+    empty = [torch.ones(0), *args[1:]] if op.endswith("novograd") else args
+    run(function, flag("cpu"), [[] for _ in lists], *empty)
+
+
+def with_states(device: str, count: int, dtype: str) -> list[list[Tensor]]:
+    params = [p.detach() for p in parameters(device, DTYPES[dtype])]
+    return [
+        params,
+        *([torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(count)),
+    ]
+
+
+def grads_of(device: str, step: int, size: float = 1.0) -> list[Tensor]:
+    return [torch.from_numpy(np.array(g)).to(device) for g in gradients(step, size)]
+
+
+@pytest.mark.parametrize(("mode", "corrected"), paired((0, 1), (0, 1)))
+def test_adam(device: str, mode: int, corrected: int) -> None:
+    params, m, v = with_states(device, 2, "float32")
+    given = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    modes = {"adam_w_mode": bool(mode), "bias_correction": bool(corrected)}
+    wanted = adam(start(params), 3, given | modes)
+    for step in range(3):
+        lists = [grads_of(device, step), params, m, v]
+        args = (0.02, 0.9, 0.98, 1e-8, step + 1, mode, corrected, 0.1)
+        run(amp_C.multi_tensor_adam, flag(device), lists, *args)
+    close(params, wanted, 2e-6)
+    assert all(p.grad is None for p in params)
+
+
+def test_adam_of_other_dtypes(device: str) -> None:
+    """bfloat16 parameters are rounded, gradients may be float16, and infinite ones are written."""
+    params, m, v = with_states(device, 2, "bfloat16")
+    before = [p.clone() for p in params]
+    grads = [g.half() for g in grads_of(device, 0)]
+    args = (0.1, 0.9, 0.98, 1e-8, 1, 1, 1, 0.0)
+    run(amp_C.multi_tensor_adam, flag(device), [grads, params, m, v], *args)
+    for p, b, g in zip(params, before, grads, strict=True):
+        close([p], [b.double().cpu().numpy() - 0.1 * np.sign(doubles([g])[0])], 1e-2)
+    grads[0].fill_(torch.inf)
+    run(amp_C.multi_tensor_adam, flag(device), [grads, params, m, v], *args)
+    assert not params[0].isfinite().any()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb(device: str, weight_decay: float) -> None:
+    params, m, v = with_states(device, 2, "float32")
+    given = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": weight_decay}
+    given |= {"bias_correction": True, "max_grad_norm": 1.0, "use_nvlamb": False}
+    wanted = lamb(start(params), 3, given, 3.0)
+    for step in range(3):
+        grads, noop = grads_of(device, step, 3.0), flag(device)
+        norm, _ = run(amp_C.multi_tensor_l2norm, noop, [grads])
+        args = (0.02, 0.9, 0.98, 1e-6, step + 1, 1, weight_decay, 1, 1, norm, 1.0, False)
+        run(amp_C.multi_tensor_lamb, noop, [grads, params, m, v], *args)
+    close(params, wanted, 2e-6)
+
+
+def test_novograd_and_adagrad(device: str) -> None:
+    params, m = with_states(device, 1, "float32")
+    given = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+    wanted = novograd(start(params), 3, given | {"grad_averaging": True})
+    first = grads_of(device, 0)
+    norms = torch.stack([g.norm() for g in first])
+    for step in range(3):
+        args = (norms, 0.02, 0.9, 0.98, 1e-8, step + 1, 0, 0.1, 1, 0, 2)
+        run(amp_C.multi_tensor_novograd, flag(device), [grads_of(device, step), params, m], *args)
+    close(params, wanted, 2e-6)
+    params, h = with_states(device, 1, "float32")
+    wanted = adagrad(start(params), 3, {"lr": 0.02, "eps": 1e-8, "weight_decay": 0.1})
+    for step in range(3):
+        lists = [grads_of(device, step), params, h]
+        run(amp_C.multi_tensor_adagrad, flag(device), lists, 0.02, 1e-8, 0, 0.1)
+    close(params, wanted, 2e-6)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, False)])
+def test_sgd(device: str, momentum: float, nesterov: bool) -> None:
+    """Scaled gradients, float16 copies, and nothing where the flag is set."""
+    params, buffers = with_states(device, 1, "float32")
+    halves = [p.half() for p in params]
+    for buffer in buffers:
+        buffer.fill_(torch.nan)  # what the first run ignores
+    given = {"lr": 0.1, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.1}
+    wanted = sgd(start(params), 3, given | {"nesterov": nesterov})
+    for step in range(3):
+        lists = [[g * 4 for g in grads_of(device, step)], params, buffers, halves]
+        args = (0.1, momentum, 0.0, 0.1, nesterov, step == 0, False, 0.25)
+        before = [t.clone() for each in lists for t in each]
+        run(amp_C.multi_tensor_sgd, flag(device, 1), lists, *args)
+        same = zip(before, (t for each in lists for t in each), strict=True)
+        assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in same)
+        run(amp_C.multi_tensor_sgd, flag(device), lists, *args)
+    close(params, wanted, 2e-6)
+    assert all(torch.equal(h, p.half()) for h, p in zip(halves, params, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("op", "count", "args", "match"),
+    [
+        ("adagrad", 3, (0.1, 1e-8, 1, 0.1), "mode must be 0"),
+        ("lamb", 4, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 0, 1, 1.0, 1.0, 0), "grad_averaging must"),
+        ("lamb", 4, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 0, 1.0, 1.0, 0), "mode must be 1"),
+        ("sgd", 3, (0.1, 0.9, 0.0, 0.1, False, True, True, 1.0), "wd_after_momentum must be 0"),
+        (
+            "novograd",
+            3,
+            (torch.ones(1), 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 2),
+            "bias_correction must be 0",
+        ),
+    ],
+)
+def test_what_the_rule_lacks_is_named(
+    op: str, count: int, args: tuple[Any, ...], match: str
+) -> None:
+    lists = [[torch.ones(3)] for _ in range(count)]
+    with pytest.raises(ValueError, match=match):
+        run(getattr(amp_C, f"multi_tensor_{op}"), flag("cpu"), lists, *args)
+    assert all((t == 1).all() for each in lists for t in each)
+
+
+def test_update_scale_hysteresis(device: str) -> None:
+    """Every second overflow in a row lowers the scale, two clean steps double it."""
+    scale = torch.tensor([65536.0], device=device)
+    growth, patience = flag(device), flag(device, 2)
+    seen = []
+    for found in (0, 1, 0, 1, 1, 1, 0, 0, 0, 0):
+        args = (torch.tensor([float(found)], device=device), 2.0, 0.5, 2, 2)
+        assert amp_C.update_scale_hysteresis(scale, growth, patience, *args) is scale
+        seen.append((int(scale.item()) // 16384, growth.item(), patience.item()))
+    wanted = [(4, 1, 2), (4, 0, 1), (4, 1, 2), (4, 0, 1), (2, 0, 0), (1, 0, -1)]
+    assert seen == [*wanted, (1, 1, 2), (2, 0, 2), (2, 1, 2), (4, 0, 2)]

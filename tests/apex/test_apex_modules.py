@@ -1,0 +1,180 @@
+"""apex's norms, fp16_utils, contrib, and what is missing of its tree."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import DTYPES
+from tiers import paired
+from torch import Tensor, nn
+
+from amp_mp.apex import fp16_utils, normalization
+from amp_mp.apex.contrib.clip_grad import clip_grad_norm_
+from amp_mp.apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from amp_mp.apex.missing import MISSING
+
+EPS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def doubles(x: Tensor) -> Any:
+    return x.detach().double().cpu().numpy()
+
+
+def normalized(kind: str, x: Any, w: Any, b: Any, eps: float) -> Any:
+    """Layer norm or RMS norm over the last two dimensions, in float64."""
+    axes = (-2, -1)
+    centre = x.mean(axes, keepdims=True) if "Layer" in kind else 0.0
+    x = x - centre
+    return x / np.sqrt((x * x).mean(axes, keepdims=True) + eps) * w + b
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "weights", "memory_efficient"),
+    paired(
+        ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
+        *(DTYPES, DTYPES, (False, True)),
+    ),
+)
+def test_norms(device: str, kind: str, dtype: str, weights: str, memory_efficient: bool) -> None:
+    made = getattr(normalization, kind)((3, 8), eps=1e-3, memory_efficient=memory_efficient)
+    for param in made.parameters():
+        nn.init.uniform_(param, 0.5, 1.5)
+    made = made.to(device, DTYPES[weights])
+    x = (torch.randn(5, 3, 8) * 100).to(device, DTYPES[dtype]).requires_grad_()
+    for autocast in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            found = made(x)
+        assert found.dtype == DTYPES[weights if "Mixed" in kind else dtype]
+        b = doubles(made.bias) if "Layer" in kind else 0.0
+        wanted = normalized(kind, doubles(x), doubles(made.weight), b, 1e-3)
+        eps = EPS[weights if "Mixed" in kind else dtype]
+        np.testing.assert_allclose(doubles(found), wanted, rtol=eps, atol=eps)
+    found.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == x.dtype
+    assert made.weight.grad.dtype == made.weight.dtype
+    torchs = nn.LayerNorm((3, 8)) if "Layer" in kind else nn.RMSNorm((3, 8))
+    torchs.load_state_dict(made.state_dict())
+
+
+def test_gradients_of_norms() -> None:
+    """float64 inputs are computed in float64, so that differences of them can be taken."""
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    w, b = (torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: normalization.fused_layer_norm_affine(x, w, b, (6,)), (x, w, b)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, w: normalization.mixed_dtype_fused_rms_norm_affine(x, w, 6), (x, w)
+    )
+
+
+def test_functions_of_norms() -> None:
+    x, w, b = torch.randn(4, 6).bfloat16(), torch.rand(6), torch.rand(6)
+    n = normalization
+    assert n.fused_layer_norm(x, 6).dtype == torch.bfloat16
+    assert n.fused_rms_norm(x, (6,), 1e-5).dtype == torch.bfloat16
+    assert n.fused_layer_norm_affine(x, w, b, [6]).dtype == torch.bfloat16
+    mixed = n.mixed_dtype_fused_layer_norm_affine(x, w, b, (6,), 1e-5)
+    assert mixed.dtype == torch.float32
+    assert torch.equal(mixed, nn.functional.layer_norm(x.float(), (6,), w, b, 1e-5))
+    manual = n.manual_rms_norm(x, (6,), w, 1e-5)
+    assert torch.equal(manual, nn.functional.rms_norm(x.float(), (6,), w, 1e-5))
+    assert n.manual_rms_norm(x.float(), (6,), w.half(), 1e-5).dtype == torch.float16
+    assert n.manual_rms_norm(x, (6,), None, 1e-5).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"input must have shape \(\*, \(5,\)\), found \(4, 6\)"):
+        n.fused_layer_norm(x, 5)
+    with pytest.raises(RuntimeError, match="elementwise_affine must be True, found False"):
+        n.MixedFusedRMSNorm(6, elementwise_affine=False)
+    assert list(n.FusedLayerNorm(6, elementwise_affine=False).state_dict()) == []
+    assert n.FusedRMSNorm(6).eps == n.FusedLayerNorm(6).eps == 1e-5
+
+
+def test_small_functions_of_fp16_utils() -> None:
+    assert fp16_utils.to_python_float(torch.tensor([1.5])) == 1.5
+    assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "max_norm"), paired((("float32",), ("float16", "bfloat16"), DTYPES), (0.1, 1e9))
+)
+def test_clip_grad_norm(device: str, dtypes: Any, max_norm: float) -> None:
+    params = [nn.Parameter(torch.zeros(7, 3, device=device, dtype=DTYPES[d])) for d in dtypes]
+    params.append(nn.Parameter(torch.zeros(0, device=device)))
+    for p in params:
+        p.grad = torch.randn_like(p) * 100
+    before = [doubles(p.grad) for p in params]
+    norm = np.sqrt(sum((g * g).sum() for g in before))
+    params.append(nn.Parameter(torch.zeros(2, device=device)))  # without a gradient
+    found = clip_grad_norm_(iter(params), max_norm)
+    assert isinstance(found, Tensor)
+    np.testing.assert_allclose(found.item(), norm, rtol=1e-6)
+    for p, g in zip(params, before, strict=False):
+        wanted = g * min(1.0, max_norm / (norm + 1e-6))
+        np.testing.assert_allclose(doubles(p.grad), wanted, rtol=8e-3, atol=1e-7)
+
+
+def test_clip_grad_norm_beside_torchs() -> None:
+    param, twin = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    for grad in (
+        torch.arange(16.0).view(4, 4),
+        torch.arange(16.0).view(4, 4).t(),
+        torch.arange(32.0).view(4, 8)[:, ::2],
+        torch.full((4, 4), torch.inf),
+    ):
+        for norm_type in (2, 1.0, torch.inf):
+            param.grad, twin.grad = grad, grad.clone()
+            found = clip_grad_norm_(param, 1.0, norm_type)
+            wanted = nn.utils.clip_grad_norm_(twin, 1.0, norm_type)
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+            torch.testing.assert_close(param.grad, twin.grad, equal_nan=True)
+            grad = grad.clone()
+    param.grad = torch.full((4, 4), torch.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+    half = nn.Parameter(torch.zeros(4).half())
+    half.grad = torch.full((4,), 6e4).half()
+    assert clip_grad_norm_(half, 1.0).item() == pytest.approx(1.2e5, rel=1e-3)
+    assert clip_grad_norm_([], 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smoothing", "half_to_float"), paired(DTYPES, (0.0, 0.1), (False, True))
+)
+def test_xentropy(device: str, dtype: str, smoothing: float, half_to_float: bool) -> None:
+    logits = (torch.randn(9, 11) * 5).to(device, DTYPES[dtype]).requires_grad_()
+    labels = torch.randint(0, 11, (9,), device=device)
+    labels[2] = 3
+    found = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, 3, half_to_float)
+    assert found.dtype == (torch.float32 if half_to_float else logits.dtype)
+    x, rows = doubles(logits), np.arange(9)
+    x = x - x.max(1, keepdims=True)
+    log = x - np.log(np.exp(x).sum(1, keepdims=True))
+    q = np.full((9, 11), smoothing / 11)
+    kept = (labels != 3).cpu().numpy()
+    q[rows, labels.cpu().numpy()] += 1 - smoothing
+    eps = EPS["float32" if half_to_float else dtype]
+    np.testing.assert_allclose(doubles(found), -(q * log).sum(1) * kept, rtol=eps, atol=eps)
+    found.float().sum().backward()
+    assert logits.grad is not None
+    wanted = (np.exp(log) - q) * kept[:, None]
+    np.testing.assert_allclose(doubles(logits.grad), wanted, rtol=EPS[dtype], atol=EPS[dtype])
+
+
+@pytest.mark.parametrize("name", sorted(MISSING))
+def test_what_is_missing_says_what_to_use(name: str) -> None:
+    folder, _, last = name.rpartition(".")
+    package = importlib.import_module(f"amp_mp.apex.{folder}".rstrip("."))
+    with pytest.raises(AttributeError, match=f"no attribute '{last}': .*use"):
+        getattr(package, last)
+    with pytest.raises(ImportError, match=f"amp_mp.apex.{name} is not there: .*use"):
+        importlib.import_module(f"amp_mp.apex.{name}.anything")
+    with pytest.raises(ImportError, match=r"is not there: .*use"):
+        exec(f"from {package.__name__} import {last}")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'amp_mp\.apex\.nothing'"):
+        importlib.import_module("amp_mp.apex.nothing")
+    assert not hasattr(package, last)

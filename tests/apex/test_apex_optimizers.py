@@ -1,0 +1,293 @@
+"""apex.optimizers against the formulas, in float64 NumPy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from apex_reference import (
+    Arrays,
+    adagrad,
+    adam,
+    gradients,
+    lamb,
+    novograd,
+    parameters,
+    sgd,
+    start,
+)
+from tiers import paired
+from torch import nn
+
+import amp_mp as amp
+from amp_mp.apex import optimizers
+from amp_mp.apex.parallel import LARC
+
+KINDS: dict[str, dict[str, Any]] = {
+    "FusedAdam": {},
+    "FusedAdagrad": {},
+    "FusedSGD": {"lr": 0.1, "momentum": 0.9},
+    "FusedLAMB": {},
+    "FusedMixedPrecisionLamb": {},
+    "FusedNovoGrad": {"bias_correction": False, "reg_inside_moment": True},
+}
+
+
+def train(optimizer: Any, params: list[nn.Parameter], steps: int = 4, size: float = 1.0) -> Arrays:
+    for step in range(steps):
+        for param, grad in zip(params, gradients(step, size), strict=True):
+            param.grad = torch.from_numpy(np.array(grad)).to(param.device, param.dtype)
+        optimizer.step()
+    return [p.detach().double().cpu().numpy() for p in params]
+
+
+def compare(found: Arrays, wanted: Arrays) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(each, other, rtol=2e-6, atol=2e-6)
+
+
+def all_of(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    shown = inspect.signature(getattr(optimizers, kind)).parameters.values()
+    return {p.name: p.default for p in shown} | given
+
+
+@pytest.mark.parametrize(
+    ("adam_w_mode", "bias_correction", "weight_decay"),
+    paired((True, False), (True, False), (0.0, 0.1)),
+)
+def test_fused_adam(
+    device: str, adam_w_mode: bool, bias_correction: bool, weight_decay: float
+) -> None:
+    given = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction, "lr": 0.02}
+    given |= {"weight_decay": weight_decay}
+    params = parameters(device)
+    wanted = adam(start(params), 4, all_of("FusedAdam", given))
+    compare(train(optimizers.FusedAdam(params, **given), params), wanted)
+
+
+def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: str) -> None:
+    """A group that is added later, and a resume, are without bias correction, too."""
+    params = parameters(device)
+    wanted = adam(start(params), 4, all_of("FusedAdam", {"bias_correction": False}))
+    optimizer = optimizers.FusedAdam(params[:2], bias_correction=False)
+    optimizer.add_param_group({"params": params[2:]})
+    train(optimizer, params, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = optimizers.FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
+    resumed.load_state_dict(torch.load(file))
+    assert [group["bias_correction"] for group in resumed.param_groups] == [False, False]
+    for step in (2, 3):
+        for param, grad in zip(params, gradients(step), strict=True):
+            param.grad = torch.from_numpy(np.array(grad)).to(device)
+        resumed.step()
+    compare(start(params), wanted)
+
+
+@pytest.mark.parametrize(
+    ("use_nvlamb", "weight_decay", "max_grad_norm", "bias_correction"),
+    paired((True, False), (0.0, 0.01), (1.0, 100.0, None), (True, False)),
+)
+def test_fused_lamb(
+    device: str,
+    use_nvlamb: bool,
+    weight_decay: float,
+    max_grad_norm: float | None,
+    bias_correction: bool,
+) -> None:
+    given: dict[str, Any] = {"use_nvlamb": use_nvlamb, "weight_decay": weight_decay, "lr": 0.02}
+    given |= {"max_grad_norm": max_grad_norm, "bias_correction": bias_correction}
+    for kind in (optimizers.FusedLAMB, optimizers.FusedMixedPrecisionLamb):
+        params = parameters(device)
+        wanted = lamb(start(params), 4, all_of("FusedLAMB", given), 3.0)
+        compare(train(kind(params, **given), params, size=3.0), wanted)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "weight_decay", "nesterov"),
+    [(0.0, 0.0, 0.0, False), (0.9, 0.0, 0.1, True), (0.9, 0.5, 0.1, False), (0, 0, 0.1, False)],
+)
+def test_fused_sgd(
+    device: str, momentum: float, dampening: float, weight_decay: float, nesterov: bool
+) -> None:
+    given: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": dampening}
+    given |= {"weight_decay": weight_decay, "nesterov": nesterov}
+    params = parameters(device)
+    wanted = sgd(start(params), 4, given)
+    compare(train(optimizers.FusedSGD(params, **given), params), wanted)
+
+
+@pytest.mark.parametrize("grad_averaging", [True, False])
+def test_fused_novograd(device: str, grad_averaging: bool) -> None:
+    given = KINDS["FusedNovoGrad"] | {"grad_averaging": grad_averaging, "weight_decay": 0.01}
+    params = parameters(device)
+    wanted = novograd(start(params), 4, all_of("FusedNovoGrad", given | {"lr": 0.02}))
+    compare(train(optimizers.FusedNovoGrad(params, lr=0.02, **given), params), wanted)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_fused_adagrad(device: str, weight_decay: float) -> None:
+    params = parameters(device)
+    wanted = adagrad(start(params), 4, all_of("FusedAdagrad", {"weight_decay": weight_decay}))
+    optimizer = optimizers.FusedAdagrad(params, weight_decay=weight_decay)
+    compare(train(optimizer, params), wanted)
+
+
+def test_the_defaults_are_apexs() -> None:
+    """Positions and defaults, as in its documentation."""
+    adam = "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable"
+    novograd = "lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging"
+    lamb = "bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging"
+    wanted = {
+        "FusedAdam": f"{adam} master_weights",
+        "FusedNovoGrad": f"{novograd} norm_type init_zero set_grad_none",
+        "FusedSGD": (
+            "lr momentum dampening weight_decay nesterov wd_after_momentum "
+            "materialize_master_grads set_grad_none"
+        ),
+        "FusedLAMB": f"lr {lamb} set_grad_none max_grad_norm use_nvlamb",
+        "FusedMixedPrecisionLamb": (
+            f"lr step {lamb} max_grad_norm use_nvlamb reduced_precision_dtype"
+        ),
+        "FusedAdagrad": "lr eps weight_decay set_grad_none adagrad_w_mode",
+    }
+    assert set(wanted) == set(KINDS) == set(optimizers.__all__)
+    for kind, names in wanted.items():
+        shown = list(inspect.signature(getattr(optimizers, kind)).parameters.values())[1:]
+        assert [p.name for p in shown if p.kind is not p.KEYWORD_ONLY] == names.split()
+    assert all_of("FusedLAMB", {})["max_grad_norm"] == 1.0
+    assert all_of("FusedLAMB", {})["eps"] == 1e-6
+    assert all_of("FusedAdam", {})["weight_decay"] == 0.0
+    assert all_of("FusedNovoGrad", {})["betas"] == (0.9, 0.999)
+    assert all_of("FusedSGD", {})["set_grad_none"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "error", "match"),
+    [
+        ("FusedAdam", {"amsgrad": True}, RuntimeError, r"amsgrad=True.*optim.AdamW\(amsgrad=True"),
+        ("FusedLAMB", {"amsgrad": True}, RuntimeError, "amsgrad=True"),
+        ("FusedLAMB", {"grad_averaging": False}, ValueError, "grad_averaging=False.*=True"),
+        ("FusedLAMB", {"adam_w_mode": False}, ValueError, "adam_w_mode=False: pass adam_w_mode=T"),
+        ("FusedMixedPrecisionLamb", {"step": 3}, ValueError, "step=3"),
+        ("FusedNovoGrad", {}, ValueError, "no bias_correction=True, reg_inside_moment=False"),
+        ("FusedNovoGrad", KINDS["FusedNovoGrad"] | {"norm_type": 0}, ValueError, "norm_type=0"),
+        ("FusedNovoGrad", KINDS["FusedNovoGrad"] | {"init_zero": True}, ValueError, "init_zero"),
+        ("FusedAdagrad", {"adagrad_w_mode": True}, ValueError, "no adagrad_w_mode=True: pass"),
+        ("FusedSGD", {"lr": 0.1, "wd_after_momentum": True}, ValueError, "wd_after_momentum=True"),
+        ("FusedSGD", {}, TypeError, "missing a required argument: 'lr'"),
+        ("FusedAdam", {"lrr": 0.1}, TypeError, "lrr"),
+        ("FusedAdam", {"lr": -1.0}, ValueError, "lr must not be negative"),
+    ],
+)
+def test_what_the_rule_lacks_is_named(
+    kind: str, given: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        getattr(optimizers, kind)(parameters("cpu"), **given)
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_old_forms_of_step_raise(name: str) -> None:
+    optimizer = optimizers.FusedAdam(parameters("cpu"))
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        optimizer.step(**{name: [1.0]})
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_zero_grad_copies_pickles_and_hooks(kind: str) -> None:
+    params = parameters("cpu")
+    optimizer = getattr(optimizers, kind)(params, **KINDS[kind])
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    train(optimizer, params, 2)
+    assert calls == [1, 1]
+    optimizer.zero_grad()
+    assert all((p.grad is None) == (kind != "FusedSGD") for p in params)
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in params)
+    for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert repr(other) == repr(optimizer)
+        other.step()
+        other.zero_grad()
+    assert isinstance(torch.optim.lr_scheduler.StepLR(optimizer, 1), object)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_low_precision_has_masters(kind: str, dtype: torch.dtype) -> None:
+    """200 small steps arrive, which the weights alone would round away."""
+    param = nn.Parameter(torch.ones(8, dtype=dtype))
+    optimizer = getattr(optimizers, kind)([param], **KINDS[kind] | {"lr": 1e-4})
+    for _ in range(200):
+        param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+    assert (param < 1).all()
+
+
+def test_capturable_makes_lr_a_tensor(device: str) -> None:
+    params = parameters(device)
+    optimizer = optimizers.FusedAdam(params[:2], lr=0.1, capturable=True)
+    optimizer.add_param_group({"params": params[2:], "lr": 0.2})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert [(float(r), r.device.type) for r in rates] == [
+        (pytest.approx(0.1), device),
+        (pytest.approx(0.2), device),
+    ]
+    train(optimizer, params)
+
+
+def test_beside_a_grad_scaler_and_larc(device: str) -> None:
+    for scaler in (torch.amp.GradScaler(device), amp.GradScaler(device)):
+        params = parameters(device)
+        optimizer = LARC(optimizers.FusedSGD(params, lr=0.1, momentum=0.9))
+        loss = sum((p * p).sum() for p in params)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    model = nn.Linear(3, 2).to(device)
+    fused = optimizers.FusedAdam(model.parameters(), bias_correction=False)
+    before = model.weight.detach().clone()
+    scaler = torch.amp.GradScaler(device)
+    scaler.scale(model(torch.ones(2, 3, device=device)).sum() * torch.inf).backward()
+    scaler.step(fused)
+    assert torch.equal(model.weight, before)
+    assert fused.step_was_skipped
+
+
+def test_a_state_dict_of_apex_loads() -> None:
+    """There a group has the step count, and parameters have none."""
+    params = parameters("cpu")
+    optimizer = optimizers.FusedAdam(params)
+    train(optimizer, params, 3)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        for name in set(state) - {"exp_avg", "exp_avg_sq"}:
+            del state[name]
+    saved["param_groups"][0]["step"] = 3
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = optimizers.FusedAdam(others)
+    resumed.load_state_dict(saved)
+    compare(train(resumed, others, 1), train(optimizer, params, 1))
+
+
+def test_gradient_release_without_bias_correction() -> None:
+    model = nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    released = optimizers.FusedAdam(model.parameters(), bias_correction=False)
+    plain = optimizers.FusedAdam(twin.parameters(), bias_correction=False)
+    released.attach(model, release=True)
+    for _ in range(2):
+        for each, optimizer in ((model, released), (twin, plain)):
+            each(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, twin.weight)

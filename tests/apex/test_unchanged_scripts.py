@@ -1,0 +1,212 @@
+"""Scripts with Apex's calls alone run under `python -m amp_mp.apex`, and train as in float32.
+
+The tolerance is the spread of float32 runs over seeds: rounding may change a run as much as another
+seed does, and no more.
+"""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import amp_mp.apex
+from amp_mp.apex import amp
+from amp_mp.apex.__main__ import main
+from amp_mp.apex.opt_levels import DTYPE
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "apex" / "unchanged"
+LOW = ["bfloat16", "float16"]
+MIXED = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
+
+Runner = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
+    """Runs a script as the command does, in this process; returns its global names."""
+    found: dict[str, Any] = {}
+
+    def run_path(path: str, run_name: str) -> dict[str, Any]:
+        found.update(true_run_path(path, run_name=run_name))
+        return found
+
+    def script(name: str, *options: str, dtype: str = "float16") -> dict[str, Any]:
+        found.clear()
+        main(["--dtype", dtype, str(SCRIPTS / f"{name}.py"), *options])
+        return dict(found)
+
+    true_run_path = runpy.run_path
+    monkeypatch.setattr(runpy, "run_path", run_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(DTYPE, "")
+    before = set(sys.modules)
+    yield script
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("apex", "amp_C"):
+            del sys.modules[name]
+
+
+# What each script reaches, in float32 with several seeds: as many numbers for every seed.
+RESULTS: dict[str, tuple[Callable[[dict[str, Any]], list[float]], list[str], str]] = {
+    "simple_distributed": (lambda r: [r["losses"][-1]], ["--steps", "30"], "--seed"),
+    "imagenet": (lambda r: r["losses"][-4:], ["--images", "512"], "--seed"),
+    "dcgan": (lambda r: [sum(r["outputs"][-20:]) / 20], ["--niter", "40"], "--manualSeed"),
+}
+LEVEL = {"dcgan": "--opt_level"}
+_float32: dict[str, torch.Tensor] = {}
+
+
+def result(run: Runner, name: str, level: str, seed: int, dtype: str = "float16") -> torch.Tensor:
+    """The mean of the numbers of a run."""
+    numbers, options, seeds = RESULTS[name]
+    options = [LEVEL.get(name, "--opt-level"), level, seeds, str(seed), *options]
+    return torch.tensor(numbers(run(name, *options, dtype=dtype))).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "dtype"), MIXED)
+@pytest.mark.parametrize("name", RESULTS)
+def test_scripts_follow_float32_within_the_spread_of_seeds(
+    run: Runner, name: str, level: str, dtype: str
+) -> None:
+    if name not in _float32:
+        _float32[name] = torch.stack([result(run, name, "O0", seed) for seed in range(4)])
+    spread = (_float32[name].max() - _float32[name].min()).item()
+    assert spread > 0
+    found = result(run, name, level, 0, dtype)
+    assert abs(found - _float32[name][0]).item() <= spread
+    assert found.isfinite()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_the_middle_is_survived(
+    run: Runner, level: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--opt-level", level, "--images", "512", "--loss-scale", "dynamic", "--epochs", "1"]
+    scale = []
+    for overflow in ("-1", "3"):
+        found = run("imagenet", *options, "--overflow-at", overflow, dtype=dtype)
+        skipped = capsys.readouterr().out.count("Gradient overflow.  Skipping step")
+        scale.append((amp.state_dict()["loss_scaler0"]["loss_scale"], skipped))
+        finite = [torch.isfinite(p).all() for p in found["model"].parameters()]
+        assert all(finite)
+    assert scale[1] == (scale[0][0] / 2, scale[0][1] + 1)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_resumed_script_goes_on_bit_for_bit(
+    run: Runner, level: str, dtype: str, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "checkpoint.pt")
+    options = ["--opt-level", level, "--images", "256", "--loss-scale", "dynamic"]
+    whole = run("imagenet", *options, "--epochs", "2", dtype=dtype)
+    run("imagenet", *options, "--epochs", "1", "--save", file, dtype=dtype)
+    resumed = run("imagenet", *options, "--epochs", "2", "--resume", file, dtype=dtype)
+    assert resumed["losses"] == whole["losses"][-4:]
+    states = [each["model"].state_dict().values() for each in (whole, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:
+    scales = []
+    for overflow in ("-1", "5"):
+        found = run("dcgan", "--opt_level", "O2", "--niter", "6", "--overflow_at", overflow)
+        scales.append([(s["loss_scale"], s["unskipped"]) for s in found["scales"].values()])
+    clean, broken = scales
+    assert len(clean) == 3
+    assert broken == [(clean[0][0] / 2, 0), *clean[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_gpt_in_two_processes(run: Runner, dtype: str) -> None:
+    """Losses put off, clipped masters, equal weights on both; tolerance as above, in one process.
+
+    The script itself compares the processes' masters.
+    """
+    one = [run("gpt", "--opt-level", "O0", "--seed", str(seed))["losses"] for seed in range(3)]
+    ends = [sum(losses[-5:]) / 5 for losses in one]
+    found = {}
+    for level in ("O0", "O2"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        line = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
+        line += ["--nproc-per-node", "2", "-m", "amp_mp.apex", "--dtype", dtype]
+        line += [str(SCRIPTS / "gpt.py"), "--opt-level", level, "--accumulate", "2"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stderr
+        found[level] = float(done.stdout.split("first, ")[1].split()[0])
+    assert abs(found["O2"] - found["O0"]) <= max(ends) - min(ends)
+    assert found["O2"] < one[0][0] / 2
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_the_scripts_know_nothing_of_amp_mp(script: Path) -> None:
+    code = [line for line in script.read_text().splitlines() if "python" not in line]
+    code = [line for line in code if "-m amp_mp.apex" not in line]
+    assert "amp_mp" not in "\n".join(code)
+    assert "from apex import amp" in code
+
+
+# The command, and register.
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_script_as_python_does(tmp_path: Path) -> None:
+    folder = tmp_path / "folder with a space"
+    folder.mkdir()
+    (folder / "beside.py").write_text("value = 3\n")
+    script = folder / "script.py"
+    script.write_text(
+        "import sys, beside, amp_C, apex\n"
+        "from apex.optimizers import FusedAdam\n"
+        "from apex.contrib.clip_grad import clip_grad_norm_\n"
+        "from apex.normalization import FusedLayerNorm\n"
+        "print(__name__, sys.argv, beside.value, apex.optimizers.FusedAdam is FusedAdam)\n"
+        "try:\n"
+        "    import apex.mlp\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error)\n"
+        "sys.exit(3)\n"
+    )
+    line = [sys.executable, "-m", "amp_mp.apex", str(script), "--dtype", "mine"]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 3, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == f"__main__ ['{script}', '--dtype', 'mine'] 3 True"
+    assert "apex.mlp is not there" in lines[1]
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["nowhere.py"])
+    assert stopped.value.code == 2
+    assert "there is no script nowhere.py" in capsys.readouterr().err
+
+
+def test_register_says_which_apex_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Runner
+) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match=f"not the one in {tmp_path}"):
+        amp_mp.apex.register()
+    assert sys.modules["apex"] is amp_mp.apex
+    amp_mp.apex.register()  # a second time it says nothing
+    monkeypatch.setitem(sys.modules, "apex", sys)
+    with pytest.raises(RuntimeError, match="was imported before"):
+        amp_mp.apex.register()
