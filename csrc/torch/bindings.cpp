@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 
 #include "cpu/kernels.h"
+#include "torch/apex/amp_c.h"
 #include "torch/arguments.h"
 #include "torch/build_facts.h"
 #include "torch/casting/autocast.h"
@@ -54,6 +55,7 @@ PYBIND11_MODULE(_C, m) {
   muon::bind(m);
   bind_stepper(m);
   bind_state(m);
+  apex::bind_amp_c(m);
   m.def(
       "measure",
       [](const py::sequence& tensors) {

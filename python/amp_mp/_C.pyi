@@ -6,6 +6,8 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
+from amp_mp.apex import amp_C as amp_C  # a submodule
+
 Tensors = Sequence[Tensor | None]
 
 VERDICT_SIZE: int
@@ -259,6 +261,14 @@ def copy_(
     saturate: bool = False,
 ) -> None:
     """to[i] = from_[i] * multiplier; nothing where the verdict says overflow."""
+
+def clip_grad_norm_(
+    parameters: Sequence[Tensor], max_norm: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    """torch's for the 2-norm, in place; None where only torch's takes these gradients.
+
+    Returns the norm, float32 of no dimension.
+    """
 
 def average_(
     to: Sequence[Tensor],

@@ -1,0 +1,197 @@
+// amp_C's functions that read or write tensors without a rule, and the clipping of apex.contrib.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "torch/apex/amp_c.h"
+#include "torch/ops.h"
+#include "torch/step/objects.h"
+
+namespace amp_mp::apex {
+
+TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list<size_t> counts) {
+  std::string wanted;
+  for (const size_t count : counts)
+    wanted += (wanted.empty() ? "" : " or ") + std::to_string(count);
+  TORCH_CHECK_VALUE(std::find(counts.begin(), counts.end(), tensor_lists.size()) != counts.end(),
+                    "tensor_lists must be ", wanted, " lists, found ", tensor_lists.size());
+  TensorLists lists;
+  for (const py::handle list : tensor_lists) {
+    TORCH_CHECK_TYPE(py::isinstance<py::sequence>(list), "tensor_lists[", lists.size(),
+                     "] must be a list of tensors, found ", repr_of(list));
+    lists.push_back(unpack(py::reinterpret_borrow<py::sequence>(list), "tensor_lists"));
+  }
+  const Tensors& firsts = lists[0];
+  for (size_t i = 0; i < lists.size(); ++i) {
+    TORCH_CHECK_VALUE(lists[i].size() == firsts.size(), "tensor_lists[", i, "] has ",
+                      lists[i].size(), " tensors, but tensor_lists[0] ", firsts.size());
+    for (size_t j = 0; j < firsts.size(); ++j) {
+      const at::Tensor& t = lists[i][j];
+      TORCH_CHECK_TYPE(t.defined(), "tensor_lists[", i, "][", j, "] is None; a tensor is needed");
+      TORCH_CHECK_VALUE(t.sizes() == firsts[j].sizes(), "tensor_lists[", i, "][", j, "] has shape ",
+                        shape_text(t.sizes()), ", but tensor_lists[0][", j, "] ",
+                        shape_text(firsts[j].sizes()));
+    }
+  }
+  return lists;
+}
+
+namespace {
+
+// The tensors' Statistics where the flag is, which becomes 1 if an element is inf or NaN.
+at::Tensor measure_and_flag(const at::Tensor& noop_flag, const Tensors& tensors) {
+  const at::Tensor rows = measure(tensors).to(noop_flag.device());
+  noop_flag.masked_fill_(rows.select(0, -1).select(0, 2).gt(0), 1);
+  return rows;
+}
+
+// float64 [n + 1]: the 2-norms of the tensors and of all; inf with an element that is inf or NaN.
+at::Tensor norms_of(const at::Tensor& rows) {
+  return rows.select(1, 0).sqrt().masked_fill_(rows.select(1, 2).gt(0), HUGE_VAL);
+}
+
+std::pair<at::Tensor, at::Tensor> as_float(const at::Tensor& norms, bool per_tensor) {
+  const at::Tensor rounded = norms.to(at::kFloat);
+  const int64_t count = rounded.size(0) - 1;
+  return {rounded.narrow(0, count, 1).clone(), rounded.narrow(0, 0, per_tensor ? count : 0)};
+}
+
+Tensors as_float(const Tensors& tensors) {
+  Tensors converted;
+  for (const at::Tensor& t : tensors) converted.push_back(t.to(at::kFloat));
+  return converted;
+}
+
+// Whether the passes can read and write the gradient in place.
+bool is_native(const at::Tensor& grad, const at::Device& device) {
+  const at::ScalarType dtype = grad.scalar_type();
+  const bool is_here = grad.is_cpu() || (grad.is_cuda() && has_cuda());
+  return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
+         grad.device() == device &&
+         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
+         grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
+         !grad.is_inference();
+}
+
+void check_setting(const char* name, double value, bool holds, const char* what) {
+  TORCH_CHECK_VALUE(holds && std::isfinite(value), name, " must be ", what, ", found ", value);
+}
+
+}  // namespace
+
+void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
+                        double scale) {
+  const TensorLists lists = unpack_lists(tensor_lists, {2});
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  measure_and_flag(noop_flag, lists[0]);
+  copy_(lists[1], lists[0], std::nullopt, scale, false);
+}
+
+void multi_tensor_axpby(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
+                        double a, double b, int64_t arg_to_check) {
+  const TensorLists lists = unpack_lists(tensor_lists, {3});
+  TORCH_CHECK_VALUE(arg_to_check >= -1 && arg_to_check <= 1,
+                    "arg_to_check must be -1, 0 or 1, found ", arg_to_check);
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  Tensors checked = lists[arg_to_check == 1 ? 1 : 0];
+  if (arg_to_check == -1) checked.insert(checked.end(), lists[1].begin(), lists[1].end());
+  measure_and_flag(noop_flag, checked);
+  if (lists[0].empty()) return;
+  const Tensors sums = at::_foreach_mul(as_float(lists[0]), a);
+  at::_foreach_add_(sums, as_float(lists[1]), b);
+  copy_(lists[2], sums, std::nullopt, 1.0, false);
+}
+
+std::pair<at::Tensor, at::Tensor> multi_tensor_l2norm(int64_t, const at::Tensor& noop_flag,
+                                                      const py::sequence& tensor_lists,
+                                                      bool per_tensor) {
+  const TensorLists lists = unpack_lists(tensor_lists, {1});
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  return as_float(norms_of(measure_and_flag(noop_flag, lists[0])), per_tensor);
+}
+
+std::pair<at::Tensor, at::Tensor> multi_tensor_unscale_l2norm(int64_t, const at::Tensor& noop_flag,
+                                                              const py::sequence& tensor_lists,
+                                                              const at::Tensor& inv_scale,
+                                                              bool per_tensor) {
+  const TensorLists lists = unpack_lists(tensor_lists, {1});
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  const at::Tensor norms = norms_of(measure_and_flag(noop_flag, lists[0]));
+  return as_float(norms.mul(inv_scale.abs()), per_tensor);
+}
+
+at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
+                                   const at::Tensor& growth_tracker,
+                                   const at::Tensor& hysteresis_tracker,
+                                   const at::Tensor& found_inf, double growth_factor,
+                                   double backoff_factor, int64_t growth_interval,
+                                   int64_t hysteresis) {
+  check_setting("growth_factor", growth_factor, growth_factor > 1, "above 1");
+  check_setting("backoff_factor", backoff_factor, backoff_factor > 0 && backoff_factor < 1,
+                "above 0 and below 1");
+  const char* whole = "a whole number from 1 on";
+  check_setting("growth_interval", double(growth_interval), growth_interval >= 1, whole);
+  check_setting("hysteresis", double(hysteresis), hysteresis >= 1, whole);
+
+  const at::NoGradGuard no_grad;
+  const at::Device device = current_scale.device();
+  const int64_t size = sizeof(HysteresisScale) / sizeof(double);
+  const at::Tensor state = at::zeros({size}, at::TensorOptions().dtype(at::kDouble).device(device));
+  // Filled on the device, because it would have to be waited for before a copy from the host.
+  const auto set = [&](size_t offset, double value) { field(state, offset).fill_(value); };
+  const double smallest = std::numeric_limits<float>::min();  // 1 / scale has to be normal as well
+  set(offsetof(HysteresisScale, kind), double(ScaleKind::hysteresis));
+  set(offsetof(HysteresisScale, scale_min), smallest);
+  set(offsetof(HysteresisScale, scale_max), 1 / smallest);
+  set(offsetof(HysteresisScale, growth_factor), growth_factor);
+  set(offsetof(HysteresisScale, backoff_factor), backoff_factor);
+  set(offsetof(HysteresisScale, growth_interval), double(growth_interval));
+  set(offsetof(HysteresisScale, hysteresis), double(hysteresis));
+  const std::pair<const at::Tensor&, at::Tensor> numbers[] = {
+      {current_scale, field(state, offsetof(HysteresisScale, scale))},
+      {growth_tracker, field(state, offsetof(HysteresisScale, growth_tracker))},
+      {hysteresis_tracker, field(state, offsetof(HysteresisScale, hysteresis_tracker))}};
+  for (const auto& [given, place] : numbers) place.copy_(given.squeeze());
+  ScaleUpdateTensors update = {};
+  update.policy = state;
+  update_scale_(update, found_inf.gt(0).to(device, at::kDouble).squeeze(), std::nullopt, nullptr);
+  for (const auto& [given, place] : numbers) given.copy_(place);
+  return current_scale;
+}
+
+std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double max_norm,
+                                          bool error_if_nonfinite) {
+  const Tensors params = unpack(parameters, "parameters");
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  Tensors grads;
+  for (const at::Tensor& param : params) {
+    if (!param.defined()) return std::nullopt;
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined()) continue;
+    if (!is_native(grad, (grads.empty() ? grad : grads[0]).device())) return std::nullopt;
+    grads.push_back(grad);
+  }
+  if (grads.empty()) return std::nullopt;
+  const at::Tensor norm = norms_of(measure(grads)).select(0, -1);
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm.item<double>()),
+              "The total norm of order 2.0 for gradients is non-finite");
+  const at::Tensor factor = norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  // A Verdict: do not skip, multiply by the factor.
+  const at::Tensor verdict = at::stack({at::zeros_like(factor), factor, norm, norm, factor});
+  copy_(grads, grads, verdict, 1.0, false);
+  return norm.to(at::kFloat);
+}
+
+}  // namespace amp_mp::apex

@@ -1,0 +1,206 @@
+// amp_C's optimizers: one step of a rule on lists of gradients, parameters and states.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "torch/apex/amp_c.h"
+
+namespace amp_mp::apex {
+namespace {
+
+HyperTensors make_numbers(const Number& lr, double weight_decay) {
+  HyperTensors numbers = {};
+  if (const auto* tensor = std::get_if<at::Tensor>(&lr)) {
+    numbers.lr = *tensor;
+  } else {
+    numbers.hyper.lr = std::get<double>(lr);
+  }
+  numbers.hyper.weight_decay = weight_decay;
+  return numbers;
+}
+
+HyperTensors make_numbers(const Number& lr, double weight_decay, double beta1, double beta2,
+                          double eps) {
+  HyperTensors numbers = make_numbers(lr, weight_decay);
+  numbers.hyper.beta1 = beta1;
+  numbers.hyper.beta2 = beta2;
+  numbers.hyper.eps = eps;
+  return numbers;
+}
+
+at::TensorOptions doubles(const TensorLists& lists) {
+  return lists[1][0].options().dtype(at::kDouble);
+}
+
+// A Verdict that skips nothing and multiplies gradients by 1. Filled on the device, because a copy
+// from the host would wait, and a CUDA graph cannot capture it.
+at::Tensor make_verdict(const TensorLists& lists) {
+  at::Tensor verdict = at::zeros({int64_t(sizeof(Verdict) / sizeof(double))}, doubles(lists));
+  field(verdict, offsetof(Verdict, multiplier)).fill_(1);
+  field(verdict, offsetof(Verdict, scale)).fill_(1);
+  return verdict;
+}
+
+// The parameters' Clocks after so many steps, float64 [n, 4]; `betas`, whose powers they have, if
+// the rule corrects their bias.
+at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper* betas = nullptr) {
+  const auto before = double(steps);
+  const at::Tensor clocks = at::zeros(
+      {int64_t(lists[1].size()), int64_t(sizeof(Clock) / sizeof(double))}, doubles(lists));
+  clocks.select(1, 0).fill_(before);
+  if (!betas) return clocks;
+  clocks.select(1, 1).fill_(std::pow(betas->beta1, before));
+  clocks.select(1, 2).fill_(std::pow(betas->beta2, before));
+  return clocks;
+}
+
+void check_only(const char* name, int64_t found, int64_t only) {
+  TORCH_CHECK_VALUE(found == only, name, " must be ", only,
+                    ": the rule of amp_mp.optim has no other");
+}
+
+// lists: gradients, parameters, the rule's states, and maybe others.
+template <class Rule>
+void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensors& numbers,
+                const at::Tensor& clocks) {
+  const size_t count = lists[1].size();
+  Slots::Lists own;
+  for (size_t i = 0; i < count; ++i) {
+    // Another tensor of the same memory, whose gradient is not the .grad that the caller sees.
+    at::Tensor& param = own.params.emplace_back(lists[1][i].detach());
+    param.mutable_grad() = lists[0][i];
+    own.names.push_back("tensor_lists[1][" + std::to_string(i) + "]");
+  }
+  own.masters.resize(count);
+  for (int k = 0; k < Rule::kStates; ++k) {
+    own.states.push_back(lists[size_t(k) + 2]);
+    own.scales.emplace_back(count);
+    std::vector<Format>& formats = own.formats.emplace_back();
+    for (size_t i = 0; i < count; ++i)
+      formats.push_back(
+          check_format(own.states.back()[i], {"the state", int64_t(i), &own.names[i]}));
+  }
+  own.stochastic.resize(count);
+  own.clocks = clocks.unbind();
+  own.tensor_indices.resize(count);
+  std::iota(own.tensor_indices.begin(), own.tensor_indices.end(), 0);
+  for (auto* zeros : {&own.groups, &own.firsts, &own.row_lengths, &own.row_strides})
+    zeros->resize(count);
+  own.dtensors.resize(count);
+  own.device = verdict.device();
+  Slots slots(std::move(own));
+  const py::gil_scoped_release release;
+  // Rules that need norms measure; for the others the verdict says everything.
+  apply_<Rule>(slots, {numbers}, verdict, nullptr, nullptr, needs_norms<Rule>, nullptr, {});
+}
+
+}  // namespace
+
+void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
+                       const Number& lr, double beta1, double beta2, double eps, int64_t step,
+                       int64_t mode, bool bias_correction, double weight_decay) {
+  const TensorLists lists = unpack_lists(tensor_lists, {4});
+  if (lists[1].empty()) return;
+  const at::NoGradGuard no_grad;
+  const HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
+  const at::Tensor clocks =
+      make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr);
+  at::Tensor verdict = make_verdict(lists);
+  if (mode != 0) {
+    apply_rule<AdamW>(lists, verdict, numbers, clocks);
+  } else {
+    apply_rule<Adam>(lists, verdict, numbers, clocks);
+  }
+}
+
+void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
+                          const Number& lr, double eps, int64_t mode, double weight_decay) {
+  const TensorLists lists = unpack_lists(tensor_lists, {3});
+  if (weight_decay != 0) check_only("mode", mode, 0);
+  if (lists[1].empty()) return;
+  const at::NoGradGuard no_grad;
+  HyperTensors numbers = make_numbers(lr, weight_decay);
+  numbers.hyper.eps = eps;
+  at::Tensor verdict = make_verdict(lists);
+  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0));
+}
+
+void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
+                       const Number& lr, double beta1, double beta2, double eps, int64_t step,
+                       bool bias_correction, double weight_decay, int64_t grad_averaging,
+                       int64_t mode, const Number& global_grad_norm, double max_grad_norm,
+                       bool use_nvlamb) {
+  const TensorLists lists = unpack_lists(tensor_lists, {4});
+  check_only("grad_averaging", grad_averaging, 1);
+  if (weight_decay != 0) check_only("mode", mode, 1);
+  if (lists[1].empty()) return;
+  const at::NoGradGuard no_grad;
+  HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
+  numbers.hyper.always_adapt = use_nvlamb;
+  at::Tensor verdict = make_verdict(lists);
+  const at::Tensor multiplier = field(verdict, offsetof(Verdict, multiplier));
+  if (const auto* norm = std::get_if<at::Tensor>(&global_grad_norm)) {
+    multiplier.copy_(norm->to(at::kDouble).reciprocal().mul_(max_grad_norm).squeeze());
+  } else {
+    multiplier.fill_(max_grad_norm / std::get<double>(global_grad_norm));
+  }
+  multiplier.clamp_max_(1.0);
+  apply_rule<LAMB>(lists, verdict, numbers,
+                   make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr));
+}
+
+void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
+                           const at::Tensor& grad_norms, const Number& lr, double beta1,
+                           double beta2, double eps, int64_t, int64_t bias_correction,
+                           double weight_decay, bool grad_averaging, int64_t moment_mode,
+                           int64_t norm_type) {
+  const TensorLists lists = unpack_lists(tensor_lists, {3});
+  check_only("bias_correction", bias_correction, 0);
+  check_only("moment_mode", moment_mode, 0);
+  check_only("norm_type", norm_type, 2);
+  if (lists[1].empty()) return;
+  const at::NoGradGuard no_grad;
+  HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
+  numbers.hyper.dampening = grad_averaging ? beta1 : 0;
+  // The clocks are of step 1 in any case: the rule's first step would ignore grad_norms.
+  const at::Tensor clocks = make_clocks(lists, 1);
+  const at::Tensor squares = clocks.select(1, offsetof(Clock, own) / sizeof(double));
+  squares.copy_(grad_norms.to(at::kDouble).square());
+  at::Tensor verdict = make_verdict(lists);
+  apply_rule<NovoGrad>(lists, verdict, numbers, clocks);
+  grad_norms.copy_(squares.sqrt());
+}
+
+void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
+                      double weight_decay, double momentum, double dampening, const Number& lr,
+                      bool nesterov, bool first_run, bool wd_after_momentum, double scale) {
+  const TensorLists lists = unpack_lists(tensor_lists, {3, 4});
+  if (weight_decay != 0 && momentum != 0) check_only("wd_after_momentum", wd_after_momentum, 0);
+  if (lists[1].empty()) return;
+  const at::NoGradGuard no_grad;
+  HyperTensors numbers = make_numbers(lr, weight_decay);
+  numbers.hyper.momentum = momentum;
+  numbers.hyper.dampening = dampening;
+  numbers.hyper.nesterov = nesterov;
+  at::Tensor verdict = make_verdict(lists);
+  const at::Tensor skip = field(verdict, offsetof(Verdict, found_inf)),
+                   multiplier = field(verdict, offsetof(Verdict, multiplier));
+  skip.copy_(noop_flag.squeeze());
+  multiplier.fill_(scale);
+  if (first_run)
+    for (const at::Tensor& buffer : lists[2]) buffer.masked_fill_(skip.eq(0), 0);
+  const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1);
+  if (momentum != 0) {
+    apply_rule<SGD>(lists, verdict, numbers, clocks);
+  } else {
+    apply_rule<PlainSGD>(lists, verdict, numbers, clocks);
+  }
+  if (lists.size() < 4) return;
+  multiplier.fill_(1);
+  const py::gil_scoped_release release;
+  copy_(lists[3], lists[1], verdict, 1.0, true);
+}
+
+}  // namespace amp_mp::apex
