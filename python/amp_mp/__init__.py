@@ -73,7 +73,7 @@ __all__ = [
 _LAZY = ("apex", "compat", "diagnose")  # imported when they are used
 # Where the names are that one may look for at the top.
 _PLACES = {
-    "apex.amp": "initialize scale_loss master_params",
+    "apex.amp": "master_params",
     "apex.contrib.clip_grad": "clip_grad_norm_",
     "apex.contrib.xentropy": "SoftmaxCrossEntropyLoss",
     "apex.fp16_utils": (
@@ -92,9 +92,10 @@ _PLACES = {
     ),
     **{name: " ".join(globals()[name].__all__) for name in ("casting", "nn", "optim", "scaling")},
 }
-_HANDLE = "the method of the handle that amp_mp.init returns"
+_HANDLE = "the method of the handle that amp_mp.init returns; amp_mp.apex.amp has Apex's"
 _ELSEWHERE = {
-    "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low-precision weights",
+    "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low precision; "
+    "amp_mp.apex.amp has Apex's",
     "scale_loss": _HANDLE,
     "wrap_optimizer": _HANDLE,
 }

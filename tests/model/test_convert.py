@@ -12,9 +12,9 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
+from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
 from amp_mp.model.convert import convert_network
 from amp_mp.model.selection import keep_fp32
-from amp_mp.wrappers.fp16_utils import BN_convert_float, network_to_half, tofp16
 
 LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32

@@ -30,9 +30,8 @@ from amp_mp.model.selection import named_tensors
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, check_scale
 from amp_mp.text_table import warn
-from amp_mp.wrappers import fp16_utils
+from amp_mp.wrappers import gradients
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.gradients import set_aside
 from amp_mp.wrappers.handle import AmpHandle, init
 
 # fmt: off
@@ -257,7 +256,7 @@ def scale_loss(
         return
     true = [param for stash in stashes for param in stash.true_gradients()]
     masters = [master for stash in stashes for _, master in stash.pairs()]
-    with scaler.block(loss, given, true) as scaled_loss, set_aside(masters):
+    with scaler.block(loss, given, true) as scaled_loss, gradients.set_aside(masters):
         yield scaled_loss
         for stash in stashes:
             stash.collect()
@@ -269,7 +268,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """What the optimizer updates, masters in place of low precision: what is to be clipped."""
     if (stash := stash_of(optimizer)) is not None:
         stash.make_masters()
-    return fp16_utils.master_params(optimizer)
+    return gradients.master_params(optimizer)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,19 +1,16 @@
-"""apex.fp16_utils: the parts of mixed precision by hand, and FP16_Optimizer."""
+"""apex.fp16_utils: conversions, masters that a training loop keeps by hand, and FP16_Optimizer."""
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from amp_mp.apex.missing import missing_from
+from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
+from amp_mp.model.original_values import take_original
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.fp16_utils import (
-    BN_convert_float,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    network_to_half,
-    prep_param_lists,
-    tofp16,
-)
+from amp_mp.wrappers.gradients import copy_all_, gradients_of, make_gradient
 
 # fmt: off
 __all__ = [
@@ -24,3 +21,87 @@ __all__ = [
 # fmt: on
 __getattr__ = missing_from(__name__)
 to_python_float = Tensor.item
+
+
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The model's trainable parameters, and float32 masters of them for an optimizer.
+
+    flat_master: a single master, 1-D; ValueError unless parameters have one dtype and device.
+    """
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    if not flat_master:
+        return params, [nn.Parameter(take_original(p)) for p in params]
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"flat_master needs parameters of one dtype and device, found {len(kinds)} kinds: "
+            f"{sorted(map(str, kinds))}"
+        )
+    flat = nn.Parameter(torch.cat([take_original(p).reshape(-1) for p in params]))
+    return params, [flat]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Copies gradients to the masters, in float32; absent ones are None, or 0 in a flat master."""
+    if not flat_master:
+        for param, master in zip(model_params, master_params, strict=True):
+            make_gradient(param, master)
+        targets, sources = gradients_of(master_params), gradients_of(model_params)
+        return copy_all_(zip(targets, sources, strict=True))
+    (flat,) = master_params
+    flat.grad = torch.zeros_like(flat) if flat.grad is None else flat.grad.zero_()
+    pieces = zip(_pieces(flat.grad, model_params), model_params, strict=True)
+    return copy_all_((piece, p.grad) for piece, p in pieces if p.grad is not None)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Rounds the masters into the parameters; float16 saturates at +-65504."""
+    masters = _pieces(master_params[0], model_params) if flat_master else master_params
+    copy_all_(zip(model_params, masters, strict=True), saturate=True)
+
+
+def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat.detach(), [p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+
+
+def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
+    """Turns every batch norm of the model into float32, in place; returns the model."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.float()
+    return model
+
+
+class tofp16(nn.Module):  # noqa: N801 (Apex's name)
+    """A layer that casts floating-point input to `dtype`; what is beyond float16 becomes inf."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape; token ids and masks pass unchanged."""
+        return input.to(self.dtype) if input.is_floating_point() else input
+
+    def extra_repr(self) -> str:
+        """The dtype."""
+        return str(self.dtype)
+
+
+def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """The model, converted in place, behind a layer that casts its input; Apex's function.
+
+    Normalisation layers stay float32, and so does what keep_fp32 has marked. As in Apex, names in
+    the result's state_dict start with "1.". dtype: float16 or bfloat16; ValueError for another.
+    """
+    check_dtype(dtype, LOW_PRECISION)
+    return nn.Sequential(tofp16(dtype), convert_network(model, dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_mp.apex.fp16_utils import model_grads_to_master_grads, tofp16
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import have_masters
 from amp_mp.model.original_values import original_of
@@ -17,8 +18,7 @@ from amp_mp.nested import map_tensors
 from amp_mp.optim.step.handed import GradientMarks, nonzero
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import Backoff, ScalePolicy
-from amp_mp.wrappers.fp16_utils import master_params, model_grads_to_master_grads, tofp16
-from amp_mp.wrappers.gradients import multiply_gradients
+from amp_mp.wrappers.gradients import master_params, multiply_gradients
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps

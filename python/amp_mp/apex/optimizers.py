@@ -23,6 +23,7 @@ LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm
 LAMB_ARGUMENTS |= {"use_nvlamb": False}
 MODES = ("set_grad_none", "capturable", "adam_w_mode")
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+NATIVE = numbers(*NUMBERS)
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -92,7 +93,7 @@ class ApexOptimizer(FusedOptimizer):
 class FusedAdam(ApexOptimizer, AdamW):
     """amp_mp.optim.AdamW, or with adam_w_mode=False Adam, whose weight decay is L2."""
 
-    _rules = tuple(Rule(name, numbers(*NUMBERS), MOMENTS) for name in ("adam_", "adamw_"))
+    _rules = Rule("adam_", NATIVE, MOMENTS), Rule("adamw_", NATIVE, MOMENTS)
     _arguments = (
         ADAM
         | {"adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True}

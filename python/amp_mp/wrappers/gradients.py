@@ -14,6 +14,12 @@ from amp_mp.sharding.reduction import Reduction
 from amp_mp.sharding.shards import is_dtensor, local_of
 
 
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
     """As gradient_of_each, without those that are None."""
     return [grad for grad in gradient_of_each(params) if grad is not None]

@@ -22,7 +22,6 @@ from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, other_rank
 from amp_mp.wrappers import gradients
-from amp_mp.wrappers.fp16_utils import master_params
 
 
 class Masters:
@@ -68,8 +67,7 @@ class Masters:
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
             self._optimizer.state[master] = kept
-        self._low[master], self.own[param] = param, master
-        self._rounded[master] = master._version
+        self._low[master], self.own[param], self._rounded[master] = param, master, master._version
         return master
 
     def groups(self) -> list[list[Tensor]]:
@@ -106,7 +104,7 @@ class Masters:
 
     def scaled_params(self) -> list[Tensor]:
         """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
-        model = map(self.model_param, master_params(self._optimizer))
+        model = map(self.model_param, gradients.master_params(self._optimizer))
         return [p for p in model if p.requires_grad and p.dtype in LOW_PRECISION]
 
     # The gradients.
@@ -158,13 +156,12 @@ class Masters:
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
-        masters = list(master_params(self._optimizer))
+        masters = list(gradients.master_params(self._optimizer))
         grads = gradients.gradients_of(masters)
         if norm_type != 2 or len({g.device for g in grads}) != 1:
             return gradients.clip_gradients(masters, max_norm, norm_type)
-        device = grads[0].device
-        total = gradients.totals_of(masters)[device]
-        verdict = _C.decide(device, [total[None]], max_norm=max_norm)
+        total = gradients.totals_of(masters)[grads[0].device]
+        verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
 
@@ -174,7 +171,7 @@ class Masters:
 
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients of masters and parameters to 0, or to None with `drop`."""
-        for param in master_params(self._optimizer):
+        for param in gradients.master_params(self._optimizer):
             for each in {param, self.model_param(param)}:
                 if each.grad is not None:
                     each.grad = None if drop else each.grad.detach().zero_()
@@ -272,7 +269,7 @@ class FusedMasters(Masters):
 
     def scaled_params(self) -> list[Tensor]:
         """As in Masters; the step unscales float32 gradients as well."""
-        return [param for param in master_params(self._optimizer) if param.requires_grad]
+        return [param for param in gradients.master_params(self._optimizer) if param.requires_grad]
 
     @contextmanager
     def backward(self, scale: float, collects: bool) -> Iterator[None]:
@@ -291,7 +288,7 @@ class FusedMasters(Masters):
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
             groups = self._optimizer.process_groups
-            params = list(master_params(self._optimizer))
+            params = list(gradients.master_params(self._optimizer))
             norm = gradients.clip_gradients(params, max_norm * self._scale, norm_type, groups)
             if self._measured is not None:
                 self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
@@ -333,7 +330,7 @@ class FusedMasters(Masters):
         found = []
         for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
             states = [optimizer["state"].get(index, {}) for index in saved["params"]]
-            live = self._optimizer.state  # the snapshot shows remainders as bfloat16 bits
+            live = self._optimizer.state  # the snapshot shows remainders as bytes
             masters = [
                 state["master"] if "master" in state else master_of(p, live.get(p, {}))
                 for p, state in zip(params, states, strict=True)
@@ -346,8 +343,8 @@ class FusedMasters(Masters):
     def load(self, saved: list[list[Tensor]]) -> None:
         """As in Masters; writes the parameters too, which become the rounded masters."""
         self.refresh()  # the snapshot may come from an optimizer that keeps no masters of its own
-        groups = zip(self._optimizer.param_groups, self.grouped_pairs(), saved, strict=True)
-        for group, pairs, values in groups:
+        groups = self._optimizer.param_groups
+        for group, pairs, values in zip(groups, self.grouped_pairs(), saved, strict=True):
             for (param, master), value in zip(pairs, values, strict=True):
                 master.copy_(value)
                 set_master(group["master"], param, self._optimizer.state[param], master)

@@ -22,8 +22,7 @@ from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding.gradients import overflow_in
 from amp_mp.text_table import warn
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.fp16_utils import master_params
-from amp_mp.wrappers.gradients import multiply_gradients, set_aside, totals_of
+from amp_mp.wrappers.gradients import master_params, multiply_gradients, set_aside, totals_of
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
