@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from list_calls import list_call
 from torch import Tensor
 
 import amp_mp as amp
@@ -465,7 +466,7 @@ class Fuzz:
         return self.random.choice(calls)
 
     def step_of_function(self) -> None:
-        function, arguments = self.plain_call()
+        function, arguments = self.random.choice([self.plain_call, lambda: list_call(self)])()
         for _ in range(self.random.choice([0, 1, 1, 2])):
             arguments = self.changed(arguments)
         if isinstance(arguments, dict):

@@ -40,6 +40,9 @@ void orthogonalise_part(const at::Tensor& stack, const std::array<double, 3>& co
 
 void orthogonalise_(const at::Tensor& stack, const std::array<double, 3>& coefficients,
                     int64_t steps, double eps, int64_t stack_bytes) {
+  TORCH_CHECK_VALUE(stack.defined() && stack.dim() == 3 && stack.scalar_type() == at::kBFloat16,
+                    "stack must be bfloat16 [n, rows, columns]");
+  TORCH_CHECK_VALUE(steps >= 0 && steps < 100, "steps must be of [0, 100), found ", steps);
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t count = stack.size(0), rows = stack.size(1), columns = stack.size(2);
@@ -53,9 +56,12 @@ void orthogonalise_(const at::Tensor& stack, const std::array<double, 3>& coeffi
 WholeMatrices::WholeMatrices(const std::vector<at::Tensor>& locals,
                              const std::vector<py::dict>& groups,
                              const std::vector<std::optional<Shape>>& shapes) {
+  TORCH_CHECK_VALUE(groups.size() == locals.size() && shapes.size() == locals.size(),
+                    "locals, groups and shapes must be equally long");
   int64_t at = 0;
   for (size_t i = 0; i < locals.size(); ++i) {
     const at::Tensor& local = locals[i];
+    TORCH_CHECK_VALUE(local.defined(), "locals[", i, "] is None; a tensor is needed");
     const int64_t begin = at;
     at += local.numel();
     if (!shapes[i] || begin == at) continue;
