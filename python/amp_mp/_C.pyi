@@ -270,6 +270,19 @@ def clip_grad_norm_(
     Returns the norm, float32 of no dimension.
     """
 
+def larc_(
+    grads: Tensors,
+    weights: Sequence[Tensor],
+    roots: Tensor,
+    groups: Sequence[dict[str, Any]],
+    trust_coefficient: float,
+    clip: bool,
+    eps: float,
+    scale: Tensor | float | None,
+    keeps: bool,
+) -> Tensor | None:
+    """LARC's gradients, in place, and the scale that they keep: csrc/torch/apex/larc.cpp."""
+
 def average_(
     to: Sequence[Tensor],
     to_rests: Tensors,

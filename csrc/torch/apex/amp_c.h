@@ -64,6 +64,14 @@ at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
 std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double max_norm,
                                           bool error_if_nonfinite);
 
+// Changes gradients as LARC does (wrappers/larc.py), in place, without waiting for the device.
+// roots: float64 [n, 4], of which columns 0 and 3 are the 2-norms of gradients and weights. scale:
+// what the gradients carry. Returns the scale that they keep with `keeps`, else none.
+std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& weights,
+                                const at::Tensor& roots, const std::vector<py::dict>& groups,
+                                double trust_coefficient, bool clip, double eps,
+                                const std::optional<Number>& scale, bool keeps);
+
 // A number of a struct of doubles that a tensor holds, by its offset in the struct.
 inline at::Tensor field(const at::Tensor& numbers, size_t offset) {
   return numbers.select(0, int64_t(offset / sizeof(double)));

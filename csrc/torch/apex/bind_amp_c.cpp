@@ -81,6 +81,8 @@ error_if_nonfinite: RuntimeError for an inf or NaN, for which the host waits.
 
 void bind_amp_c(py::module_& m) {
   using py::arg;
+  m.def("larc_", &larc_, arg("grads"), arg("weights"), arg("roots"), arg("groups"),
+        arg("trust_coefficient"), arg("clip"), arg("eps"), arg("scale"), arg("keeps"));
   m.def("clip_grad_norm_", &clip_grad_norm_, arg("parameters"), arg("max_norm"),
         arg("error_if_nonfinite"), kClip);
 

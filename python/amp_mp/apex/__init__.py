@@ -6,8 +6,6 @@
 `register` makes `import apex` work, and `python -m amp_mp.apex script.py` runs a script with it.
 """
 
-import importlib
-import pkgutil
 import sys
 from importlib.util import find_spec
 
@@ -48,8 +46,6 @@ def register() -> None:
     installed = None if other is own else find_spec("apex")
     if installed is not None and installed.origin:  # not just a folder of this name
         warn(f"`apex` is amp_mp.apex from now on, and not the one in {installed.origin}")
-    names = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
-    for name in (__name__, *names):
-        if not name.endswith("__main__"):
-            sys.modules[name.removeprefix("amp_mp.")] = importlib.import_module(name)
+    here = {n: m for n, m in sys.modules.items() if f"{n}.".startswith(f"{__name__}.")}
+    sys.modules.update({name.removeprefix("amp_mp."): module for name, module in here.items()})
     sys.modules["amp_C"] = amp_C

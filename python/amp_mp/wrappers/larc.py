@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.handed import Handed, carries_scale
@@ -115,43 +116,9 @@ class LARC(OptimizerAround):
         self._statistics = statistics_of(self._statistics, self.param_groups)
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
         roots = self._statistics.of_tensors(grads, present).sqrt()
-        grad_norms, weight_norms = roots[:, 0], roots[:, 3]  # a list of both would be copied there
-        inverse = torch.ones((), device=grad_norms.device)
-        if scale is not None:
-            inverse = torch.as_tensor(scale, device=inverse.device).double().reciprocal().float()
-            grad_norms = grad_norms * inverse
-        sizes = [len(group["params"]) for group in self.param_groups]
-        both = torch.split(grad_norms, sizes), torch.split(weight_norms, sizes)
-        found = [self._factors(*own) for own in zip(*both, self.param_groups, strict=True)]
-        ratios, decays = (torch.cat(each) for each in zip(*found, strict=True))
-        kept = None
-        if scale is not None and grads and getattr(self.optimizer, "amp_scaling", False):
-            # No element exceeds its tensor's norm: the largest one becomes 2^15 at most.
-            largest = (ratios * (grad_norms + decays * weight_norms)).amax()
-            kept = torch.exp2((15 - largest.log2().ceil()).clamp(-24, 24)).float()
-            ratios = ratios * kept
-        decayed = any(group.get("weight_decay", 0.0) != 0 for group in self.param_groups)
-        for grad, weight, *numbers in zip(grads, weights, ratios.float(), decays, strict=True):
-            if grad is None:
-                continue
-            ratio, decay, unscale = (x.to(grad.device) for x in (*numbers, inverse))
-            scaled = grad.float()  # itself, if it is float32
-            if scale is not None:
-                scaled = scaled.mul_(unscale)
-            if decayed:
-                scaled = scaled.addcmul_(weight.float(), decay)
-            scaled = scaled.mul_(ratio)
-            if scaled is not grad:
-                grad.copy_(scaled)
-        return kept
-
-    def _factors(self, grad: Tensor, weight: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Each tensor's ratio, in float64, and what its weight is multiplied by, in float32."""
-        adapts, decay, lr = (grad > 0) & (weight > 0), group.get("weight_decay", 0.0), group["lr"]
-        ratio = self.trust_coefficient * weight / (grad + decay * weight + self.eps)
-        if self.clip:
-            ratio = (ratio / (lr.to(ratio.device) if isinstance(lr, Tensor) else lr)).clamp(max=1)
-        return torch.where(adapts, ratio, 1.0), decay * adapts.float()
+        keeps = len(grads) > 0 and getattr(self.optimizer, "amp_scaling", False)
+        numbers = self.trust_coefficient, self.clip, self.eps
+        return _C.larc_(grads, weights, roots, self.param_groups, *numbers, scale, keeps)
 
 
 def without_larc(optimizer: Any) -> Any:

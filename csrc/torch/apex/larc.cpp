@@ -1,0 +1,79 @@
+// Apex's LARC: each gradient times the ratio of its layer, before any optimizer's step.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "torch/apex/amp_c.h"
+
+namespace amp_mp::apex {
+namespace {
+
+at::Tensor on(const at::Device& device, const Number& number) {
+  if (const auto* tensor = std::get_if<at::Tensor>(&number))
+    return tensor->to(device, at::kDouble).squeeze();
+  // Filled there: the host does not wait, as it would for a copy.
+  return at::full({}, std::get<double>(number), at::TensorOptions(at::kDouble).device(device));
+}
+
+}  // namespace
+
+std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& weights,
+                                const at::Tensor& roots, const std::vector<py::dict>& groups,
+                                double trust_coefficient, bool clip, double eps,
+                                const std::optional<Number>& scale, bool keeps) {
+  const Tensors own = unpack(grads, "grads"), held = unpack(weights, "weights");
+  TORCH_CHECK_VALUE(roots.dim() == 2 && roots.size(1) >= 4 && held.size() == own.size() &&
+                        roots.size(0) >= int64_t(own.size()),
+                    "grads, weights and the rows of roots must be as many");
+  const at::NoGradGuard no_grad;
+  const at::Device device = roots.device();
+  at::Tensor grad_norms = roots.select(1, 0),
+             inverse = at::ones({}, roots.options().dtype(at::kFloat));
+  const at::Tensor weight_norms = roots.select(1, 3);
+  if (scale) {
+    inverse = on(device, *scale).reciprocal().to(at::kFloat);
+    grad_norms = grad_norms * inverse;
+  }
+  // Each tensor's ratio, in float64, and what its weight is multiplied by, in float32.
+  Tensors ratio_parts, decay_parts;
+  bool decays_any = false;
+  int64_t first = 0;
+  for (const py::dict& group : groups) {
+    const auto count = int64_t(py::len(group["params"]));
+    const at::Tensor grad = grad_norms.narrow(0, first, count),
+                     weight = weight_norms.narrow(0, first, count);
+    first += count;
+    const Number number =
+        group.contains("weight_decay") ? py::cast<Number>(group["weight_decay"]) : Number(0.0);
+    decays_any |= !std::holds_alternative<double>(number) || std::get<double>(number) != 0;
+    const at::Tensor decay = on(device, number), adapts = grad.gt(0).logical_and_(weight.gt(0));
+    at::Tensor ratio = weight * trust_coefficient / (grad + decay * weight + eps);
+    if (clip) ratio = (ratio / on(device, py::cast<Number>(group["lr"]))).clamp_max(1);
+    ratio_parts.push_back(at::where(adapts, ratio, 1.0));
+    decay_parts.push_back(adapts.to(at::kFloat) * decay);
+  }
+  if (first == 0) return std::nullopt;
+  at::Tensor ratios = at::cat(ratio_parts), kept;
+  const at::Tensor decays = at::cat(decay_parts);
+  if (scale && keeps) {
+    // No element exceeds its tensor's norm: the largest one becomes 2^15 at most.
+    const at::Tensor largest =
+        (ratios * (grad_norms.narrow(0, 0, first) + decays * weight_norms.narrow(0, 0, first)))
+            .amax();
+    kept = at::exp2((15 - largest.log2().ceil()).clamp(-24, 24)).to(at::kFloat);
+    ratios = ratios * kept;
+  }
+  ratios = ratios.to(at::kFloat);
+  for (size_t i = 0; i < own.size(); ++i) {
+    const at::Tensor& grad = own[i];
+    if (!grad.defined()) continue;
+    const auto here = [&](const at::Tensor& number) { return number.to(grad.device()); };
+    at::Tensor scaled = grad.to(at::kFloat);  // itself, if it is float32
+    if (scale) scaled.mul_(here(inverse));
+    if (decays_any) scaled.addcmul_(held[i].to(at::kFloat), here(decays[int64_t(i)]));
+    scaled.mul_(here(ratios[int64_t(i)]));
+    if (!scaled.is_same(grad)) grad.copy_(scaled);
+  }
+  return kept.defined() ? std::optional(kept) : std::nullopt;
+}
+
+}  // namespace amp_mp::apex
