@@ -1,6 +1,6 @@
 """Speed of apex's norms and of amp_C's passes beside torch's: CPU time, in turns, on one thread.
 
-python benchmarks/apex.py [--quick]
+python benchmarks/list_functions.py [--quick]
 """
 
 from __future__ import annotations
