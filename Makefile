@@ -21,6 +21,9 @@ PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 demo: build
 	$(PY) examples/demo.py
 
+# Processes that tests start import the package from bytecode, which spares each of them .1 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers; tests that share processes stay in one of them (marker xdist_group).
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
