@@ -356,7 +356,8 @@ class Fuzz:
         _, rules, groups, states = self.optimizer()
         saved = {"exp_avg": self.tensor((2, 32)), "step": self.doubles()}
         files = [{"params": list(range(len(group["params"])))} for group in groups]
-        state_dict = {"state": {0: saved, **dict(enumerate(states.values()))}, "param_groups": files}
+        found = {0: saved, **dict(enumerate(states.values()))}
+        state_dict = {"state": found, "param_groups": files}
         masters = _C.Masters(
             [
                 ("float32", None, "master", torch.float32),

@@ -10,6 +10,7 @@ from torch import Tensor
 from amp_mp.optim.rule import Group, Shape
 from amp_mp.sharding.shards import local_of
 
+Coefficients = tuple[float, float, float]
 # A stack takes three to four times its own bytes while it is worked on, so large ones are cut.
 STACK_BYTES = 1 << 28
 # On a CPU a product of two large matrices fills the caches, and a stack of them would leave these.
@@ -56,9 +57,7 @@ def factor_of_rate(group: Mapping[str, Any], shape: tuple[int, int]) -> float:
     return sqrt(max(1.0, rows / columns)) if columns else 1.0
 
 
-def orthogonalise_(
-    stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> None:
+def orthogonalise_(stack: Tensor, coefficients: Coefficients, steps: int, eps: float) -> None:
     """Makes each matrix of a stack nearly orthogonal, in place.
 
     stack: bfloat16 [n, rows, columns]. Singular values become about 1. Queues products on the
@@ -73,9 +72,7 @@ def orthogonalise_(
             _orthogonalise_part_(stack[begin : begin + most], coefficients, steps, eps)
 
 
-def _orthogonalise_part_(
-    stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> None:
+def _orthogonalise_part_(stack: Tensor, coefficients: Coefficients, steps: int, eps: float) -> None:
     a, b, c = coefficients
     is_one = stack.shape[0] == 1
     own = stack[0] if is_one else stack
