@@ -213,10 +213,10 @@ class WholeMatrices:
     def __call__(self, directions: Tensor) -> Tensor:
         """The same tensor, with updates in place of the directions."""
 
-def has_form(
-    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], param: Tensor, step: str
-) -> bool:
-    """Whether a saved state is as `form` says: csrc/torch/step/load.h."""
+def copies_as_stored(
+    rules: list[Any], groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> dict[int, dict[str, Tensor]]:
+    """Copies of saved states that are stored as the groups store theirs, by parameter: load.h."""
 
 def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """ValueError where a state dict has other parts, groups or numbers of parameters."""
@@ -231,11 +231,6 @@ def wrong_state(
     schema: Any, needed: tuple[str, ...], given: Any, param: Tensor
 ) -> tuple[str, str] | None:
     """The entry of a parameter's saved state that cannot be loaded, and what is wrong with it."""
-
-def copy_of_form(
-    saved: dict[str, Any], form: dict[str, tuple[torch.dtype, str]], step: str
-) -> dict[str, Tensor]:
-    """A copy of a saved state that has the form, as the step keeps it."""
 
 def tensors_measured() -> int:
     """How many tensors passes of this process have measured so far."""
@@ -362,6 +357,9 @@ def encode_(
 
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, in the shape and layout of data, which is dense."""
+
+def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+    """What a parameter's state holds of a rule's states, by name: float32, placed as param."""
 
 def encode_original(weight: Tensor, values: Tensor, by_place: bool) -> tuple[int, list[Tensor]]:
     """A weight's checksum, and the float32 values that it was rounded from.

@@ -1,7 +1,7 @@
 """The dtypes that amp_mp works with, and rounding to the low-precision ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,12 @@ def check_dtype(found: Any, choices: Sequence[torch.dtype], argument: str = "dty
     name = f"the string {found!r}" if isinstance(found, str) else str(found)
     remedy = f": write torch.{found}" if f"torch.{found}" in (*others, last) else ""
     raise ValueError(f"{argument} must be {', '.join(others)} or {last}, found {name}{remedy}")
+
+
+def check_choice(name: str, found: Any, known: Collection[str]) -> None:
+    """Raises ValueError naming the argument and what it may be."""
+    if found not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
 
 
 def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION, check_dtype
+from amp_mp.dtypes import LOW_PRECISION, check_choice, check_dtype
 from amp_mp.optim.state import formats as stored
 
 SPLITS = ("split32", "split24")
@@ -57,7 +57,7 @@ def encode(
     """
     if x.dtype != torch.float32:
         raise TypeError(f"x must be float32, found {x.dtype}")
-    _check(format)
+    check_choice("format", format, NAMES)
     if format in SPLITS:
         check_dtype(weight_dtype, LOW_PRECISION, "weight_dtype")
         weight, rest = _C.encode(x, stored.split_name(format, weight_dtype))
@@ -76,7 +76,7 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
 
     format: one of the module's. Raises ValueError for another format, or arrays that are not of it.
     """
-    _check(format)
+    check_choice("format", format, NAMES)
     count = 2 if format in SPLITS or format in stored.GROUPED else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
@@ -89,11 +89,6 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
             f"and {rest.dtype}"
         )
     return _C.decode(data, rest, stored.split_name(format, data.dtype))
-
-
-def _check(format: str) -> None:
-    if format not in NAMES:
-        raise ValueError(f"format must be one of {', '.join(NAMES)}; found {format!r}")
 
 
 __all__ = ["NAMES", "decode", "encode"]

@@ -55,10 +55,9 @@ class OverflowReport(list[NonFinite]):
                 f"Gradients exceed the format at loss scale {scale_text(self.scale)}: lower the "
                 "scale and skip this step, as a dynamic scale does by itself."
             )
-        scale = scale_text(self.scale)
-        where = (
-            "without a loss scale to lower" if self.scale == 1 else f"also at loss scale {scale}"
-        )
+        where = f"also at loss scale {scale_text(self.scale)}"
+        if self.scale == 1:
+            where = "without a loss scale to lower"
         return (
             f"Gradients are inf {where}: keep the layers around {last} in float32, or use "
             "bfloat16, which has float32's range."

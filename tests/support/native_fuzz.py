@@ -354,8 +354,11 @@ class Fuzz:
         remainder = self.tensor((2, 32), torch.int16)
         indices = torch.tensor([3, 5])
         param = self.tensor((2, 32))
-        form = {"exp_avg": (torch.float32, "param"), "step": (torch.float64, "number")}
+        _, rules, groups, states = self.optimizer()
         saved = {"exp_avg": self.tensor((2, 32)), "step": self.doubles()}
+        files = [{"params": list(range(len(group["params"])))} for group in groups]
+        found = {0: saved, **dict(enumerate(states.values()))}
+        state_dict = {"state": found, "param_groups": files}
         masters = _C.Masters(
             [
                 ("float32", None, "master", torch.float32),
@@ -423,8 +426,11 @@ class Fuzz:
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
             (_C.same_items, {"lists": [[1, 2], (3,)], "items": [1, 2, 3]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),
-            (_C.has_form, {"saved": saved, "form": form, "param": param}),
-            (_C.copy_of_form, {"saved": saved, "form": form, "step": "step"}),
+            (
+                _C.copies_as_stored,
+                {"rules": rules, "groups": groups, "state_dict": state_dict},
+            ),
+            (_C.decoded_states, {"rule": rules[0], "param": param, "state": saved}),
             (_C.scalar_on, {"device": torch.device("cpu"), "number": self.tensor((1,))}),
             (
                 _C.decide,

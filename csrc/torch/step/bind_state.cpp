@@ -96,6 +96,20 @@ void bind_arrays(py::module_& m) {
       },
       py::arg("param"), py::arg("declared"), py::arg("format"), py::arg("data"), py::arg("scales"),
       py::kw_only(), py::arg("seed"), py::arg("tensor_index"));
+  m.def(
+      "decoded_states",
+      [](const py::object& rule, const py::object& param, const py::dict& state) {
+        py::dict found;
+        for (const KeptState& kept : layout_of(rule)->states) {
+          const std::optional<HeldState> held = held_state(kept, state.ptr());
+          if (!held || !held->stored) continue;
+          const at::Tensor values =
+              values_of(held->data.detach(), held->scales, native(held->stored->format));
+          found[kept.name] = like(values, param.ptr());
+        }
+        return found;
+      },
+      py::arg("rule"), py::arg("param"), py::arg("state"));
 }
 
 }  // namespace

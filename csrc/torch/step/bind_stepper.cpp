@@ -135,14 +135,13 @@ void bind_stepper(py::module_& m) {
           py::arg("wait"))
       .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
 
-  m.def("has_form", &has_form, py::arg("saved"), py::arg("form"), py::arg("param"),
-        py::arg("step"));
+  m.def("copies_as_stored", &copies_as_stored, py::arg("rules"), py::arg("groups"),
+        py::arg("state_dict"));
   m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
   m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
   m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
   m.def("wrong_state", &wrong_state, py::arg("schema"), py::arg("needed"), py::arg("given"),
         py::arg("param"));
-  m.def("copy_of_form", &copy_of_form, py::arg("saved"), py::arg("form"), py::arg("step"));
   m.def("tensors_measured", &tensors_measured);
   m.def(
       "param_label",

@@ -9,24 +9,55 @@
 namespace amp_mp {
 namespace {
 
-enum class Kind { param, bytes, number, numbers };
+// What an entry of a state dict is: of the parameter's shape; the same with one more dimension of
+// 2, the bytes of 16-bit integers; or the step count, another number or two numbers of the clock.
+enum class Kind { param, bytes, step, number, numbers };
 
-std::pair<at::ScalarType, Kind> form_of(PyObject* row) {
-  if (!row || !PyTuple_Check(row) || PyTuple_GET_SIZE(row) != 2 ||
-      !PyUnicode_Check(PyTuple_GET_ITEM(row, 1)))
-    throw py::type_error("amp_mp: a row of a form must be (dtype, kind)");
-  PyObject* kind = PyTuple_GET_ITEM(row, 1);
-  const auto is = [&](const char* name) {
-    return PyUnicode_CompareWithASCIIString(kind, name) == 0;
+struct Row {
+  py::object entry;
+  at::ScalarType dtype;
+  Kind kind;
+};
+
+Row row_of(const py::object& entry, at::ScalarType dtype) {
+  return dtype == at::kShort ? Row{entry, at::kByte, Kind::bytes} : Row{entry, dtype, Kind::param};
+}
+
+// What a state dict has of a parameter as its group stores it; empty where that has groups of
+// elements, or the parameter's dtype is none of the optimizers'.
+std::vector<Row> form_of(const RuleLayout& layout, PyObject* group, const at::Tensor& param) {
+  static PyObject* const master = PyUnicode_InternFromString("master");
+  const auto format_at = [&](PyObject* name) {
+    return py::cast<std::string>(py::handle(number_of(group, name)));
   };
-  const auto dtype = py::cast<at::ScalarType>(py::handle(PyTuple_GET_ITEM(row, 0)));
-  if (is("param")) return {dtype, Kind::param};
-  if (is("bytes")) return {dtype, Kind::bytes};
-  return {dtype, is("number") ? Kind::number : Kind::numbers};
+  const at::ScalarType weight = param.scalar_type();
+  if (weight != at::kFloat && !is_low_precision(param)) return {};
+  std::vector<Row> form{{layout.step, at::kDouble, Kind::step},
+                        {layout.powers, at::kDouble, Kind::numbers},
+                        {layout.own, at::kDouble, Kind::number}};
+  for (const KeptState& kept : layout.states) {
+    const Format format = format_named(format_at(kept.name.ptr()));
+    for (const StoredFormat& stored : kept.formats) {
+      if (stored.format != format) continue;
+      if (!stored.scales.is_none()) return {};
+      form.push_back(row_of(stored.entry, stored.dtype));
+    }
+  }
+  const std::string wanted = format_at(master);
+  for (const MasterEntry& each : layout.masters)
+    if (is_low_precision(param) && each.format == wanted && each.weight.value_or(weight) == weight)
+      form.push_back(row_of(each.entry, each.dtype));
+  return form;
+}
+
+const Row* find_row(const std::vector<Row>& form, PyObject* name) {
+  for (const Row& row : form)
+    if (row.entry.equal(py::handle(name))) return &row;
+  return nullptr;
 }
 
 bool fits(const at::Tensor& t, const at::Tensor& param, Kind kind) {
-  if (kind == Kind::number) return t.dim() == 0;
+  if (kind == Kind::number || kind == Kind::step) return t.dim() == 0;
   if (kind == Kind::numbers) return t.dim() == 1 && t.size(0) == 2;
   const int64_t dims = param.dim();
   if (t.dim() != dims + (kind == Kind::bytes)) return false;
@@ -51,54 +82,66 @@ bool are_powers(const at::Tensor& t) {
   return std::all_of(powers, powers + 2, [](double power) { return power >= 0 && power <= 1; });
 }
 
-}  // namespace
-
-bool has_form(const py::dict& saved, const py::dict& form, const py::object& param,
-              const py::str& step) {
-  if (!is_plain(param.ptr()) || PyDict_Size(saved.ptr()) != PyDict_Size(form.ptr())) return false;
-  const at::Tensor& own = THPVariable_Unpack(param.ptr());
-  if (!own.is_contiguous()) return false;
-  PyObject *key, *value;
-  for (Py_ssize_t at = 0; PyDict_Next(saved.ptr(), &at, &key, &value);) {
-    PyObject* row = PyDict_GetItemWithError(form.ptr(), key);
-    if (!row && PyErr_Occurred()) throw py::error_already_set();
-    if (!row || !is_plain(value)) return false;
-    const auto [dtype, kind] = form_of(row);
-    const at::Tensor& t = THPVariable_Unpack(value);
-    if (t.scalar_type() != dtype || t.device() != own.device() || !is_memory(t) ||
-        !fits(t, own, kind))
+bool has_form(const py::dict& saved, const std::vector<Row>& form, const at::Tensor& param) {
+  if (form.empty() || py::len(saved) != form.size() || !param.is_contiguous()) return false;
+  for (const auto& [name, value] : saved) {
+    const Row* row = find_row(form, name.ptr());
+    if (!row || !is_plain(value.ptr())) return false;
+    const at::Tensor& t = THPVariable_Unpack(value.ptr());
+    if (t.scalar_type() != row->dtype || t.device() != param.device() || !is_memory(t) ||
+        !fits(t, param, row->kind))
       return false;
-    if (kind == Kind::numbers && !are_powers(t)) return false;
-    if (kind == Kind::number && PyUnicode_Compare(key, step.ptr()) == 0 && !is_count(t))
-      return false;
+    if (row->kind == Kind::numbers && !are_powers(t)) return false;
+    if (row->kind == Kind::step && !is_count(t)) return false;
   }
   return true;
 }
 
-py::dict copy_of_form(const py::dict& saved, const py::dict& form, const py::str& step) {
+py::dict copy_of_form(const py::dict& saved, const std::vector<Row>& form) {
   // No autograd graph holds a state: its views need no version counter in common.
   const at::AutoDispatchBelowADInplaceOrView plain_views;
   py::dict state;
   at::Tensor numbers;
-  PyObject *key, *value;
-  for (Py_ssize_t at = 0; PyDict_Next(saved.ptr(), &at, &key, &value);) {
-    if (!is_plain(value) || !PyUnicode_Check(key))
-      throw py::type_error("amp_mp: a saved state must hold plain tensors by name");
-    const at::Tensor& t = THPVariable_Unpack(value);
-    const Kind kind = form_of(PyDict_GetItemWithError(form.ptr(), key)).second;
+  for (const auto& [name, value] : saved) {
+    const at::Tensor& t = THPVariable_Unpack(value.ptr());
+    const Kind kind = find_row(form, name.ptr())->kind;
     at::Tensor copy;
-    if (kind == Kind::number || kind == Kind::numbers) {
-      if (!numbers.defined()) numbers = at::empty({4}, t.options());
-      const bool is_step = PyUnicode_Compare(key, step.ptr()) == 0;
-      copy = kind == Kind::numbers ? numbers.narrow(0, 1, 2) : numbers.select(0, is_step ? 0 : 3);
-      copy.copy_(t);
-    } else {
+    if (kind == Kind::param || kind == Kind::bytes) {
       copy = t.detach().clone();
       if (kind == Kind::bytes) copy = copy.view(at::kShort).squeeze(-1);
+    } else {
+      if (!numbers.defined()) numbers = at::empty({4}, t.options());
+      copy = kind == Kind::numbers ? numbers.narrow(0, 1, 2)
+                                   : numbers.select(0, kind == Kind::step ? 0 : 3);
+      copy.copy_(t);
     }
-    set_item(state.ptr(), py::reinterpret_borrow<py::object>(key), wrapped(copy));
+    set_item(state.ptr(), py::reinterpret_borrow<py::object>(name), wrapped(copy));
   }
   return state;
+}
+
+}  // namespace
+
+py::dict copies_as_stored(const py::list& rules, const py::list& groups,
+                          const py::dict& state_dict) {
+  const std::vector<GroupRule> own = rules_of(rules);
+  check_rules(own, groups);
+  const py::object states = state_dict["state"], files = state_dict["param_groups"];
+  py::dict found;
+  int64_t index = 0;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    PyObject* group = groups[number].ptr();
+    const py::list params = params_of(group), saved_as = files[py::int_(number)]["params"];
+    for (size_t i = 0; i < params.size(); ++i, ++index) {
+      const py::object param = params[i], saved = states.attr("get")(saved_as[i]);
+      if (!PyDict_CheckExact(saved.ptr()) || !is_plain(param.ptr())) continue;
+      const at::Tensor& t = THPVariable_Unpack(param.ptr());
+      const std::vector<Row> form = form_of(*own[number].layout, group, t);
+      const auto state = py::reinterpret_borrow<py::dict>(saved);
+      if (has_form(state, form, t)) found[py::int_(index)] = copy_of_form(state, form);
+    }
+  }
+  return found;
 }
 
 }  // namespace amp_mp

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.text_table import aligned
 
 DEVICES = ("cpu", "cuda")
@@ -59,8 +59,7 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
 
     What users have set with set_policy stays. Raises ValueError for another name.
     """
-    if table not in ("apex", "torch", "stock"):
-        raise ValueError(f'policies must be "apex", "torch" or "stock", found {table!r}')
+    check_choice("policies", table, ("apex", "torch", "stock"))
     with _lock:
         wanted = dict.fromkeys(_C.casting.policies(device), "stock")
         rows = _apex_rows(device, allow_banned) if table == "apex" else _torch_rows(device)
@@ -139,9 +138,7 @@ def set_policy(op: str, policy: str, device: str | None = None) -> ExitStack[Non
     Returns a context manager: at the end of its `with` block the policy is what it was before.
     Raises ValueError for an unknown policy or device, or an operator this torch does not have.
     """
-    known = _C.casting.policy_names()
-    if policy not in known:
-        raise ValueError(f"policy must be one of {', '.join(known)}; found {policy!r}")
+    check_choice("policy", policy, _C.casting.policy_names())
     devices = DEVICES if device is None else (check_device(device),)
     found = expand(op) if "::" in op else []
     if not found:

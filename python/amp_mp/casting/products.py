@@ -10,7 +10,8 @@ import torch
 from torch import distributed
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_choice
+from amp_mp.text_table import dtype_name
 
 CHOICES = ("auto", "native", "float32")
 VARIABLE = "AMP_MP_PRODUCTS"
@@ -32,7 +33,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     Raises ValueError as `check_products`.
     """
     check_products(products)
-    setting, name = os.environ.get(VARIABLE), str(dtype).removeprefix("torch.")
+    setting, name = os.environ.get(VARIABLE), dtype_name(dtype)
     if setting in SETTINGS[:3]:
         products = "native" if setting == name else "float32"
     elif products == "auto" and (products := _C.products.choice(dtype)) == "undecided":
@@ -45,10 +46,8 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
 
 def check_products(products: str) -> None:
     """Raises ValueError for another word, in the argument or in AMP_MP_PRODUCTS."""
-    setting = os.environ.get(VARIABLE, "measure")
-    for name, found, known in (("products", products, CHOICES), (VARIABLE, setting, SETTINGS)):
-        if found not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
+    check_choice("products", products, CHOICES)
+    check_choice(VARIABLE, os.environ.get(VARIABLE, "measure"), SETTINGS)
 
 
 def measured(dtype: torch.dtype) -> str:

@@ -73,10 +73,6 @@ class Contents:
                 if start == self.optimizer:
                     self.states.setdefault(name, {})[entry] = key
 
-    def weight(self, name: str) -> str:
-        """The key of a parameter or buffer of the model."""
-        return f"{self.model}{name}"
-
     def groups(self) -> dict[str, tuple[str, str]]:
         """The keys of the optimizer's param_groups, each with the group's number and the setting.
 

@@ -56,7 +56,7 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
         raise ValueError(
             "the checkpoint has none of the model's parameters, by their names; nothing was loaded"
         )
-    own = {contents.weight(name): value for name, value in targets.items()}
+    own = {f"{contents.model}{name}": value for name, value in targets.items()}
     if strict:
         missing = sorted(own.keys() - contents.keys)
         beside = {key for key in contents.tensors if key.startswith(contents.model)}

@@ -69,18 +69,13 @@ def run(action: Callable[..., Any], state: dict[str, Any], path: Path, failed: s
 def _gathered(own: Exception | None) -> list[Exception | None]:
     if not is_distributed():
         return [own]
+    # The nearest of Python's own classes, which take one string.
+    kinds = (FileNotFoundError, FileExistsError, OSError, TypeError, ValueError)
+    kind = next((kind for kind in kinds if isinstance(own, kind)), RuntimeError)
     found: list[Any] = [None] * torch.distributed.get_world_size()
     try:
-        torch.distributed.all_gather_object(found, _sendable(own))
+        torch.distributed.all_gather_object(found, None if own is None else (kind, str(own)))
     except RuntimeError as error:
         error.add_note(MISSING)
         raise
-    return [None if each is None else each[0](*each[1]) for each in found]
-
-
-def _sendable(error: Exception | None) -> tuple[type[Exception], tuple[str]] | None:
-    """An error as a class that takes one string, the nearest of Python's own, and its message."""
-    if error is None:
-        return None
-    kinds = (FileNotFoundError, FileExistsError, OSError, TypeError, ValueError)
-    return next((k for k in kinds if isinstance(error, k)), RuntimeError), (str(error),)
+    return [None if each is None else each[0](each[1]) for each in found]

@@ -61,7 +61,9 @@ def save(
         for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
             refuse_swapped(each.parameters(), "checkpoint.save()")
         optimizer_part.refuse_sharded(more)
-        by_name = None if optimizer is None else optimizer_part.named_state(model, optimizer)
+        state: dict[str, Any] = {"model": weights}
+        if optimizer is not None:
+            state["optimizer"] = optimizer_part.named_state(model, optimizer)
         if is_first_process():
             _refuse_other_files(target)
             _refuse_other_files(unfinished, kept=True)
@@ -72,9 +74,6 @@ def save(
     for name, value in weights.items():
         if name.endswith(model_part.EXTRA) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
-    state: dict[str, Any] = {"model": weights}
-    if by_name is not None:
-        state["optimizer"] = by_name
     with all_or_none():
         kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
         state = with_structure(state | kept, kept)
@@ -177,12 +176,8 @@ def load(
         template = model_part.template(contents, targets, strict)
         if optimizer is not None:
             optimizer_part.check_has_optimizer(contents, names, strict)
-        states = {
-            name: optimizer_part.template(
-                contents, name, param, None if name in names else MASTER_ENTRIES
-            )
-            for name, param in params.items()
-        }
+        wanted = {name: None if name in names else MASTER_ENTRIES for name in params}
+        states = {n: optimizer_part.template(contents, n, p, wanted[n]) for n, p in params.items()}
         others = [*contents.others(), *(contents.groups() if groups else ())]
         values = template | {key: contents.empty(key) for key in others}
         for name, state in states.items():
@@ -190,11 +185,9 @@ def load(
     failed = f"{path} could not be read; nothing was loaded"
     run(state_dict_loader.load, values, Path(path), failed)
     with all_or_none():
-        weights = {n: values[k] for n in targets if (k := contents.weight(n)) in template}
-        states = {
-            name: {entry: values[contents.states[name][entry]] for entry in state}
-            for name, state in states.items()
-        }
+        weights = {n: values[k] for n in targets if (k := f"{contents.model}{n}") in template}
+        for name, state in states.items():
+            state |= {entry: values[contents.states[name][entry]] for entry in state}
         masters = model_part.float32_values(params, weights, states, names)
         packed = None
         if optimizer is not None:  # keep_masters sets those that have float32 values

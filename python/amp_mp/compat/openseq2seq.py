@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.policies import NAMES, ScalePolicy, Static, check_scale
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -182,8 +182,7 @@ def mixed_precision(
     if name == "mixed":
         default = "float16" if any(p.is_cuda for p in model.parameters()) else "bfloat16"
         low = str(config.get("low_precision", default)).removeprefix("torch.")
-        if low not in ("float16", "bfloat16"):
-            raise ValueError(f'low_precision must be "float16" or "bfloat16", found {low!r}')
+        check_choice("low_precision", low, ("float16", "bfloat16"))
         wrapper = MixedPrecisionOptimizerWrapper
         return prepare(model, DTYPES[low]), wrapper(optimizer, policy, **options)
     if name not in DTYPES:

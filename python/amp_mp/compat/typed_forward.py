@@ -256,15 +256,13 @@ def _put(module: nn.Module, tensors: Mapping[TensorKey, Tensor]) -> None:
         module.__dict__["_flat_weights"] = own
 
 
-def _mapped(
-    function: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs
-) -> tuple[Args, Kwargs]:
-    """The arguments with the function applied to each tensor, once if it is there several times."""
+def _mapped(change: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments with a function applied to each tensor, once if it is there several times."""
     done: dict[Tensor, Tensor] = {}  # attention asks whether its query is its key
 
     def once(tensor: Tensor) -> Tensor:
         if tensor not in done:
-            done[tensor] = function(tensor)
+            done[tensor] = change(tensor)
         return done[tensor]
 
     named = {name: map_tensors(once, value) for name, value in kwargs.items()}

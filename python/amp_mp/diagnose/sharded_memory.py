@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import optim
-from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.base import stepper_of
-from amp_mp.optim.rule import kinds_of
-from amp_mp.optim.state.formats import NATIVE_FORMATS, native_name, split_name
+from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.text_table import aligned
 
 VERDICT_BYTES = 3 * 8  # sum of squares, largest |g|, number of inf and NaN, as float64
@@ -139,7 +136,7 @@ def sharded_memory(
     rows = []
     for recipe in recipes:
         width, computed = recipe.weights.itemsize, recipe.computes.itemsize
-        master, states = _master_and_states(recipe, optimizer, options)
+        master, states = _measured(recipe, optimizer, options)
         gathers = 2 if reshard_after_forward else 1
         scattered, reduced = others * parameters, 2 * (replicas - 1) / replicas * local
         rows.append(
@@ -158,17 +155,11 @@ def sharded_memory(
     return ShardedMemory(parameters, ranks, replicas, tuple(rows))
 
 
-def _master_and_states(
-    recipe: Recipe, optimizer: str, options: Mapping[str, Any]
-) -> tuple[float, float]:
+def _measured(recipe: Recipe, optimizer: str, options: Mapping[str, Any]) -> tuple[float, float]:
     """Bytes an element of the master, and of all states, as the optimizer itself chooses them."""
-    param: Tensor = nn.Parameter(torch.zeros(1, 1, dtype=recipe.weights))
+    param: Tensor = nn.Parameter(torch.zeros(32, 32, dtype=recipe.weights))
     made = getattr(optim, optimizer)([param], lr=1.0, memory=recipe.memory, **options)
-    group, kinds = made.param_groups[0], kinds_of(stepper_of(made).group_rules())
-    formats = [NATIVE_FORMATS[native_name(group[name])] for name in kinds]
-    states = sum(entry["width"] + entry["rest_width"] / entry["group"] for entry in formats)
-    if recipe.weights not in LOW_PRECISION or group["master"] == "none":
-        return 0, states
-    if group["master"] == "float32":
-        return torch.float32.itemsize, states
-    return NATIVE_FORMATS[split_name(group["master"], recipe.weights)]["rest_width"], states
+    made.init_state()
+    found = made.memory_report().per_parameter
+    master = sum(found.pop(entry, 0) for entry in MASTER_ENTRIES)
+    return master, sum(each for kind, each in found.items() if kind not in ("weight", "step"))

@@ -69,9 +69,8 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"init_scale must be finite and above 2^-128, found {init_scale!r}")
         self._updates = ScaleUpdates(self._scale_numbers)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        numbers = init_scale, growth_factor, backoff_factor, growth_interval
+        super().__init__(device, *numbers, enabled)
 
     def scale(self, outputs: Any) -> Any:
         """As torch's. May be captured by a CUDA graph, with or without the rest of an iteration."""
@@ -92,29 +91,25 @@ class GradScaler(torch.amp.GradScaler):
 
         RuntimeError where a scaled loss was added after unscale_, as where a loop begins again.
         """
-        if self._enabled and self._per_optimizer_states[id(optimizer)].get("mixed"):
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state.get("mixed"):
             raise RuntimeError(
                 "a scaled loss was added to gradients that unscale_ had divided by the loss scale; "
                 f"the step would be up to {self.get_scale():g} times too large. Step before that "
                 "loss's backward; after an interrupt call scaler.update() and optimizer.zero_grad()"
             )
-        if (
-            not self._enabled
-            or "closure" in kwargs
-            or not isinstance(optimizer, FusedOptimizer)
-            or not optimizer.amp_scaling
-            or stepper_of(optimizer).releases
-        ):
-            if self._enabled:  # unscale_ may have found it on another stream
-                state = self._per_optimizer_states[id(optimizer)]
-                _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
+        own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
+        if own is None or "closure" in kwargs or stepper_of(own).releases:
+            # unscale_ may have found it on another stream
+            _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         measures = state["stage"] is OptState.READY  # and not after unscale_
-        check_gradients(optimizer)
+        check_gradients(own)
         outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
             handed = Handed(scale if outer is None else scale * outer, measure=True)
@@ -123,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
             handed = Handed(outer, found_inf)
-        stepper = stepper_of(optimizer)
+        stepper = stepper_of(own)
         steps = stepper.native.count
         result = stepper.step_with(handed, *args, **kwargs)
         verdict = stepper.native.verdict
@@ -217,9 +212,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        for hook in [
-            hook for s in self._per_optimizer_states.values() for hook in s.get("hooks", ())
-        ]:
+        states = list(self._per_optimizer_states.values())
+        for hook in [hook for state in states for hook in state.get("hooks", ())]:
             hook.remove()
         policy = self._policy
         if new_scale is not None:  # set by hand
@@ -229,7 +223,6 @@ class GradScaler(torch.amp.GradScaler):
                 policy.scale = float(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
-        states = list(self._per_optimizer_states.values())
         taken = self._updates.take(alone=len(states) == 1)
         if taken is not None and policy is None:
             self._scale, self._growth_tracker = taken

@@ -96,9 +96,7 @@ def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None
     return Selection(list(modules.values()), rotary, kept | chosen | inside)
 
 
-def matching(
-    model: nn.Module, wanted: Kept, argument: str
-) -> tuple[dict[int, nn.Module], set[int]]:
+def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.Module], set[int]]:
     """Modules by id, and ids of single tensors, that types and patterns name; or an error."""
     modules: dict[int, nn.Module] = {}
     kept: set[int] = set()
@@ -108,20 +106,18 @@ def matching(
             modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
         elif isinstance(entry, nn.Module):
             if all(entry is not module for module in model.modules()):
-                raise ValueError(f"{argument}: this {type(entry).__name__} is not in the model")
+                raise ValueError(f"{where}: this {type(entry).__name__} is not in the model")
             modules[id(entry)] = entry
         elif isinstance(entry, str):
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
             names = fnmatch.filter(tensors, entry)
             if not found and not names:
-                text = f"{argument}: {entry!r} matches no module or parameter of the model"
+                text = f"{where}: {entry!r} matches no module or parameter of the model"
                 raise ValueError(text)
             modules |= found
             kept |= {id(tensors[name]) for name in names}
         else:
-            raise TypeError(
-                f"{argument} takes nn.Module types, modules and strings, found {entry!r}"
-            )
+            raise TypeError(f"{where} takes nn.Module types, modules and strings, found {entry!r}")
     return modules, kept
 
 

@@ -13,22 +13,8 @@ from amp_mp.optim.muon.muon import Muon
 from amp_mp.optim.sgd import LARS, SGD
 from amp_mp.optim.state.memory_report import MemoryReport
 
+# fmt: off
 __all__ = [
-    "LAMB",
-    "LARS",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "FusedOptimizer",
-    "Lion",
-    "MemoryReport",
-    "Muon",
-    "NAdam",
-    "NovoGrad",
-    "RAdam",
-    "RMSprop",
-    "forget",
+    "LAMB", "LARS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "FusedOptimizer",
+    "Lion", "MemoryReport", "Muon", "NAdam", "NovoGrad", "RAdam", "RMSprop", "forget",
 ]

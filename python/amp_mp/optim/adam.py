@@ -11,12 +11,8 @@ from amp_mp.optim.rule import OwnNumber, Rule, State, numbers, same_in_all_group
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
 AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact", late=True))
 NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
-RADAM_NUMBERS = numbers(*("lr", "betas", "eps", "weight_decay"), decoupled_weight_decay="decoupled")
-NADAM_NUMBERS = numbers(
-    *("lr", "betas", "eps", "weight_decay"),
-    decoupled_weight_decay="decoupled",
-    momentum_decay="momentum",
-)
+RADAM_NUMBERS = NUMBERS + numbers(decoupled_weight_decay="decoupled")
+NADAM_NUMBERS = RADAM_NUMBERS + numbers(momentum_decay="momentum")
 
 
 class AdamW(FusedOptimizer):

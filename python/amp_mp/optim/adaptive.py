@@ -14,6 +14,7 @@ ADADELTA_NUMBERS = numbers("lr", "eps", "weight_decay", rho="beta2")
 ADAMAX_NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
 SUM = State("sum", "square", initial="initial_accumulator_value")
 BUFFER, SQUARE = State("momentum_buffer", "moment", late=True), State("square_avg", "square")
+GRAD_AVG = State("grad_avg", "exact", late=True)
 EXP_AVG, EXP_INF = State("exp_avg", "moment"), State("exp_inf", "exact")
 
 
@@ -75,11 +76,7 @@ class RMSprop(FusedOptimizer):
     _rules = (
         Rule("plain_rmsprop_", RMSPROP_NUMBERS, (SQUARE,)),
         Rule("rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE)),
-        Rule(
-            "centered_rmsprop_",
-            RMSPROP_NUMBERS,
-            (BUFFER, SQUARE, State("grad_avg", "exact", late=True)),
-        ),
+        Rule("centered_rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE, GRAD_AVG)),
     )
 
     def __init__(

@@ -14,13 +14,7 @@ from torch import nn
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
-from amp_mp.optim.options import (
-    Options,
-    check_group,
-    check_keys,
-    check_options,
-    full_signature,
-)
+from amp_mp.optim.options import Options, check_group, check_keys, check_options, full_signature
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.loading import load_state
@@ -171,9 +165,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Returns the attachment; `remove()` or the end of a `with` block ends it.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        made = self._stepper.attachment = attach(
-            self._stepper, model, release, measure, scaler, clip
-        )
+        made = attach(self._stepper, model, release, measure, scaler, clip)
+        self._stepper.attachment = made
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,9 +181,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
+            self._complete(self.param_groups[-1])
             for param, info in param_infos(self.param_groups):
                 if param.requires_grad or param.is_meta:  # frozen ones may have any dtype
                     refuse_param(param, info.label)
+                group = self.param_groups[info.group]
+                if (directions := self._rules_of(group)[0].directions) is not None:
+                    directions.refuse(group, param, info.label)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

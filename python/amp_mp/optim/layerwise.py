@@ -4,13 +4,13 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from amp_mp.optim.adam import MOMENTS, NUMBERS
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Number, OwnNumber, Rule, State, numbers
+from amp_mp.optim.rule import Number, OwnNumber, Rule, numbers
 
-NUMBERS = ("lr", "betas", "eps", "weight_decay")
-MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
-NOVOGRAD_NUMBERS = (*numbers(*NUMBERS), Number("dampening", "betas", 0, when="grad_averaging"))
+LAMB_NUMBERS = NUMBERS + numbers("always_adapt")
+NOVOGRAD_NUMBERS = (*NUMBERS, Number("dampening", "betas", 0, when="grad_averaging"))
 LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
 
 
@@ -34,7 +34,7 @@ class LAMB(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
 
-    _rules = (Rule("lamb_", numbers(*NUMBERS, "always_adapt"), MOMENTS, needs_norms=True),)
+    _rules = (Rule("lamb_", LAMB_NUMBERS, MOMENTS, needs_norms=True),)
 
     def __init__(
         self,

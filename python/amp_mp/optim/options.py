@@ -8,7 +8,8 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from torch import Tensor
 
-from amp_mp.optim.state.formats import ROUNDINGS, check_choice
+from amp_mp.dtypes import check_choice
+from amp_mp.optim.state.formats import ROUNDINGS
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.text_table import warn
 
@@ -54,8 +55,6 @@ NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
 FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "use_nvlamb"}
-
-
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -72,8 +71,8 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         )
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not there; use torch.optim")
-    _check_number("max_grad_norm", options.get("max_grad_norm"), optional=True)
     max_grad_norm = options.get("max_grad_norm")
+    _check_number("max_grad_norm", 1.0 if max_grad_norm is None else max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
 
@@ -96,12 +95,11 @@ def check_group(group: Mapping[str, Any]) -> None:
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, found {betas!r}")
-    for name, value in [("betas[0]", betas[0]), ("betas[1]", betas[1])]:
+    decays = {"betas[0]": betas[0], "betas[1]": betas[1], "alpha": group.get("alpha", 0.0)}
+    for name, value in decays.items():
         _check_number(name, value)
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1), found {value!r}")
-    if not 0 <= group.get("alpha", 0.0) < 1:
-        raise ValueError(f"alpha must be in [0, 1), found {group['alpha']!r}")
     if not 0 <= group.get("rho", 0.0) <= 1:
         raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
     decay = max(map(float, (betas[1], group.get("alpha", 0.0), group.get("rho", 0.0))))
@@ -112,18 +110,16 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
         warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
     check_muon(group)
-    dampens = "dampening" in group  # Muon has none
-    if (
-        dampens
-        and group.get("nesterov")
-        and (group.get("momentum", 1) <= 0 or group["dampening"] != 0)
-    ):
+    dampens = group.get("nesterov") and "dampening" in group  # Muon's groups have none
+    if dampens and (group.get("momentum", 1) <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
         )
-    check_rounding(group)
-    check_seed(group)
+    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+    seed = group.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
@@ -148,13 +144,12 @@ def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> No
 
 def check_muon(group: Mapping[str, Any]) -> None:
     """Raises ValueError naming a number of Muon's that a param_group has and that cannot be."""
-    if "use_muon" in group and not isinstance(group["use_muon"], bool):
-        raise ValueError(f"use_muon must be True or False, found {group['use_muon']!r}")
+    for name in ("use_muon", "flatten"):
+        if not isinstance(group.get(name, False), bool):
+            raise ValueError(f"{name} must be True or False, found {group[name]!r}")
     split = group.get("split", 1)
     if isinstance(split, bool) or not isinstance(split, int) or split < 1:
         raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
-    if not isinstance(group.get("flatten", False), bool):
-        raise ValueError(f"flatten must be True or False, found {group['flatten']!r}")
     if "ns_steps" not in group:
         return
     coefficients, steps = group.get("ns_coefficients"), group["ns_steps"]
@@ -168,21 +163,7 @@ def check_muon(group: Mapping[str, Any]) -> None:
         raise ValueError(f"adjust_lr_fn must be one of {known}; found {group['adjust_lr_fn']!r}")
 
 
-def check_rounding(group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a rounding of a param_group that is not known."""
-    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
-
-
-def check_seed(group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a seed of a param_group that cannot be."""
-    seed = group.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
-
-
-def _check_number(name: str, value: Any, optional: bool = False) -> None:
-    if optional and value is None:
-        return
+def _check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_meta or value.is_complex():
             found = f"shape {tuple(value.shape)}, {value.dtype} on {value.device}"

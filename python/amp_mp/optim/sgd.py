@@ -4,6 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from amp_mp.dtypes import check_choice
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Number, Rule, State, has_momentum, numbers
@@ -13,10 +14,8 @@ LARS_NUMBERS = numbers(
     trust_coefficient="trust",
 )
 # A group without momentum in an optimizer that has some is not dampened.
-NUMBERS = (
-    *numbers("lr", "momentum", "weight_decay", "nesterov"),
-    Number("dampening", "dampening", when="momentum"),
-)
+DAMPENING = Number("dampening", "dampening", when="momentum")
+NUMBERS = (*numbers("lr", "momentum", "weight_decay", "nesterov"), DAMPENING)
 BUFFER = (State("momentum_buffer", "moment", late=True),)
 
 
@@ -64,10 +63,7 @@ class SGD(FusedOptimizer):
         momentum_form: str = "unscaled",
         **options: Unpack[Options],
     ) -> None:
-        if momentum_form not in ("unscaled", "scaled"):
-            raise ValueError(
-                f'momentum_form must be "unscaled" or "scaled", found {momentum_form!r}'
-            )
+        check_choice("momentum_form", momentum_form, ("unscaled", "scaled"))
         if momentum_form == "scaled" and dampening != 0:
             raise ValueError(f'momentum_form="scaled" has no dampening, found {dampening=!r}')
         self.momentum_form = momentum_form

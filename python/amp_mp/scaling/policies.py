@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.dtypes import check_choice
 
 # The fields of each kind's state. A state begins with the position of its kind.
 KINDS = _C.scale_kinds()
@@ -214,8 +215,7 @@ class Hysteresis(ScalePolicy):
         scale_min: float = 1.0,
         scale_max: float = NO_CEILING,
     ) -> None:
-        if refill not in ("clean_step", "growth"):
-            raise ValueError(f'refill must be "clean_step" or "growth", found {refill!r}')
+        check_choice("refill", refill, ("clean_step", "growth"))
         settings = scale_min, scale_max, growth_factor, backoff_factor, growth_interval, hysteresis
         own = {"refill_on_growth": float(refill == "growth"), "hysteresis_tracker": hysteresis}
         super().__init__(init_scale, *settings, **own)

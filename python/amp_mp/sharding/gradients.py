@@ -80,15 +80,11 @@ class GradientStatistics:
         self._params = list(params)
         self._device = local_of(params[0]).device if params else torch.device("cpu")
         self._reduction = Reduction(self._params, process_groups, self._device)
+        self.is_needed = self._reduction.is_needed
 
     def is_of(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these param_groups hold the same parameters still."""
         return _C.same_items([group["params"] for group in groups], self._params)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether other processes hold a part of anything."""
-        return self._reduction.is_needed
 
     def totals(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
         """As `measure`, of all processes; where several have a part, on one device."""

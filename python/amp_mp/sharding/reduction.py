@@ -78,32 +78,26 @@ class Reduction:
         device: of the rows. ValueError for process_groups of processes that share a DTensor.
         """
         refuse_meshes(process_groups, params)
+        count = len(params)
         groups: dict[str, Any] = {}
         keys: dict[tuple[str, ...], list[int]] = {}
         for index, param in enumerate(params):
             own = {group.group_name: group for group in split_groups(param)}
             groups |= own
             keys.setdefault(tuple(own), []).append(index)
-        self._device = device
         self._process_groups = list(process_groups)
         self._looked = False  # whether other processes' gradients are copies
-        self._keys = [self._selection(indices, len(params)) for indices in keys.values()]
+        self._keys = [selection(indices, count, device) for indices in keys.values()]
         self._of_keys, self._of_tensors = [], []
         for name, group in groups.items():
             numbers = [n for n, key in enumerate(keys) if name in key]
             rows = sorted(i for key, indices in keys.items() if name in key for i in indices)
-            self._of_keys.append((group, self._selection(numbers, len(keys))))
-            self._of_tensors.append((group, self._selection(rows, len(params))))
-
-    @property
-    def splits_differ(self) -> bool:
-        """Whether one all-reduce over the groups of any one tensor would miss other processes."""
-        return self.is_needed and (len(self._keys) > 1 or bool(self._process_groups))
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether other processes hold a part of anything."""
-        return bool(self._of_keys or self._process_groups)
+            self._of_keys.append((group, selection(numbers, len(keys), device)))
+            self._of_tensors.append((group, selection(rows, count, device)))
+        # Whether other processes hold a part of anything, and whether one all-reduce over the
+        # groups of any one tensor would miss some of them.
+        self.is_needed = bool(groups or process_groups)
+        self.splits_differ = self.is_needed and (len(keys) > 1 or bool(process_groups))
 
     def total(self, rows: Tensor) -> Tensor:
         """float64 [3]: the statistics of all tensors together, on all processes."""
@@ -128,9 +122,11 @@ class Reduction:
         self._looked = True
         return total
 
-    def _selection(self, indices: list[int], count: int) -> Tensor | None:
-        same = len(indices) == count
-        return None if same else torch.tensor(indices, dtype=torch.long, device=self._device)
+
+def selection(indices: list[int], count: int, device: torch.device) -> Tensor | None:
+    """The indices of some of `count` rows, in any order; None for all of them as they are."""
+    same = indices == list(range(count))
+    return None if same else torch.tensor(indices, dtype=torch.long, device=device)
 
 
 def _warn_of_copies(rows: Tensor) -> None:

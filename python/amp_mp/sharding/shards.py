@@ -65,9 +65,8 @@ def origin_of(tensor: Any) -> Origin:
         return Origin()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     cut = [dim for dim, count in enumerate(shards_of(tensor)) if count > 1]
     if not cut or 0 in shape:
         return Origin()

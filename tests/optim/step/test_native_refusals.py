@@ -174,20 +174,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "part .* 2 dimensions",
     ),
-    "a form of other rows": (
-        lambda: _C.has_form({"a": torch.zeros(1)}, {"a": 3}, torch.zeros(1), "step"),  # type: ignore[dict-item]
-        TypeError,
-        "a row of a form",
-    ),
-    "a saved state without tensors": (
-        lambda: _C.copy_of_form({"a": 3}, {"a": (torch.float32, "param")}, "a"),
-        TypeError,
-        "plain tensors by name",
-    ),
-    "a saved state without a form": (
-        lambda: _C.copy_of_form({"a": torch.zeros(1)}, {}, "a"),
-        TypeError,
-        "a row of a form",
+    "saved states for other groups": (
+        lambda: _C.copies_as_stored([], [{"params": []}], {"state": {}, "param_groups": []}),
+        ValueError,
+        "0 rules, but 1 param_groups",
     ),
     "original values of nothing": (
         lambda: _C.decode_original(BF16, []),

@@ -314,7 +314,7 @@ def test_states_of_another_width_are_converted_when_loaded(device: str) -> None:
         ),
         (lambda p: amp.optim.AdamW(p, exp_avg="float16_root"), "exp_avg must be one of float32"),
         (lambda p: amp.optim.AdamW(p, exp_avg_sq="int8"), "exp_avg_sq must be one of float32"),
-        (lambda p: amp.optim.SGD(p, momentum_form="new"), 'momentum_form must be "unscaled"'),
+        (lambda p: amp.optim.SGD(p, momentum_form="new"), "momentum_form must be one of unscaled"),
         (
             lambda p: amp.optim.SGD(p, momentum=0.9, dampening=0.1, momentum_form="scaled"),
             'momentum_form="scaled" has no dampening',

@@ -5,13 +5,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from amp_mp.dtypes import check_choice
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler
 from amp_mp.optim.backward.release import Release, refuse_shards
-from amp_mp.optim.state.formats import check_choice
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.shards import is_dtensor
-
-CLIPS = ("parameter", "previous")
 
 
 def attach(
@@ -28,7 +26,7 @@ def attach(
             "release and measure: exactly one of them has to be True, found "
             f"{release!r} and {measure!r}; release=True measures where anything needs it"
         )
-    check_choice("clip", clip, CLIPS)
+    check_choice("clip", clip, ("parameter", "previous"))
     if scaler is not None and not isinstance(scaler, Scaler):
         raise TypeError(
             f"scaler must be an amp_mp.GradScaler, found {type(scaler)}: torch's own asserts that "
@@ -58,6 +56,4 @@ def attach(
         )
     if release and any(is_dtensor(p) and p in own for p in model.parameters()):
         refuse_shards(stepper, scaler, clip)
-    if release:
-        return Release(stepper, model, scaler, clip)
-    return Measure(stepper, model)
+    return Release(stepper, model, scaler, clip) if release else Measure(stepper, model)

@@ -2,19 +2,12 @@
 
 import weakref
 from collections.abc import MutableMapping, MutableSet
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-
-class Stepper(Protocol):
-    """An attachment that takes averaged gradients."""
-
-    def arrive_averaged(self, param: Tensor, grad: Tensor) -> None:
-        """Called once per parameter and synchronised backward, on any thread."""
 
 
 class DDPHook:
@@ -27,7 +20,7 @@ class DDPHook:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Registers itself; raises ValueError where the model has another hook."""
         self._group = model.process_group
-        self.steppers: MutableSet[Stepper] = weakref.WeakSet()  # they get the gradients
+        self.steppers: MutableSet[Any] = weakref.WeakSet()  # Release: they get the gradients
         try:
             # A lambda has no annotations: torch refuses a bucket that is annotated as Any.
             model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))

@@ -168,7 +168,10 @@ class Release(Attachment):
                     "attach with scaler="
                 )
             if self._whole.is_needed:
-                return self._whole_totals()
+                device = local_of(next(iter(self._infos))).device
+                none = no_gradient_on(device)
+                known = [self._rows[p].to(device) if p in self._rows else none for p in self._infos]
+                return {device: self._whole.total_of(torch.stack(known))}
             rows: dict[torch.device, list[Tensor]] = {}
             for param in self._infos:
                 own = rows.setdefault(param.device, [])
@@ -180,12 +183,6 @@ class Release(Attachment):
                 device: _C.combine(torch.stack(own))[-1] if own else no_gradient_on(device)
                 for device, own in rows.items()
             }
-
-    def _whole_totals(self) -> dict[torch.device, Tensor]:
-        device = local_of(next(iter(self._infos))).device
-        none = no_gradient_on(device)
-        rows = [self._rows[p].to(device) if p in self._rows else none for p in self._infos]
-        return {device: self._whole.total_of(torch.stack(rows))}
 
     def _step_others(self) -> None:
         """Steps parameters without a hook: outside the model, or unfrozen or added since."""
@@ -303,10 +300,7 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
 
 
 def warn_of_nonfinite(report: tuple[Any, ...] | None) -> None:
-    """Warns where gradients of the reported step were inf or NaN: the shards were stepped before.
-
-    report: StepReport's fields of the last step that has reached the host, or None.
-    """
+    """Warns where a report, a StepReport's fields, is of gradients that were inf or NaN."""
     if report is not None and report[1]:
         warn(
             f"gradients were inf or NaN in step {report[0]}, and release=True has "

@@ -13,13 +13,10 @@ from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.muon.sharded import make_updates
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
-from amp_mp.optim.step.params import param_infos
 
 # The numbers of Muon's groups that AdamW's do not have.
 OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split", "flatten")
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-
-
 MUON = Rule(
     "muon_",
     numbers("lr", "weight_decay", "momentum", "nesterov"),
@@ -122,12 +119,6 @@ class Muon(FusedOptimizer):
         if not param_group.get("use_muon", True):
             param_group = {**self._others, **param_group}
         super().add_param_group(param_group)
-        self._complete(self.param_groups[-1])
-        try:
-            self._refuse_shapes()
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def _complete(self, group: Group) -> None:
         if not group.get("use_muon", True):
@@ -136,12 +127,6 @@ class Muon(FusedOptimizer):
         super()._complete(group)
         for name in () if group["use_muon"] else OWN:
             group.pop(name, None)
-
-    def _refuse_shapes(self) -> None:
-        for param, info in param_infos(self.param_groups):
-            group = self.param_groups[info.group]
-            if group["use_muon"]:
-                refuse_shape(group, param, info.label)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_others": self._others}

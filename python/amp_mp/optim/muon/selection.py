@@ -110,9 +110,8 @@ def _heads(model: nn.Module) -> set[int]:
     list; if there is none, that of the last linear layer.
     """
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    tables = {
-        id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-    }
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    tables = {id(embedding.weight) for embedding in embeddings}
     found = {id(m.weight) for _, m in linear if id(m.weight) in tables}
     for name, module in linear:
         parts = name.split(".")

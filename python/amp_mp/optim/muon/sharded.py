@@ -161,28 +161,21 @@ class Exchange:
             own = [received[place] for place in places]
             stack = torch.cat(own).view(-1, *shape)
             orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            torch._foreach_copy_(
-                own, list(stack.flatten().split_with_sizes([t.numel() for t in own]))
-            )
+            made = stack.flatten().split_with_sizes([piece.numel() for piece in own])
+            torch._foreach_copy_(own, list(made))
         self._send(sent, received, self._sent, self._received)
         if mine:
-            torch._foreach_copy_(
-                mine, list(sent.split_with_sizes([size for _, size in self._from]))
-            )
+            made = sent.split_with_sizes([size for _, size in self._from])
+            torch._foreach_copy_(mine, list(made))
         return directions
 
     def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Exchanges elements, as many with each process as these say."""
         import torch.distributed as dist
 
-        # As bytes, which every backend carries.
-        dist.all_to_all_single(
-            to.view(torch.uint8),
-            source.view(torch.uint8),
-            [2 * n for n in arriving],
-            [2 * n for n in leaving],
-            group=self._group,
-        )
+        tensors = to.view(torch.uint8), source.view(torch.uint8)  # every backend carries bytes
+        sizes = [2 * n for n in arriving], [2 * n for n in leaving]
+        dist.all_to_all_single(*tensors, *sizes, group=self._group)
 
 
 class Gathering:

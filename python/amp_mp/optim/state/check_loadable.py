@@ -10,11 +10,11 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.options import RULE_NUMBERS, check_group
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import short_name
 from amp_mp.optim.state.schema import required, schema_of
+from amp_mp.text_table import dtype_name
 
 # The formats in which entries with plain names are read, by dtype; torch may have saved float64.
-NUMBERS = {dtype: short_name(dtype) for dtype in NATIVE} | {torch.float64: "float32"}
+NUMBERS = {dtype: dtype_name(dtype) for dtype in NATIVE} | {torch.float64: "float32"}
 
 # Numbers of param_groups that tell optimizers apart, torch's among them.
 OF_RULES = {"betas", "etas", "lambd", "beta2_decay", *RULE_NUMBERS}

@@ -1,11 +1,13 @@
 """How masters and states may be stored: the formats' names, dtypes and presets."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from amp_mp import _C
+from amp_mp.dtypes import check_choice
+from amp_mp.text_table import dtype_name
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
 # stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
@@ -39,25 +41,14 @@ PRESETS = {
     "micro": {"master": "split24", "moment": "m8", "square": "log8"},
 }
 
-
-def short_name(dtype: torch.dtype) -> str:
-    """A dtype's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
+Chosen = Mapping[str, str | None]  # formats by "master" or a state's name
+Kinds = Mapping[str, str]  # of states, by name
 
 
-def check_choice(name: str, found: Any, known: Collection[str]) -> None:
-    """Raises ValueError naming the argument and what it may be."""
-    if found not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}; found {found!r}")
+def resolve(memory: str | None, chosen: Chosen, kinds: Kinds) -> dict[str, str]:
+    """The format of the master and of each state: as chosen, else that of `memory`, a preset.
 
-
-def resolve(
-    memory: str | None, chosen: Mapping[str, str | None], kinds: Mapping[str, str]
-) -> dict[str, str]:
-    """The format of the master and of each state: as chosen, else the preset's.
-
-    memory: a preset or None. chosen: formats by "master" or a state's name, or None. kinds: of the
-    states, by name. Raises ValueError naming the argument.
+    Raises ValueError naming the argument.
     """
     if memory is not None:
         check_choice("memory", memory, PRESETS)
@@ -71,9 +62,7 @@ def resolve(
     return formats
 
 
-def resolve_group(
-    param_group: dict[str, Any], chosen: Mapping[str, str | None], kinds: Mapping[str, str]
-) -> None:
+def resolve_group(param_group: dict[str, Any], chosen: Chosen, kinds: Kinds) -> None:
     """Replaces the `memory` of a new param_group, and completes the formats that it names."""
     own = {name: param_group.get(name) for name in chosen}
     memory = param_group.pop("memory", None)
@@ -90,4 +79,4 @@ def native_name(format: str) -> str:
 
 def split_name(format: str, dtype: torch.dtype) -> str:
     """The kernels' name of a master's format beside weights of a dtype."""
-    return f"{short_name(dtype)}_{format}"
+    return f"{dtype_name(dtype)}_{format}"

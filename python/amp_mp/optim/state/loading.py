@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.check_loadable import NUMBERS, RulesOf, check_loadable
-from amp_mp.optim.state.formats import DTYPES, GROUPED
 from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.schema import (
     MASTER,
@@ -19,7 +18,6 @@ from amp_mp.optim.state.schema import (
     Entry,
     Schema,
     entry_name,
-    rows_of,
     scale_name,
     schema_of,
 )
@@ -34,8 +32,6 @@ from amp_mp.sharding.shards import (
 )
 
 State = dict[str, Any]  # of one parameter, by entry
-# What a saved state has, by entry: csrc/torch/step/load.h.
-Form = dict[str, tuple[torch.dtype, str]]
 
 
 def load_state(
@@ -65,33 +61,20 @@ def load_state(
     made: list[State | None] = []  # of each parameter
     undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
 
-    def find_forms(found: dict[str, Any]) -> dict[int, Form]:
-        forms: dict[int, Form] = {}  # of the parameters whose saved state has the optimizer's form
-        index = 0
-        for rule, group, file in zip(group_rules(), own_groups, found["param_groups"], strict=True):
-            known = {dtype: _form(rule, group, dtype) for dtype in NATIVE}
-            for param, number in zip(group["params"], file["params"], strict=True):
-                state, form = found["state"].get(number), known.get(param.dtype)
-                if type(state) is dict and form and _C.has_form(state, form, param, "step"):
-                    forms[index] = form
-                index += 1
-        return forms
-
     @torch.no_grad()
     def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
         _C.check_parts(found, own_groups)
         found = _C.by_names(found, own_groups)
-        others, forms = dict(found["state"]), find_forms(found)
-        check_loadable(found, params, rules, rules_of, forms)
+        others, copies = dict(found["state"]), _C.copies_as_stored(group_rules(), own_groups, found)
+        check_loadable(found, params, rules, rules_of, copies)
         for group, file in zip(own_groups, found["param_groups"], strict=True):
             stored = {**group, "seed": file.get("seed", optimizer.defaults["seed"])}
             for param, number in zip(group["params"], file["params"], strict=True):
                 saved, index = others.pop(number, None), len(made)
-                if index in forms:
-                    made.append(_C.copy_of_form(saved, forms[index], "step"))
-                else:
+                if saved and index not in copies:
                     old = before["state"].get(param, {})
-                    made.append(saved and _restored(schema, saved, old, param, stored, index, undo))
+                    saved = _restored(schema, saved, old, param, stored, index, undo)
+                made.append(copies.get(index, saved))
         return {**found, "state": others}
 
     def restore(_: Any) -> None:
@@ -119,27 +102,6 @@ def load_state(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _form(rule: Rule, group: Group, weight: torch.dtype) -> Form:
-    """What a state dict has of a parameter as its group stores it; empty with groups of elements.
-
-    weight: the parameter's dtype. By entry: the dtype there and what it is (load.h).
-    """
-    form: Form = {"step": (torch.float64, "number"), "beta_powers": (torch.float64, "numbers")}
-    form[rule.own.name if rule.own else "layer"] = (torch.float64, "number")
-    entries = []
-    for state in rule.states:
-        format = group[state.name]
-        if format in GROUPED:
-            return {}
-        rows = {row.name: row for row in rows_of(state.name)}
-        entries.append((rows[entry_name(state.name, format)], DTYPES[format]))
-    master = MASTER.get((group["master"], weight))
-    entries += [(master, torch.float32)] if master is not None else []
-    for entry, dtype in entries:
-        form[entry.name] = entry.shown or dtype, "bytes" if entry.in_bytes else "param"
-    return form
 
 
 def _restored(
@@ -180,10 +142,8 @@ def _restored(
         masters = {}
     elif not masters:  # a file of torch's: the master stays
         masters = {n: old[n] for n in MASTER_ENTRIES if old.get(n) is not None}
-    found = {
-        name: _C.copy_as(part(value, param), MASTER_ENTRIES[name].dtype, local)
-        for name, value in masters.items()
-    }
+    parts = {name: part(value, param) for name, value in masters.items()}
+    found = {n: _C.copy_as(own, MASTER_ENTRIES[n].dtype, local) for n, own in parts.items()}
     wanted_master = MASTER.get((group["master"], param.dtype))
     if wanted_master is not None and [*found] == [wanted_master.name]:
         state.update({name: like(value, param) for name, value in found.items()})

@@ -9,9 +9,7 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.formats import short_name
-from amp_mp.optim.state.schema import as_bytes, rows_of, schema_of
-from amp_mp.sharding.shards import like, local_of
+from amp_mp.optim.state.schema import as_bytes, schema_of
 
 
 def shown_state(
@@ -25,15 +23,11 @@ def shown_state(
     in_bytes = {name for name, entry in entries.items() if entry.in_bytes}
 
     def as_shown(_: Any, found: dict[str, Any]) -> None:
-        found["state"] = {
-            param: {
-                n: as_bytes(v) if n in in_bytes and isinstance(v, Tensor) else v
-                for n, v in state.items()
-            }
-            if isinstance(state, dict)
-            else state
-            for param, state in found["state"].items()
-        }
+        for param, state in found["state"].items():
+            if isinstance(state, dict):  # a new one: this one is the optimizer's own
+                held = {n: v for n, v in state.items() if n in in_bytes and isinstance(v, Tensor)}
+                shown = {name: as_bytes(value) for name, value in held.items()}
+                found["state"][param] = {**state, **shown}
 
     hook = optimizer.register_state_dict_post_hook(as_shown, prepend=True)
     try:
@@ -44,16 +38,12 @@ def shown_state(
 
 def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
     """See FusedOptimizer.torch_state_dict. rules, own: each group's, and entries of ours alone."""
-    packed = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = [number for group in packed["param_groups"] for number in group["params"]]
-    pairs = zip(optimizer.param_groups, rules, strict=True)
-    of_params = [rule for group, rule in pairs for _ in group["params"]]
-    state = {
-        number: _torch_state(param, rule, optimizer.state[param])
-        for number, param, rule in zip(ids, params, of_params, strict=True)
-        if optimizer.state.get(param)
-    }
+    packed, state = optimizer.state_dict(), {}
+    groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)
+    for rule, group, shown in groups:
+        for param, number in zip(group["params"], shown["params"], strict=True):
+            if optimizer.state.get(param):
+                state[number] = _torch_state(param, rule, optimizer.state[param])
     kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
     return {"state": state, "param_groups": kept}
 
@@ -63,10 +53,4 @@ def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, 
     if rule.own is not None:
         clock[rule.own.name] = state.get(rule.own.name, rule.own.start)
     shown = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
-    for name in rule.names:
-        row = next((row for row in rows_of(name) if state.get(row.name) is not None), None)
-        if row is not None:
-            data, scale = local_of(state[row.name]), local_of(state.get(row.scale))
-            format = row.format or short_name(data.dtype)
-            shown[name] = like(_C.decode(data, scale, format), param)
-    return shown
+    return shown | _C.decoded_states(rule, param, state)

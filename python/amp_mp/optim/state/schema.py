@@ -22,10 +22,10 @@ from amp_mp.optim.state.formats import (
     KINDS,
     MASTERS,
     NATIVE_FORMATS,
-    short_name,
     split_name,
 )
 from amp_mp.sharding.shards import like, local_of
+from amp_mp.text_table import dtype_name
 
 # The numbers that a parameter's clock consists of (core/rules/base.h, Clock), and how many each
 # entry has. The last two are names of Clock::own.
@@ -61,12 +61,11 @@ class Entry(NamedTuple):
 class Schema(NamedTuple):
     """The entries that a parameter's state may have under some rules.
 
-    entries: by name. kinds: of the states, by name. refused: by name, entries of formats that their
-    state cannot have, and what is wrong with them.
+    entries: by name. refused: by name, entries of formats that their state cannot have, and what is
+    wrong with them.
     """
 
     entries: dict[str, Entry]
-    kinds: dict[str, str]
     refused: dict[str, str]
 
 
@@ -79,7 +78,7 @@ def _master_entry(format: str, weight: torch.dtype) -> Entry:
     if format == "float32":
         return Entry("master", "master", "float32", torch.float32, None, "param")
     # Remainders beside weights of the other dtype are other numbers, hence another name.
-    end = "" if weight == torch.bfloat16 else f"_{short_name(weight)}"
+    end = "" if weight == torch.bfloat16 else f"_{dtype_name(weight)}"
     dtype = NATIVE_FORMATS[split_name(format, weight)]["rest_dtype"]
     assert dtype is not None
     return _coded(f"remainder{8 * dtype.itemsize}{end}", "master", format, dtype)
@@ -93,7 +92,7 @@ MASTER_ENTRIES = {entry.name: entry for entry in MASTER.values()}
 @cache
 def entry_name(name: str, format: str) -> str:
     """The entry that holds a state in a format: `exp_avg`, `exp_avg_m8`."""
-    plain = short_name(DTYPES[format])
+    plain = dtype_name(DTYPES[format])
     end = "" if format == plain else f"_{format.removeprefix(f'{plain}_')}"
     # A step looks entries up by the thousand, and a dict compares other objects letter by letter.
     return sys.intern(name + end)
@@ -127,8 +126,8 @@ def schema_of(rules: tuple[Rule, ...]) -> Schema:
     """The table for an optimizer that may use these rules."""
     found = [Entry(name, "step", "", torch.float64, None, "number") for name in CLOCK]
     found += MASTER.values()
-    kinds, refused = kinds_of(rules), {}
-    for name, kind in kinds.items():
+    refused = {}
+    for name, kind in kinds_of(rules).items():
         for row in rows_of(name):
             if row.format and row.format not in KINDS[kind]:
                 can = ", ".join(KINDS[kind])
@@ -138,7 +137,7 @@ def schema_of(rules: tuple[Rule, ...]) -> Schema:
             if row.scale:
                 dtype = NATIVE_FORMATS[row.format]["rest_dtype"]
                 found.append(Entry(row.scale, name, row.format, dtype, dtype, "scale"))
-    return Schema({entry.name: entry for entry in found}, kinds, refused)
+    return Schema({entry.name: entry for entry in found}, refused)
 
 
 @cache
@@ -168,10 +167,8 @@ def layout_of(rule: Rule) -> _C.RuleLayout:
     states = []
     for state in rule.states:
         rows = {row.format: row for row in rows_of(state.name)}
-        formats = []
-        for format, dtype in DTYPES.items():
-            row = rows.get(format, rows[""])
-            formats.append((format, dtype, row.name, row.scale or None))
+        stored = ((f, dtype, rows.get(f, rows[""])) for f, dtype in DTYPES.items())
+        formats = [(f, dtype, row.name, row.scale or None) for f, dtype, row in stored]
         states.append((state.name, state.initial, state.late, formats))
     own = rule.own or OwnNumber("layer", 0.0)
     options = () if rule.directions is None else rule.directions.options

@@ -8,8 +8,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_mp import _C
 from amp_mp.optim.rule import Group
-from amp_mp.sharding.gradients import GradientStatistics, local_gradient, measure
-from amp_mp.sharding.shards import is_dtensor
+from amp_mp.sharding.gradients import GradientStatistics, local_gradient
 
 
 class GradientMarks:
@@ -51,19 +50,10 @@ class GradientMarks:
 def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
     """The parameters whose gradients have an element that is not 0, on any process."""
     given = [param for param in params if param.grad is not None]
-    split = [param for param in given if is_dtensor(param)]
-    found = []
-    if split:
-        locals_ = [local_gradient(param, "a parameter") for param in split]
-        rows = GradientStatistics(split).of_tensors(locals_)
-        found += [p for p, row in zip(split, rows.tolist(), strict=True) if row[1] or row[2]]
-    for param in given:
-        grad = param.grad
-        if grad is not None and not is_dtensor(param):
-            values = grad.coalesce().values() if grad.is_sparse else grad
-            bad = any(total[1] > 0 or total[2] > 0 for total in measure([values]).values())
-            found += [param] if bad else []
-    return found
+    grads = [local_gradient(param, "a parameter") for param in given]
+    values = [g.coalesce().values() if g is not None and g.is_sparse else g for g in grads]
+    rows = GradientStatistics(given).of_tensors(values).tolist() if given else []
+    return [param for param, row in zip(given, rows, strict=True) if row[1] or row[2]]
 
 
 @dataclass

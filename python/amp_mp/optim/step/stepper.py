@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.options import check_rounding
+from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule, kinds_of
-from amp_mp.optim.state.formats import KINDS, check_choice
+from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
@@ -203,7 +203,7 @@ class Stepper:
 def check_formats(rule: Rule, group: Group, index: int) -> None:
     """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
     try:
-        check_rounding(group)
+        check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
         for name, kind in {"master": "master", **kinds_of([rule])}.items():
             check_choice(name, group[name], KINDS[kind])
         if rule.directions is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.sharding.reduction import Reduction
+from amp_mp.sharding.reduction import Reduction, selection
 
 
 class WholeStatistics:
@@ -26,13 +26,9 @@ class WholeStatistics:
         self._devices = [device for device, _ in buckets]
         self._device = self._devices[0] if buckets else torch.device("cpu")
         self._reduction = Reduction(params, process_groups, self._device)
-        self._count = len(params)
-        self._places = [self._place(indices) for _, indices in buckets]
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether other processes hold a part of anything."""
-        return self._reduction.is_needed
+        self.is_needed = self._reduction.is_needed
+        self._count = count = len(params)
+        self._places = [selection(indices, count, self._device) for _, indices in buckets]
 
     def refuse_stock_scaler(self) -> None:
         """Raises RuntimeError where torch's GradScaler would not see an overflow on all processes.
@@ -72,11 +68,6 @@ class WholeStatistics:
             return (whole if place is None else whole[place]).to(rows.device)
 
         return updates
-
-    def _place(self, indices: list[int]) -> Tensor | None:
-        if indices == list(range(self._count)):
-            return None
-        return torch.tensor(indices, dtype=torch.long, device=self._device)
 
     def _spread(self, rows: Tensor, place: Tensor | None) -> Tensor:
         """A bucket's rows as rows of all parameters, 0 for the others."""
