@@ -32,6 +32,16 @@ bool has_memory(const at::Tensor& t) {
   return !t._is_zerotensor() && uint64_t(last + 1) * t.element_size() <= t.storage().nbytes();
 }
 
+at::Tensor doubles_on_host(const at::Tensor& t) {
+  const bool is_dense = t.layout() == at::kStrided && t.is_cpu() && t.scalar_type() == at::kDouble;
+  if (is_dense && has_memory(t) && t.is_contiguous() && !t.is_neg()) return t;
+  const at::Tensor given = with_memory(t.detach());
+  TORCH_CHECK_VALUE(given.layout() != at::kStrided || given.is_meta() || has_memory(given),
+                    "amp_mp: a tensor of numbers (", describe(t),
+                    ") has no memory for its elements: its storage was made smaller");
+  return given.to(at::kCPU, at::kDouble).resolve_neg().contiguous();
+}
+
 at::Tensor with_memory(const at::Tensor& t) {
   return t.defined() && t._is_zerotensor() ? at::zeros(t.sizes(), t.options()) : t;
 }

@@ -30,6 +30,10 @@ bool is_subclass(const at::Tensor& t);
 // storage that was made smaller (FSDP frees parameters so).
 bool has_memory(const at::Tensor& t);
 
+// A tensor's numbers on the host, float64 and contiguous; waits for its device. ValueError where it
+// has no memory for them.
+at::Tensor doubles_on_host(const at::Tensor& t);
+
 // A ZeroTensor as zeros that have memory; any other tensor itself.
 at::Tensor with_memory(const at::Tensor& t);
 

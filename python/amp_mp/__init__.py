@@ -72,26 +72,11 @@ __all__ = [
 
 _LAZY = ("apex", "compat", "diagnose")  # imported when they are used
 # Where the names are that one may look for at the top.
-_PLACES = {
-    "apex.amp": "master_params",
-    "apex.contrib.clip_grad": "clip_grad_norm_",
-    "apex.contrib.xentropy": "SoftmaxCrossEntropyLoss",
-    "apex.fp16_utils": (
-        "BN_convert_float convert_network master_params_to_model_params "
-        "model_grads_to_master_grads network_to_half prep_param_lists tofp16"
-    ),
-    "apex.multi_tensor_apply": "MultiTensorApply multi_tensor_applier",
-    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
-    "apex.optimizers": (
-        "FusedAdagrad FusedAdam FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedSGD"
-    ),
-    "apex.parallel": "DistributedDataParallel LARC Reducer convert_syncbn_model",
-    "compat": (
-        "MixedPrecisionOptimizerWrapper TypedTensor l1 l2_half l2_sum mixed_precision "
-        "mp_regularizer_wrapper set_layer_types shift_for_scale"
-    ),
-    **{name: " ".join(globals()[name].__all__) for name in ("casting", "nn", "optim", "scaling")},
-}
+_PLACES = (
+    *("casting", "nn", "optim", "scaling", "compat", "apex.amp", "apex.fp16_utils"),
+    *("apex.normalization", "apex.optimizers", "apex.parallel", "apex.multi_tensor_apply"),
+    *("apex.contrib.clip_grad", "apex.contrib.xentropy"),
+)
 _HANDLE = "the method of the handle that amp_mp.init returns; amp_mp.apex.amp has Apex's"
 _ELSEWHERE = {
     "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low precision; "
@@ -99,14 +84,17 @@ _ELSEWHERE = {
     "scale_loss": _HANDLE,
     "wrap_optimizer": _HANDLE,
 }
-_ELSEWHERE |= {n: f"amp_mp.{place}.{n}" for place, names in _PLACES.items() for n in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     """Imports what is lazy; says where another name is."""
     if name in _LAZY:
         return importlib.import_module(f"amp_mp.{name}")
-    hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    place = _ELSEWHERE.get(name)
+    for folder in () if place or name.startswith("_") else _PLACES:
+        if name in importlib.import_module(f"amp_mp.{folder}").__all__:
+            place = place or f"amp_mp.{folder}.{name}"
+    hint = f"; use {place}" if place else ""
     raise AttributeError(f"module 'amp_mp' has no attribute {name!r}{hint}")
 
 

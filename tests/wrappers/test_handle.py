@@ -298,7 +298,7 @@ def test_a_wrong_number_of_losses_is_refused(start: Start, device: str, num_loss
     handle = start(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="num_loss must be a whole number above 0"):
         handle.wrap_optimizer(torch.optim.SGD([weight_on(device)]), num_loss)
-    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, found list"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer.*found list"):
         handle.wrap_optimizer([], 1)
 
 

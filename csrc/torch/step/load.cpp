@@ -72,12 +72,12 @@ bool is_memory(const at::Tensor& t) {
 
 // Whether the clock can be what it says: steps are counted from 0, and powers are of betas.
 bool is_count(const at::Tensor& t) {
-  const double number = t.item().toDouble();
+  const double number = doubles_on_host(t).item<double>();
   return number >= 0 && std::isfinite(number) && number == std::floor(number);
 }
 
 bool are_powers(const at::Tensor& t) {
-  const at::Tensor here = t.cpu();
+  const at::Tensor here = doubles_on_host(t);
   const double* powers = here.const_data_ptr<double>();
   return std::all_of(powers, powers + 2, [](double power) { return power >= 0 && power <= 1; });
 }

@@ -46,9 +46,7 @@ void drop_item(PyObject* dict, const py::object& key) {
 
 double number_in(PyObject* object) {
   if (is_plain(object)) {
-    const at::Tensor& t = THPVariable_Unpack(object);
-    const bool is_here = t.is_cpu() && t.scalar_type() == at::kDouble && t.numel() == 1;
-    return is_here ? *t.const_data_ptr<double>() : t.item().toDouble();
+    return doubles_on_host(THPVariable_Unpack(object)).item<double>();
   }
   const double number = PyFloat_AsDouble(object);
   if (number == -1 && PyErr_Occurred()) throw py::error_already_set();

@@ -135,7 +135,7 @@ py::object wrong_state(const py::object& schema, const py::tuple& needed, const 
   }
   for (const py::handle& name : needed)
     if (!held.count(text_of(name)) && !item_of(state.ptr(), name.ptr()) && step &&
-        (is_tensor(step) ? local_of(step).item().toDouble() : number_in(step)) > 0)
+        (is_tensor(step) ? doubles_on_host(local_of(step)).item<double>() : number_in(step)) > 0)
       return wrong(name, "is missing, though it has taken steps");
   return py::none();
 }

@@ -103,9 +103,7 @@ std::array<double, 4> clock_numbers(const ClockPlace& place) {
   std::array<double, 4> numbers = {step ? number_in(step) : double(has_buffer), 0, 0,
                                    own ? number_in(own) : layout.own_start};
   if (is_tensor(held)) {
-    at::Tensor powers = local_of(held);
-    if (!powers.is_cpu() || powers.scalar_type() != at::kDouble || !powers.is_contiguous())
-      powers = powers.to(at::kCPU, at::kDouble).contiguous();
+    const at::Tensor powers = doubles_on_host(local_of(held));
     TORCH_CHECK_VALUE(powers.numel() == 2, place.member->label, ": ", text_of(layout.powers),
                       " must be two numbers, found ", describe(powers));
     std::copy_n(powers.const_data_ptr<double>(), 2, numbers.begin() + 1);

@@ -118,7 +118,7 @@ std::string wrong_clock(const py::object& value, const std::string& name) {
   const bool is_step = name == "step", is_powers = name == "beta_powers";
   std::vector<double> numbers;
   if (is_tensor(value.ptr())) {
-    const at::Tensor here = local_of(value.ptr()).detach().to(at::kCPU, at::kDouble).contiguous();
+    const at::Tensor here = doubles_on_host(local_of(value.ptr()));
     numbers.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
   } else {
     numbers = {PyFloat_AsDouble(value.ptr())};

@@ -10,29 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_mp.apex.hooks import LossScaler, cast_forward, give_stash, save_float32, stash_of
+from amp_mp.apex.hooks import LossScaler, Stash, cast_forward, save_float32, stash_of
 from amp_mp.apex.missing import missing_from
 from amp_mp.apex.opt_levels import Properties, choose, make_scale
-from amp_mp.casting.autocast import (
-    disable_casts,
-    float_function,
-    half_function,
-    install_step_hooks,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from amp_mp.casting import autocast
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
 from amp_mp.nn.functional import is_wrapper
-from amp_mp.scaling.policies import ScalePolicy, check_scale
+from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.text_table import warn
 from amp_mp.wrappers import gradients
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import AmpHandle, init
+from amp_mp.wrappers.larc import without_larc
 
 # fmt: off
 __all__ = [
@@ -41,7 +33,10 @@ __all__ = [
     "register_promote_function", "scale_loss", "state_dict",
 ]
 # fmt: on
-
+disable_casts, promote_function = autocast.disable_casts, autocast.promote_function
+float_function, register_float_function = autocast.float_function, autocast.register_float_function
+half_function, register_half_function = autocast.half_function, autocast.register_half_function
+register_promote_function = autocast.register_promote_function
 __getattr__ = missing_from(__name__)
 
 
@@ -105,9 +100,8 @@ def initialize(
             a model in DistributedDataParallel; an FP16_Optimizer; an optimizer given before.
         TypeError, ValueError: an argument of another type or value.
     """
-    model_list, optimizer_list = _listed(models, nn.Module, "models"), []
-    if optimizers is not None:
-        optimizer_list = _listed(optimizers, Optimizer, "optimizers")
+    model_list = _listed(models, nn.Module, "models")
+    optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         _begin(Properties())
@@ -124,11 +118,12 @@ def initialize(
         print(f"amp_mp: {chosen}")
     for model in model_list:
         _convert(model, chosen)
-    for optimizer in optimizer_list:
-        give_stash(optimizer, bool(chosen.master_weights))
+    masters, is_one = bool(chosen.master_weights), isinstance(policy, Static) and policy.scale == 1
+    for inner in map(without_larc, optimizer_list):
+        inner._amp_stash = Stash(inner, masters, takes_closure=is_one and not masters)
     if chosen.patch_torch_functions:
         _amp_state.handle = init(dtype=chosen.dtype, device_type=device, verbose=verbosity > 1)
-    install_step_hooks()
+    autocast.install_step_hooks()
     _amp_state.loss_scalers = [
         LossScaler(i, copy.deepcopy(policy), device, verbosity > 0) for i in range(num_losses)
     ]

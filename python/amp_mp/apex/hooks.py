@@ -1,6 +1,5 @@
 """What initialize leaves on models and optimizers, and for each loss: hooks, masters, scales."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +22,6 @@ from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps
 
-EVALUATIONS = 64  # of a closure until its gradients are finite; a scale has fallen to 1 by then
 skips = SkippedSteps()
 live_masters = WeakSet[Masters]()  # of optimizers that initialize was given
 
@@ -120,10 +118,11 @@ class Stash:
     the model's weights may still be loaded, or sent by DistributedDataParallel.
     """
 
-    def __init__(self, optimizer: Optimizer, with_masters: bool) -> None:
+    def __init__(self, optimizer: Optimizer, with_masters: bool, takes_closure: bool) -> None:
         self.masters: Masters | None = None
         self.carried: float | None = None  # the scale of gradients that delay_unscale has left
         self._optimizer, self._with_masters = optimizer, with_masters
+        self._takes_closure = takes_closure
         self._marks = GradientMarks(())  # the model's gradients that masters have
         self._stepped = False  # since the last loss
         optimizer.register_step_pre_hook(self._before_step)
@@ -183,16 +182,16 @@ class Stash:
         to_model = (lambda p: p) if self.masters is None else self.masters.model_param
         return [to_model(param) for param in master_params(self._optimizer)]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.make_masters()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
-            closure = partial(self._evaluate, closure)
-            return ((args[0], closure), kwargs) if len(args) > 1 else (args, {"closure": closure})
+        if any(map(callable, (*args[1:], *kwargs.values()))) and not self._takes_closure:
+            raise RuntimeError(
+                "step: a closure's losses cannot be scaled from here, and there are masters or a "
+                "loss scale; as in Apex, leave it out, or use amp_mp.FP16_Optimizer, which takes it"
+            )
         self._check()
         if self.masters is not None:
             self.masters.follow(self.masters.pairs())
-        return None
 
     def _check(self) -> None:
         """Raises RuntimeError for gradients that the step would not see, or see with a scale."""
@@ -213,21 +212,6 @@ class Stash:
                 "`with amp.scale_loss(loss, optimizer) as scaled_loss:`"
             )
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """The closure with the masters' newest values in the model, again after an overflow."""
-        if self.masters is not None:
-            self.masters.follow(self.masters.pairs())
-            self.masters.to_model()
-        for _ in range(EVALUATIONS):
-            loss = closure()
-            if self._optimizer not in skips:
-                return loss
-            skips.remove(self._optimizer)
-        raise RuntimeError(
-            f"step: the closure's gradients were inf or NaN {EVALUATIONS} times in a row; no loss "
-            "scale can cure that, look for the NaN in the model"
-        )
-
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
         if self.masters is not None:
@@ -240,9 +224,3 @@ def stash_of(optimizer: Any) -> Stash | None:
     """What initialize has left on an optimizer, or on the one inside of a LARC."""
     found: Stash | None = getattr(without_larc(optimizer), "_amp_stash", None)
     return found
-
-
-def give_stash(optimizer: Optimizer, with_masters: bool) -> None:
-    """Gives the optimizer its Stash; see there."""
-    inner: Any = without_larc(optimizer)
-    inner._amp_stash = Stash(inner, with_masters)

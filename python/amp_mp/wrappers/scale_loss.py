@@ -72,9 +72,6 @@ class SkippedSteps:
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks[optimizer] = pre(before), post(after)
 
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        return optimizer in self._hooks
-
     def remove(self, optimizer: Optimizer) -> None:
         """Takes back what `add` did."""
         for hook in self._hooks.pop(optimizer, ()):
@@ -273,13 +270,7 @@ class OptimWrapper:
     ) -> None:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
-        if isinstance(optimizer, FP16_Optimizer):
-            raise TypeError("optimizer: an FP16_Optimizer scales itself; call its backward(loss)")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}"
-            )
-        self.optimizer = optimizer
+        (self.optimizer,) = _checked([optimizer])
         skips, each = SkippedSteps(), range(num_loss)
         self.losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
