@@ -24,8 +24,8 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 472,
-    "apex": 39,
+    ".": 468,
+    "apex": 1408,
     "casting": 620,
     "checkpoint": 1017,
     "compat": 1306,
@@ -33,10 +33,10 @@ FOLDER_LINES = {
     "grad_scaler": 463,
     "model": 1344,
     "nn": 598,
-    "optim": 3570,
+    "optim": 3484,
     "scaling": 422,
     "sharding": 618,
-    "wrappers": 1647,
+    "wrappers": 1524,
 }
 SHARED = {
     "amp_mp.dtypes",

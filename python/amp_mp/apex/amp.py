@@ -1,7 +1,6 @@
 """apex.amp: initialize with its opt levels, scale_loss, and the functions of 2018."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -95,10 +94,9 @@ def initialize(
         dtype: torch.float16 or torch.bfloat16; default: cast_model_type, or the environment
             variable AMP_MP_APEX_DTYPE, or float16. In bfloat16 the loss scale is 1 by default.
 
-    Raises, before anything is changed:
-        RuntimeError: an unknown level; arguments that contradict it; a parameter in low precision;
-            a model in DistributedDataParallel; an FP16_Optimizer; an optimizer given before.
-        TypeError, ValueError: an argument of another type or value.
+    Raises, before anything is changed, RuntimeError for an unknown level, arguments that contradict
+    it, a parameter in low precision, a model in DistributedDataParallel, an FP16_Optimizer, or an
+    optimizer given before; TypeError or ValueError for an argument of another type or value.
     """
     model_list = _listed(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
@@ -134,10 +132,8 @@ def _listed(given: Any, kind: type[Any], argument: str) -> list[Any]:
     found = list(given) if isinstance(given, list | tuple) else [given]
     for each in found:
         if not isinstance(each, kind):
-            name = f"{kind.__module__.removesuffix('.module')}.{kind.__name__}"
-            raise TypeError(
-                f"{argument} must be a {name} or a list of them, found {type(each).__name__}"
-            )
+            name, other = f"{kind.__module__.removesuffix('.module')}.{kind.__name__}", type(each)
+            raise TypeError(f"{argument} must be a {name} or a list, found {other.__name__}")
     return found
 
 
@@ -145,10 +141,8 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     for model in models:
         for module in model.modules():
             if is_wrapper(module) or isinstance(module, nn.DataParallel):
-                raise RuntimeError(
-                    f"models: found a {type(module).__name__}; call amp.initialize first, then "
-                    "wrap the model"
-                )
+                kind = type(module).__name__
+                raise RuntimeError(f"models: found a {kind}; wrap the model after amp.initialize")
         for name, tensor in named_tensors(model).items():
             if tensor.dtype in LOW_PRECISION:
                 raise RuntimeError(
@@ -212,11 +206,9 @@ def scale_loss(
         delay_unscale: True leaves the gradients scaled in the model's `.grad`, to be added to by
             the next loss, as DistributedDataParallel.no_sync needs; the last loss before a step
             must have False. They follow where the next loss has another scale.
-        delay_overflow_check: NotImplementedError for True.
 
-    Raises:
-        RuntimeError: initialize was not called, or not for this optimizer.
-        ValueError: an unknown loss_id. TypeError: no optimizer.
+    Raises RuntimeError if initialize was not called, or not for this optimizer; ValueError for an
+    unknown loss_id, NotImplementedError for delay_overflow_check, TypeError without an optimizer.
     """
     if _amp_state.opt_properties is None:
         raise RuntimeError(
@@ -227,9 +219,7 @@ def scale_loss(
         yield loss
         return
     if delay_overflow_check:
-        raise NotImplementedError(
-            "delay_overflow_check=True: overflows are checked where the block ends; leave it out"
-        )
+        raise NotImplementedError("delay_overflow_check=True: leave it out, every block checks")
     if loss_id not in range(len(_amp_state.loss_scalers)):
         known = f"num_losses={len(_amp_state.loss_scalers)} of amp.initialize"
         raise ValueError(f"loss_id must be from 0 on and below {known}, found {loss_id!r}")
@@ -271,7 +261,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
     destination: a dict to add to; default a new one.
     """
-    found = OrderedDict() if destination is None else destination
+    found = {} if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
         found[f"loss_scaler{i}"] = scaler.state_dict()
     return found
@@ -287,8 +277,8 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     wrong = [key for key, value in state_dict.items() if not _is_scale(value)]
     if foreign or wrong:
         raise RuntimeError(
-            f"load_state_dict: unexpected keys {foreign}, values that are no loss scale in "
-            f"{[key for key in wrong if key not in foreign]}; give it what amp.state_dict returned"
+            f"load_state_dict: unexpected keys {foreign}, or no loss scale in {wrong}; pass "
+            "what amp.state_dict returned"
         )
     if state_dict.keys() != scalers.keys():
         warn(

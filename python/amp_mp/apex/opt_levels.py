@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
+from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_choice, check_dtype
 from amp_mp.scaling.policies import Backoff, ScalePolicy, make_policy
 
 DTYPE = "AMP_MP_APEX_DTYPE"  # the variable that chooses the low precision of unchanged scripts
-
-
 CHANGES = (
     *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
     *("loss_scale", "cast_model_outputs"),
@@ -71,9 +69,9 @@ def choose(opt_level: str, dtype: torch.dtype | None, given: tuple[Any, ...]) ->
     for name in ("cast_model_type", "cast_model_outputs"):
         if name in changes:
             check_dtype(changes[name], NATIVE, name)
-    for name in ("keep_batchnorm_fp32", "master_weights", "patch_torch_functions"):
-        if name in changes:
-            changes[name] = _boolean(name, changes[name])
+    for name in changes.keys() & {"keep_batchnorm_fp32", "master_weights", "patch_torch_functions"}:
+        check_choice(name, str(changes[name]), ("True", "False"))
+        changes[name] = str(changes[name]) == "True"
     _refuse_contradictions(opt_level, changes)
     if defaults["cast_model_type"] == LOW:
         defaults["cast_model_type"] = low
@@ -110,13 +108,6 @@ def _low_precision(dtype: Any, model_type: Any) -> torch.dtype:
         raise RuntimeError(f"cast_model_type={model_type} contradicts dtype={dtype}; give one")
     low: torch.dtype = found
     return low
-
-
-def _boolean(name: str, value: Any) -> bool:
-    found = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        raise ValueError(f"{name} must be True, False, 'True', 'False' or None, found {value!r}")
-    return found
 
 
 def _refuse_contradictions(opt_level: str, changes: dict[str, Any]) -> None:

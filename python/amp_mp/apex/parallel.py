@@ -106,5 +106,4 @@ def convert_syncbn_model(
     """torch's convert_sync_batchnorm; ValueError for channel_last, inputs of shape (N, *, C)."""
     if channel_last:
         raise ValueError("channel_last=True: use inputs of shape (N, C, *) in torch.channels_last")
-    torchs: Any = SyncBatchNorm
-    return torchs.convert_sync_batchnorm(module, process_group)
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -46,3 +47,23 @@ def test_the_next_step_is_a_first_step(
     amp.optim.AdamW([fresh], lr=0.1, memory=memory).step()
     assert float(optimizer.state[model[0]]["step"]) == 1
     assert torch.equal(model[0], fresh)
+
+
+@pytest.mark.parametrize("entry", ["step", "beta_powers"])
+def test_numbers_whose_memory_was_made_smaller_are_refused(entry: str) -> None:
+    """As FSDP frees parameters. Nothing beyond the memory is read, in a step or in loading."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = amp.optim.AdamW([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in (optimizer.state[param], saved["state"][0]):
+        numbers = state[entry].detach().clone()
+        numbers.untyped_storage().resize_(numbers.untyped_storage().nbytes() // 2)
+        state[entry] = numbers
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match="no memory for its elements"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    with pytest.raises(ValueError, match="no memory for its elements"):
+        amp.optim.AdamW([nn.Parameter(torch.ones(3))]).load_state_dict(saved)

@@ -24,6 +24,5 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = _C.clip_grad_norm_(params, max_norm, error_if_nonfinite) if norm_type == 2 else None
-    if norm is None:
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    return norm
+    theirs = nn.utils.clip_grad_norm_
+    return theirs(params, max_norm, norm_type, error_if_nonfinite) if norm is None else norm
