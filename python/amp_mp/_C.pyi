@@ -41,6 +41,7 @@ class Hyper:
         always_adapt: bool = False,
         decoupled: bool = False,
         bias_correction: bool = True,
+        reg_inside_moment: bool = True,
     ) -> None:
         """TypeError for another name."""
 

@@ -257,16 +257,21 @@ def test_lamb(device: str, weight_decay: float) -> None:
     close(params, wanted, 2e-6)
 
 
-def test_novograd_and_adagrad(device: str) -> None:
+@pytest.mark.parametrize(("corrected", "mode"), paired((0, 1), (0, 1)))
+def test_novograd(device: str, corrected: int, mode: int) -> None:
     params, m = with_states(device, 1, "float32")
     given = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
-    wanted = novograd(start(params), 3, given | {"grad_averaging": True})
+    modes = {"bias_correction": bool(corrected), "reg_inside_moment": mode == 0}
+    wanted = novograd(start(params), 3, given | modes | {"grad_averaging": True})
     first = grads_of(device, 0)
     norms = torch.stack([g.norm() for g in first])
     for step in range(3):
-        args = (norms, 0.02, 0.9, 0.98, 1e-8, step + 1, 0, 0.1, 1, 0, 2)
+        args = (norms, 0.02, 0.9, 0.98, 1e-8, step + 1, corrected, 0.1, 1, mode, 2)
         run(amp_C.multi_tensor_novograd, flag(device), [grads_of(device, step), params, m], *args)
     close(params, wanted, 2e-6)
+
+
+def test_adagrad(device: str) -> None:
     params, h = with_states(device, 1, "float32")
     wanted = adagrad(start(params), 3, {"lr": 0.02, "eps": 1e-8, "weight_decay": 0.1})
     for step in range(3):
@@ -306,8 +311,8 @@ def test_sgd(device: str, momentum: float, nesterov: bool) -> None:
         (
             "novograd",
             3,
-            (torch.ones(1), 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 2),
-            "bias_correction must be 0",
+            (torch.ones(1), 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 0),
+            "norm_type must be 2",
         ),
     ],
 )

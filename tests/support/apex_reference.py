@@ -81,9 +81,13 @@ def novograd(w: Arrays, steps: int, a: dict[str, Any]) -> Arrays:
             g = g.astype(np.float64)
             square = float((g * g).sum())
             v[i] = square if t == 0 else b2 * v[i] + (1 - b2) * square
-            g = g / (np.sqrt(v[i]) + a["eps"]) + a["weight_decay"] * w[i]
+            c1, c2 = (1 - b1 ** (t + 1), 1 - b2 ** (t + 1)) if a["bias_correction"] else (1.0, 1.0)
+            denominator = np.sqrt(v[i]) / np.sqrt(c2) + a["eps"]
+            inside = a["reg_inside_moment"]
+            g = g / denominator + a["weight_decay"] * w[i] if inside else g
             m[i] = b1 * m[i] + (1 - b1 if a["grad_averaging"] else 1.0) * g
-            w[i] = w[i] - a["lr"] * m[i]
+            update = m[i] / c1 if inside else m[i] / c1 / denominator + a["weight_decay"] * w[i]
+            w[i] = w[i] - a["lr"] * update
     return w
 
 

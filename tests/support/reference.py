@@ -402,15 +402,21 @@ def novograd(
     eps: float,
     weight_decay: float,
     grad_averaging: bool,
+    bias_correction: bool = False,
+    reg_inside_moment: bool = True,
 ) -> tuple[Floats, Floats]:
     """Ginsburg et al. 2019, algorithm 1; its second moment is the clock's layer. Returns w, m."""
     square = norm(g) * norm(g)
     first = clock.step == 1
     clock.layer = square if first else betas[1] * clock.layer + (1 - betas[1]) * square
-    inverse = F32(1 / (math.sqrt(clock.layer) + eps))
-    gain = F32(1 - (betas[0] if grad_averaging else 0.0))
-    m = F32(betas[0]) * m + gain * (g * inverse + F32(weight_decay) * w)
-    return w - F32(lr) * m, m
+    power1, power2 = (clock.beta1_power, clock.beta2_power) if bias_correction else (0.0, 0.0)
+    inverse = F32(1 / (math.sqrt(clock.layer / (1 - power2)) + eps))
+    step_size, gain = F32(lr / (1 - power1)), F32(1 - (betas[0] if grad_averaging else 0.0))
+    if reg_inside_moment:
+        m = F32(betas[0]) * m + gain * (g * inverse + F32(weight_decay) * w)
+        return w - step_size * m, m
+    m = F32(betas[0]) * m + gain * g
+    return w - step_size * (m * inverse) - F32(lr * weight_decay) * w, m
 
 
 def store_root(x: Floats) -> Floats:

@@ -22,6 +22,7 @@ LARS = {**SGD, "trust_coefficient": 0.02, "clip": False, "eps": 1e-8}
 LAMB = {**ADAM, "always_adapt": True}
 RADAM = {**ADAM, "decoupled_weight_decay": False}
 NADAM = {**RADAM, "momentum_decay": 4e-3}
+OUTSIDE = {"grad_averaging": True, "bias_correction": True, "reg_inside_moment": False}
 NOVOGRAD = {**ADAM, "betas": (0.95, 0.98), "grad_averaging": False}
 RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "adamw": (amp.optim.AdamW, ADAM),
@@ -58,6 +59,7 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     ),
     "novograd": (amp.optim.NovoGrad, NOVOGRAD),
     "novograd averaging": (amp.optim.NovoGrad, {**NOVOGRAD, "grad_averaging": True}),
+    "novograd outside": (amp.optim.NovoGrad, {**NOVOGRAD, **OUTSIDE}),
 }
 # What `memory` is to mean: the master, first moments, sums of squares.
 PRESETS = {

@@ -13,8 +13,7 @@ struct Hyper {
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt, decoupled = false;
   bool lr_is_double = false;
-  bool bias_correction = true;
-  bool unused[1] = {};  // so that Hypers with the same numbers have the same bytes
+  bool bias_correction = true, reg_inside_moment = true;
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
 };

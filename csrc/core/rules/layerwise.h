@@ -41,32 +41,44 @@ struct LAMB {
 
 // Ginsburg et al., "Stochastic gradient methods with layer-wise adaptive moments" (2019), algorithm
 // 1. Its second moment is one number for each tensor, the average of the gradient's squared norm,
-// kept in Clock::own. `dampening` = beta1 averages the gradient too, as NVIDIA's code does.
-// State: m = exp_avg.
+// kept in Clock::own. `dampening` = beta1 averages the gradient too, as NVIDIA's code does; so are
+// bias correction and the form outside of the moment NVIDIA's. State: m = exp_avg.
 struct NovoGrad {
   static constexpr int kStates = 1, kSquares = 0;
   static constexpr bool kNorms = true;
-  float lr, beta1;
+  float step_size;  // lr / (1 - beta1^t)
+  float beta1;
   float gain;      // 1 - dampening
-  float inv_root;  // 1 / (sqrt(second moment) + eps)
+  float inv_root;  // 1 / (sqrt(second moment) / sqrt(1 - beta2^t) + eps)
   float weight_decay;
+  float shrink;  // lr weight_decay
+  bool inside;   // whether the first moment is that of what the step takes
 
   static AMP_MP_BOTH NovoGrad at(const Hyper& h, Clock& c, const Norms& n) {
     // update the tensor's second moment; the first step starts it
     const double square = n.grad * n.grad;
     c.own = c.step == 1 ? square : h.beta2 * c.own + (1 - h.beta2) * square;
-    return {.lr = float(h.lr),
+    return {.step_size = float(h.lr / (1 - c.beta1_power)),
             .beta1 = float(h.beta1),
             .gain = float(1 - h.dampening),
-            .inv_root = float(1 / (sqrt(c.own) + h.eps)),
-            .weight_decay = float(h.weight_decay)};
+            .inv_root = float(1 / (sqrt(c.own / (1 - c.beta2_power)) + h.eps)),
+            .weight_decay = float(h.weight_decay),
+            .shrink = float(h.lr * h.weight_decay),
+            .inside = h.reg_inside_moment};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
-    // normalise the gradient, add the weight decay, update the first moment
-    m = beta1 * m + gain * (g * inv_root + weight_decay * w);
-    // take the step
-    w = w - lr * m;
+    if (inside) {
+      // normalise the gradient, add the weight decay, update the first moment
+      m = beta1 * m + gain * (g * inv_root + weight_decay * w);
+      // take the step
+      w = w - step_size * m;
+    } else {
+      // update the first moment of the gradient
+      m = beta1 * m + gain * g;
+      // take the normalised step, with decoupled weight decay
+      w = w - step_size * (m * inv_root) - shrink * w;
+    }
   }
 };
 

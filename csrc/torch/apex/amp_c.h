@@ -45,7 +45,7 @@ void multi_tensor_lamb(int64_t chunk_size, const at::Tensor& noop_flag,
 void multi_tensor_novograd(int64_t chunk_size, const at::Tensor& noop_flag,
                            const py::sequence& tensor_lists, const at::Tensor& grad_norms,
                            const Number& lr, double beta1, double beta2, double eps, int64_t step,
-                           int64_t bias_correction, double weight_decay, bool grad_averaging,
+                           bool bias_correction, double weight_decay, bool grad_averaging,
                            int64_t moment_mode, int64_t norm_type);
 void multi_tensor_sgd(int64_t chunk_size, const at::Tensor& noop_flag,
                       const py::sequence& tensor_lists, double weight_decay, double momentum,

@@ -52,7 +52,8 @@ rate also without weight decay.
 constexpr const char* kNovograd = R"(amp_mp.optim.NovoGrad's step.
 
 tensor_lists: gradients, parameters, exp_avg. grad_norms: roots of the averages of squared norms,
-float32 [n], updated. bias_correction: 0, moment_mode: 0, norm_type: 2; ValueError for another.
+float32 [n], updated. moment_mode: 0 for reg_inside_moment, else 1. norm_type: 2; ValueError for
+another.
 )";
 
 constexpr const char* kSgd = R"(amp_mp.optim.SGD's step of the gradients times scale.

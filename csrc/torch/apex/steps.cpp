@@ -153,19 +153,19 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
 
 void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                            const at::Tensor& grad_norms, const Number& lr, double beta1,
-                           double beta2, double eps, int64_t, int64_t bias_correction,
+                           double beta2, double eps, int64_t step, bool bias_correction,
                            double weight_decay, bool grad_averaging, int64_t moment_mode,
                            int64_t norm_type) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
-  check_only("bias_correction", bias_correction, 0);
-  check_only("moment_mode", moment_mode, 0);
   check_only("norm_type", norm_type, 2);
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
   numbers.hyper.dampening = grad_averaging ? beta1 : 0;
-  // The clocks are of step 1 in any case: the rule's first step would ignore grad_norms.
-  const at::Tensor clocks = make_clocks(lists, 1);
+  numbers.hyper.reg_inside_moment = moment_mode == 0;
+  const at::Tensor clocks =
+      make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr);
+  clocks.select(1, 0).fill_(1);  // the rule's first step would ignore grad_norms
   const at::Tensor squares = clocks.select(1, offsetof(Clock, own) / sizeof(double));
   squares.copy_(grad_norms.to(at::kDouble).square());
   at::Tensor verdict = make_verdict(lists);

@@ -34,7 +34,8 @@ HyperNumber hyper_number(const std::string& name) {
       {"clip", &Hyper::clip},
       {"always_adapt", &Hyper::always_adapt},
       {"decoupled", &Hyper::decoupled},
-      {"bias_correction", &Hyper::bias_correction}};
+      {"bias_correction", &Hyper::bias_correction},
+      {"reg_inside_moment", &Hyper::reg_inside_moment}};
   HyperNumber row;
   for (const auto& [own, number] : doubles)
     if (name == own) row.number = number;

@@ -93,7 +93,7 @@ def multi_tensor_novograd(
     beta2: float,
     eps: float,
     step: int,
-    bias_correction: int,
+    bias_correction: bool,
     weight_decay: float,
     grad_averaging: bool,
     moment_mode: int,

@@ -158,19 +158,10 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 class FusedNovoGrad(ApexOptimizer, NovoGrad):
-    """amp_mp.optim.NovoGrad, the paper's form: not Apex's default, which is a ValueError.
+    """amp_mp.optim.NovoGrad in NVIDIA's form; norm_type must be 2, init_zero False."""
 
-    Pass bias_correction=False, reg_inside_moment=True: the gradient is divided by its tensor's
-    norm, and weight decay added, before the average. norm_type must be 2, init_zero False.
-    """
-
-    _numbers = ("lr", "betas", "eps", "weight_decay", "grad_averaging")
-    _only: ClassVar = {
-        "bias_correction": False,
-        "reg_inside_moment": True,
-        "norm_type": 2,
-        "init_zero": False,
-    }
+    _numbers = (*NUMBERS, "grad_averaging", "reg_inside_moment")
+    _only: ClassVar = {"norm_type": 2, "init_zero": False}
     _arguments = (
         ADAM
         | {"weight_decay": 0.0, "amsgrad": False, "reg_inside_moment": False}

@@ -10,7 +10,10 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Number, OwnNumber, Rule, numbers
 
 LAMB_NUMBERS = NUMBERS + numbers("always_adapt")
-NOVOGRAD_NUMBERS = (*NUMBERS, Number("dampening", "betas", 0, when="grad_averaging"))
+NOVOGRAD_NUMBERS = (
+    *(*NUMBERS, *numbers("bias_correction", "reg_inside_moment")),
+    Number("dampening", "betas", 0, when="grad_averaging"),
+)
 LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
 
 
@@ -63,8 +66,10 @@ class NovoGrad(FusedOptimizer):
         betas: decay rates of m and v. Default (0.95, 0.98), the paper's.
         eps: added to the denominator. Default 1e-8.
         weight_decay: what is added to m, times the weight. Default 0.
-        grad_averaging: multiply what is added to m by 1 - beta1, as NVIDIA's versions do. Default
-            False.
+        grad_averaging, bias_correction, reg_inside_moment: False, False, True for the above, the
+            default. NVIDIA's form is True, True, False:
+            m = beta1 m + (1 - beta1) g
+            w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
     State: exp_avg (m) and layer (v, one number per tensor).
     """
@@ -80,7 +85,10 @@ class NovoGrad(FusedOptimizer):
         weight_decay: float = 0.0,
         *,
         grad_averaging: bool = False,
+        bias_correction: bool = False,
+        reg_inside_moment: bool = True,
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "grad_averaging": grad_averaging}, options)
+        defaults |= {"grad_averaging": grad_averaging, "bias_correction": bias_correction}
+        super().__init__(params, {**defaults, "reg_inside_moment": reg_inside_moment}, options)

@@ -54,7 +54,7 @@ DEFAULTS |= {"rounding": "nearest", "seed": 0}
 NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
-FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "use_nvlamb"}
+FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
