@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full
 
 import amp_mp.apex
 from amp_mp.apex import amp
@@ -130,7 +131,7 @@ def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", [full("bfloat16"), "float16"])
 def test_a_gpt_in_two_processes(run: Runner, dtype: str) -> None:
     """Losses put off, clipped masters, equal weights on both; tolerance as above, in one process.
 
