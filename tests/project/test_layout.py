@@ -25,7 +25,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 468,
-    "apex": 1408,
+    "apex": 1399,
     "casting": 620,
     "checkpoint": 1017,
     "compat": 1306,
@@ -33,7 +33,7 @@ FOLDER_LINES = {
     "grad_scaler": 463,
     "model": 1344,
     "nn": 598,
-    "optim": 3484,
+    "optim": 3492,
     "scaling": 422,
     "sharding": 618,
     "wrappers": 1524,
