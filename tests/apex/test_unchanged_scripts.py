@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full
+from tiers import full, paired
 
 import amp_mp.apex
 from amp_mp.apex import amp
@@ -118,6 +118,36 @@ def test_a_resumed_script_goes_on_bit_for_bit(
     assert resumed["losses"] == whole["losses"][-4:]
     states = [each["model"].state_dict().values() for each in (whole, resumed)]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_overflow_of_the_simple_script_skips_one_step(run: Runner, level: str) -> None:
+    options = ["--opt-level", level, "--steps", "6", "--overflow-at"]
+    clean, broken = (run("simple_distributed", *options, at) for at in ("-1", "2"))
+    assert broken["losses"][2] == torch.inf
+    assert broken["losses"][3:] == clean["losses"][2:5]
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 3}
+
+
+# How many steps each script takes is an option; the models and losses that it ends with.
+RESUMED = {"simple_distributed": ("--steps", ["model"]), "dcgan": ("--niter", ["netD", "netG"])}
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "dtype"), paired(RESUMED, ("O0", "O1", "O2"), ("bfloat16", "float16"))
+)
+def test_the_other_scripts_resume_bit_for_bit(
+    run: Runner, name: str, level: str, dtype: str, tmp_path: Path
+) -> None:
+    count, models = RESUMED[name]
+    file, options = str(tmp_path / "checkpoint.pt"), [LEVEL.get(name, "--opt-level"), level]
+    whole = run(name, *options, count, "8", dtype=dtype)
+    run(name, *options, count, "5", "--save", file, dtype=dtype)
+    resumed = run(name, *options, count, "8", "--resume", file, dtype=dtype)
+    assert resumed["losses"] == whole["losses"][5:]
+    for model in models:
+        states = [each[model].state_dict().values() for each in (whole, resumed)]
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:

@@ -94,6 +94,12 @@ def test_it_prints_a_row_for_each_recipe() -> None:
     assert rows[0].split()[-7:-1] == ["8.00", "8.00", "0.00", "16.00", "0.00", "32.00"]
 
 
+def test_where_a_script_calls_it_makes_no_difference() -> None:
+    wanted = amp.diagnose.sharded_memory(1 << 20, 8)
+    with torch.inference_mode(), torch.device("meta"):
+        assert amp.diagnose.sharded_memory(1 << 20, 8) == wanted
+
+
 def test_a_model_counts_as_its_number_of_parameters() -> None:
     told = amp.diagnose.sharded_memory(torch.nn.Linear(1000, 1000, bias=False), 8)
     assert told == amp.diagnose.sharded_memory(10**6, 8)

@@ -67,7 +67,7 @@ def test_the_kernels_know_neither_torch_nor_python() -> None:
     kernels = PACKAGE / "native/libamp_mp_kernels.so"
     symbols = subprocess.run(["nm", "-DC", kernels], capture_output=True, text=True, check=True)
     shown = [line[19:] for line in symbols.stdout.splitlines() if line[:16].strip()]
-    assert len(shown) > 40
+    assert len(shown) > (40 if amp.build_info()["cuda"] else 20)
     assert [
         name for name in shown if "amp_mp::cpu::" not in name and "amp_mp::cuda::" not in name
     ] == []

@@ -29,7 +29,7 @@ FOLDER_LINES = {
     "casting": 620,
     "checkpoint": 1017,
     "compat": 1306,
-    "diagnose": 1266,
+    "diagnose": 1267,
     "grad_scaler": 463,
     "model": 1344,
     "nn": 598,

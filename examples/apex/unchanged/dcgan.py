@@ -24,6 +24,8 @@ parser.add_argument("--beta1", type=float, default=0.5)
 parser.add_argument("--manualSeed", type=int, default=2809)
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--overflow_at", type=int, default=-1, help="a step whose gradients are inf")
+parser.add_argument("--save", default="", metavar="PATH", help="checkpoint to write at the end")
+parser.add_argument("--resume", default="", metavar="PATH", help="checkpoint to go on from")
 opt = parser.parse_args()
 
 torch.manual_seed(opt.manualSeed)
@@ -77,8 +79,17 @@ optimizerG = optim.Adam(netG.parameters(), lr=opt.lr, betas=(opt.beta1, 0.999))
     [netD, netG], [optimizerD, optimizerG], opt_level=opt.opt_level, num_losses=3
 )
 
+saved = {"netD": netD, "netG": netG, "optimizerD": optimizerD, "optimizerG": optimizerG, "amp": amp}
+start = 0
+if opt.resume:
+    checkpoint = torch.load(opt.resume, map_location=device)
+    for name, each in saved.items():
+        each.load_state_dict(checkpoint[name])
+    torch.set_rng_state(checkpoint["random"].cpu())
+    start = checkpoint["step"]
+
 losses, outputs = [], []
-for step in range(opt.niter):
+for step in range(start, opt.niter):
     # Update D: maximise log(D(x)) + log(1 - D(G(z))).
     netD.zero_grad()
     real = real_images(opt.batchSize)
@@ -115,3 +126,6 @@ for step in range(opt.niter):
 
 print(f"[{opt.niter}] Loss_D: {losses[-1][0]:.4f} Loss_G: {losses[-1][1]:.4f}")
 scales = amp.state_dict()
+if opt.save:
+    checkpoint = {name: each.state_dict() for name, each in saved.items()}
+    torch.save({**checkpoint, "random": torch.get_rng_state(), "step": opt.niter}, opt.save)

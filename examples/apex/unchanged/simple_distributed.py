@@ -18,6 +18,9 @@ parser.add_argument("--opt-level", default="O1")
 parser.add_argument("--steps", default=100, type=int)
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--seed", default=0, type=int)
+parser.add_argument("--overflow-at", default=-1, type=int, help="a step whose gradients are inf")
+parser.add_argument("--save", default="", metavar="PATH", help="checkpoint to write at the end")
+parser.add_argument("--resume", default="", metavar="PATH", help="checkpoint to go on from")
 args = parser.parse_args()
 
 args.distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -39,16 +42,26 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
 
+start = 0
+if args.resume:
+    checkpoint = torch.load(args.resume, map_location=args.device)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(checkpoint["amp"])
+    start = checkpoint["step"]
+
 if args.distributed:
     model = DistributedDataParallel(model)
 
 loss_fn = torch.nn.MSELoss()
 
 losses = []
-for _ in range(args.steps):
+for step in range(start, args.steps):
     optimizer.zero_grad()
     y_pred = model(x)
     loss = loss_fn(y_pred.float(), y)
+    if step == args.overflow_at:
+        loss = loss * float("inf")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
@@ -56,6 +69,10 @@ for _ in range(args.steps):
 
 if args.local_rank == 0:
     print("final loss = ", losses[-1])
+    if args.save:
+        own = model.module if args.distributed else model
+        state = {"model": own.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "amp": amp.state_dict(), "step": args.steps}, args.save)
 weights = [param.detach().clone() for param in amp.master_params(optimizer)]
 if args.distributed:
     for weight in weights:

@@ -155,9 +155,10 @@ def sharded_memory(
     return ShardedMemory(parameters, ranks, replicas, tuple(rows))
 
 
+@torch.inference_mode(False)
 def _measured(recipe: Recipe, optimizer: str, options: Mapping[str, Any]) -> tuple[float, float]:
     """Bytes an element of the master, and of all states, as the optimizer itself chooses them."""
-    param: Tensor = nn.Parameter(torch.zeros(32, 32, dtype=recipe.weights))
+    param: Tensor = nn.Parameter(torch.zeros(32, 32, dtype=recipe.weights, device="cpu"))
     made = getattr(optim, optimizer)([param], lr=1.0, memory=recipe.memory, **options)
     made.init_state()
     found = made.memory_report().per_parameter
