@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 ZOO := .venv-zoo
+SITE := .venv-docs
 JOBS ?= 2
 # Kernels are compiled for this machine's GPU, or else one that many have; pip compiles for all.
 ARCH = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
@@ -16,13 +17,20 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
 
 # Processes that tests start import the package from bytecode, which spares each of them .1 s.
 unexport PYTHONDONTWRITEBYTECODE
+
+# The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error.
+docs: $(SITE)/tools
+	$(SITE)/bin/mkdocs build --quiet --strict
+
+docs-serve: $(SITE)/tools
+	$(SITE)/bin/mkdocs serve
 
 # Two workers; tests that share processes stay in one of them (marker xdist_group).
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
@@ -97,7 +105,7 @@ gpu-tests gpu-bench gpu-sanitize: gpu-%:
 	bash benchmarks/gpu/gpu.sh $*
 
 clean:
-	rm -rf build dist demo .venv .venv-zoo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist demo .venv .venv-zoo .venv-docs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf python/amp_mp/native
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -118,6 +126,11 @@ $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
 $(ZOO)/tools: tests/zoo/requirements.txt
 	"$(PYTHON)" -m venv $(ZOO)
 	$(ZOO)/bin/python -m pip install --quiet -r tests/zoo/requirements.txt
+	touch $@
+
+$(SITE)/tools: build_tools/site_requirements.txt
+	"$(PYTHON)" -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -r build_tools/site_requirements.txt
 	touch $@
 
 $(VENV)/tools: pyproject.toml .ci/environment

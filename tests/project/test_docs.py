@@ -42,6 +42,16 @@ PROGRAMS = [
 ]
 
 
+def test_the_site_shows_every_page_and_every_package() -> None:
+    shown = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    reference = PAGES["docs/reference.md"].read_text()
+    packages = [name for name in amp.__all__ if type(getattr(amp, name)) is type(amp)]
+    assert {f"amp_mp.{name}" for name in packages} == set(
+        re.findall(r"^## (amp_mp\.\w+)$", reference, re.MULTILINE)
+    )
+
+
 def test_every_row_of_the_features_is_listed_once() -> None:
     counts = {"OS": 16, "NV": 15, "RP": 17, "AX": 25}
     wanted = {f"{name}-{i}" for name, count in counts.items() for i in range(1, count + 1)}
