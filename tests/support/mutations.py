@@ -45,7 +45,7 @@ KEYS += ("momentum_buffer", "lr", "betas", "params", "amsgrad", "state", "mine",
 
 def changed_tensor(choose: random.Random, value: Tensor) -> Any:
     """A tensor with something of it changed."""
-    if value.is_meta or value.layout is not torch.strided:
+    if value.is_meta or value.layout is not torch.strided or value._is_zerotensor():
         return None
     ways: list[Callable[[], Any]] = [
         lambda: value.to("meta"),
