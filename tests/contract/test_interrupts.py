@@ -1,8 +1,9 @@
 """An interrupt at any line of a call leaves all as before it, or as after it, and work goes on.
 
 Calls: optimizer.step, scaler.step, scale_loss, load_state_dict. Interrupts come before any line of
-the package's Python; the native passes cannot be interrupted. Muon is left out: its updates are
-made in Python in the middle of the step, which ends before the interrupt is raised.
+the package's Python; the native passes, and what Muon makes of its matrices between them, cannot
+be interrupted. (Where matrices are split over processes Python sends them in the middle of a step,
+which ends before the interrupt is raised.)
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[..., Any], bool]] = {
         False,
     ),
     "LAMB": (torch.bfloat16, lambda p: amp.optim.LAMB(p, lr=0.1), False),
+    "Muon": (torch.bfloat16, lambda p: amp.optim.Muon(p, lr=0.1), False),
     "GradScaler": (torch.float16, lambda p: amp.optim.AdamW(p, lr=0.1), True),
     "FP16_Optimizer": (
         torch.bfloat16,
