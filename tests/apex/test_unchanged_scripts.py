@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full, paired
+from tiers import paired
 
 import amp_mp.apex
 from amp_mp.apex import amp
@@ -160,8 +160,8 @@ def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:
     assert broken == [(clean[0][0] / 2, 0), *clean[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [full("bfloat16"), "float16"])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", LOW)
 def test_a_gpt_in_two_processes(run: Runner, dtype: str) -> None:
     """Losses put off, clipped masters, equal weights on both; tolerance as above, in one process.
 
