@@ -43,16 +43,14 @@ at::Tensor make_verdict(const TensorLists& lists) {
   return verdict;
 }
 
-// The parameters' Clocks after so many steps, float64 [n, 4]; `betas`, whose powers they have, if
-// the rule corrects their bias.
-at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper* betas = nullptr) {
+// The parameters' Clocks after so many steps with these betas, float64 [n, 4].
+at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper& betas) {
   const auto before = double(steps);
   const at::Tensor clocks = at::zeros(
       {int64_t(lists[1].size()), int64_t(sizeof(Clock) / sizeof(double))}, doubles(lists));
   clocks.select(1, 0).fill_(before);
-  if (!betas) return clocks;
-  clocks.select(1, 1).fill_(std::pow(betas->beta1, before));
-  clocks.select(1, 2).fill_(std::pow(betas->beta2, before));
+  clocks.select(1, 1).fill_(std::pow(betas.beta1, before));
+  clocks.select(1, 2).fill_(std::pow(betas.beta2, before));
   return clocks;
 }
 
@@ -104,9 +102,9 @@ void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_li
   const TensorLists lists = unpack_lists(tensor_lists, {4});
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
-  const HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
-  const at::Tensor clocks =
-      make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr);
+  HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
+  numbers.hyper.bias_correction = bias_correction;
+  const at::Tensor clocks = make_clocks(lists, step - 1, numbers.hyper);
   at::Tensor verdict = make_verdict(lists);
   if (mode != 0) {
     apply_rule<AdamW>(lists, verdict, numbers, clocks);
@@ -124,7 +122,7 @@ void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor
   HyperTensors numbers = make_numbers(lr, weight_decay);
   numbers.hyper.eps = eps;
   at::Tensor verdict = make_verdict(lists);
-  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0));
+  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0, numbers.hyper));
 }
 
 void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
@@ -139,6 +137,7 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
   numbers.hyper.always_adapt = use_nvlamb;
+  numbers.hyper.bias_correction = bias_correction;
   at::Tensor verdict = make_verdict(lists);
   const at::Tensor multiplier = field(verdict, offsetof(Verdict, multiplier));
   if (const auto* norm = std::get_if<at::Tensor>(&global_grad_norm)) {
@@ -147,8 +146,7 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
     multiplier.fill_(max_grad_norm / std::get<double>(global_grad_norm));
   }
   multiplier.clamp_max_(1.0);
-  apply_rule<LAMB>(lists, verdict, numbers,
-                   make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr));
+  apply_rule<LAMB>(lists, verdict, numbers, make_clocks(lists, step - 1, numbers.hyper));
 }
 
 void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
@@ -162,9 +160,9 @@ void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tenso
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
   numbers.hyper.dampening = grad_averaging ? beta1 : 0;
+  numbers.hyper.bias_correction = bias_correction;
   numbers.hyper.reg_inside_moment = moment_mode == 0;
-  const at::Tensor clocks =
-      make_clocks(lists, step - 1, bias_correction ? &numbers.hyper : nullptr);
+  const at::Tensor clocks = make_clocks(lists, step - 1, numbers.hyper);
   clocks.select(1, 0).fill_(1);  // the rule's first step would ignore grad_norms
   const at::Tensor squares = clocks.select(1, offsetof(Clock, own) / sizeof(double));
   squares.copy_(grad_norms.to(at::kDouble).square());
@@ -191,7 +189,7 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
   multiplier.fill_(scale);
   if (first_run)
     for (const at::Tensor& buffer : lists[2]) buffer.masked_fill_(skip.eq(0), 0);
-  const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1);
+  const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1, numbers.hyper);
   if (momentum != 0) {
     apply_rule<SGD>(lists, verdict, numbers, clocks);
   } else {
