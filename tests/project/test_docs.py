@@ -6,9 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
+from forked import Script, run_each
+from pages import blocks, ranks_of, run_page
+from ranks import on_ranks
 
 import amp_mp as amp
+
+pytestmark = pytest.mark.xdist_group("distributed")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -24,22 +30,14 @@ FEATURES = PAGES["docs/features.md"].read_text()
 ROWS = re.findall(r"^\| ((?:OS|NV|RP|AX)-\w+) \|.*\| (.*) \|$", FEATURES, re.MULTILINE)
 
 
-def blocks(text: str) -> list[str]:
-    """The Python code blocks of a page."""
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
 README = blocks(PAGES["README.md"].read_text())
 RECIPES = ["prepare", "GradScaler", "init", "FP16_Optimizer"]
-# A block that imports amp_mp is complete; other blocks are excerpts. Those of adding_things.md are
-# parts of files (test_adding_things.py).
-PROGRAMS = [
-    pytest.param(block, id=f"{name}-{number}")
+# Those of adding_things.md are parts of files (test_adding_things.py).
+RUN = {
+    name: page
     for name, page in PAGES.items()
-    for number, block in enumerate(blocks(page.read_text()))
-    if re.search("^(import|from) amp_mp", block, re.MULTILINE)
-    and name not in ("README.md", "docs/adding_things.md")
-]
+    if blocks(page.read_text()) and name != "docs/adding_things.md"
+}
 
 
 def test_the_site_shows_every_page_and_every_package() -> None:
@@ -118,9 +116,17 @@ def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
     assert all(changed)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_whole_programs_in_the_documentation_run(
-    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # some write files
-    exec(program, {})
+def test_every_block_runs_in_order_as_printed(tmp_path: Path) -> None:
+    alone = [page for page in RUN.values() if ranks_of(page.read_text()) == 1]
+    scripts = [
+        Script([pages.__file__, str(page), str(tmp_path)], {"OMP_NUM_THREADS": "1"})
+        for page in alone
+    ]
+    done = run_each(scripts)
+    failed = {page.name: r.stderr for page, r in zip(alone, done, strict=True) if r.returncode}
+    assert not failed, "\n".join(failed.values())
+
+
+@pytest.mark.parametrize("name", [n for n, p in RUN.items() if ranks_of(p.read_text()) > 1])
+def test_every_block_for_several_processes_runs(name: str, tmp_path: Path) -> None:
+    on_ranks(ranks_of(RUN[name].read_text()), run_page, RUN[name], tmp_path)
