@@ -149,7 +149,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         scaler: Scaler | None = None,
         clip: str = "parameter",
     ) -> Attachment:
-        """Makes the optimizer work during the backward pass: docs/gradient_release.md.
+        """Makes the optimizer work during the backward pass: docs/accumulation.md.
 
         Args:
             model: the module whose parameters are handled as soon as their gradients are complete
