@@ -61,7 +61,7 @@ test-wheel:
 	"$(PYTHON)" build_tools/test_wheel.py --torch $(TORCH)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
-# their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
+# their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.
 test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
