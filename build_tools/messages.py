@@ -25,7 +25,9 @@ THROWING = re.compile(
     r"\b(TORCH_(?:CHECK|WARN)\w*\(|throw [\w:]+\(|refuse\(|wrong\("
     r"|return (?!wrong)|what = |wrong \+?= )"
 )
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)+\'|//[^\n]*|/\*.*?\*/|\w+|\S', re.DOTALL)
+LITERAL = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)\''
+TOKEN = re.compile(LITERAL + r"|\w+|\S")
+COMMENT = re.compile(LITERAL + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def texts() -> Iterator[tuple[str, int, str]]:
@@ -36,7 +38,7 @@ def texts() -> Iterator[tuple[str, int, str]]:
         find = of_python if path.suffix == ".py" else of_cpp
         name = str(path.relative_to(ROOT))
         for line, text in sorted(set(find(path.read_text()))):
-            if any(map(str.isalpha, "".join(fragments(text)))):
+            if any(map(str.isalpha, "".join(fragments(text)).removeprefix("amp_mp:"))):
                 yield name, line, text
 
 
@@ -110,7 +112,7 @@ def variants(node: ast.AST | None, names: Names) -> list[str]:
             ast.FormattedValue(value=value)
             | ast.NamedExpr(value=value)
             | ast.DictComp(value=value)
-            | ast.BinOp(left=value, op=ast.Mult())
+            | ast.BinOp(left=value, op=ast.Mult() | ast.Mod())
             | ast.Call(func=ast.Attribute(value=value, attr="format"))
             | ast.Call(func=ast.Attribute(attr="fromkeys"), args=[_, value])
         ):
@@ -132,6 +134,9 @@ def joined(parts: Any) -> list[str]:
 
 def of_cpp(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of what is thrown, refused or returned."""
+    source = COMMENT.sub(
+        lambda found: found[0] if found[0][0] in "\"'" else blank(found[0]), source
+    )
     for start in THROWING.finditer(source):
         arguments: list[list[list[str]]] = [[[]]]
         depth = 0
@@ -143,7 +148,7 @@ def of_cpp(source: str) -> Iterator[tuple[int, str]]:
                 arguments.append([[]])
             elif token == "+" and depth == 0:
                 arguments[-1].append([])
-            elif token[:2] not in ("//", "/*"):
+            else:
                 arguments[-1][-1].append(token)
         is_first = start[1].startswith("TORCH_CHECK") or start[1] == "wrong("
         parts = [part for argument in arguments[is_first:] for part in argument]
@@ -151,6 +156,11 @@ def of_cpp(source: str) -> Iterator[tuple[int, str]]:
             if not start[1].endswith(" ") or re.search(r"\b(is|has|must) ", text):
                 text = text.replace('\\"', '"').replace("\\n", "\n")
                 yield source.count("\n", 0, start.start()) + 1, re.sub(r"\.{4,}", "...", text)
+
+
+def blank(comment: str) -> str:
+    """As many lines."""
+    return "\n" * comment.count("\n") or " "
 
 
 def strings(part: list[str]) -> list[str]:
