@@ -38,7 +38,7 @@ def texts() -> Iterator[tuple[str, int, str]]:
         find = of_python if path.suffix == ".py" else of_cpp
         name = str(path.relative_to(ROOT))
         for line, text in sorted(set(find(path.read_text()))):
-            if any(map(str.isalpha, "".join(fragments(text)).removeprefix("amp_mp:"))):
+            if len(re.findall(r"[\w']{2,}", " ".join(fragments(text)))) > 1:  # else it is a prefix
                 yield name, line, text
 
 
@@ -54,7 +54,9 @@ def of_python(source: str) -> Iterator[tuple[int, str]]:
         said: list[ast.AST | None] = []
         match node:
             case ast.FunctionDef(name=name):
+                given = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
                 names = {**names, **assigned(ast.walk(node))}
+                names = {key: value for key, value in names.items() if key not in given}
                 if name in RETURNING:
                     said = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
             case ast.Raise(exc=ast.Call(args=[first, *_])) | ast.Assert(msg=ast.AST() as first):

@@ -124,8 +124,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         """As FP16_Optimizer's. Raises RuntimeError in the middle of iter_size calls of backward."""
         if self._calls % self.iter_size:
             raise RuntimeError(
-                f"step: {self._calls} calls of backward were made since the last step, and "
-                f"iter_size={self.iter_size} are needed; call step after the last of them"
+                f"step: {self._calls} of iter_size={self.iter_size} backward calls are made"
             )
         self._calls = 0
         return super().step(closure)
@@ -207,8 +206,7 @@ def _policy(config: Mapping[str, Any]) -> ScalePolicy:
         return Static(check_scale(value, key))
     algorithm = value.lower().strip()
     if algorithm not in NAMES or algorithm == "dynamic":  # which is FP16_Optimizer's own name
-        known = ", ".join(name for name in NAMES if name != "dynamic")
-        raise ValueError(f"Unknown scaling algorithm: {value}; {key} must be one of {known}")
+        raise ValueError(f'Unknown scaling algorithm: {value}; {key} takes "Backoff" or "LogMax"')
     try:
         return NAMES[algorithm](**params)
     except TypeError as error:

@@ -33,20 +33,14 @@ def attach(
             "it has seen gradients, which are gone by then"
         )
     if scaler is not None and measure:
-        raise ValueError(
-            "scaler= is for release=True; with measure=True leave it out, and call scaler.step as "
-            "without attach"
-        )
+        raise ValueError("scaler= is for release=True; with measure=True leave it out")
     if scaler is not None and not optimizer.amp_scaling:
         raise ValueError(
-            "scaler= needs an optimizer with amp_scaling=True: without it the scaler looks for "
-            "gradients to unscale, and release=True has freed them"
+            "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
     own = {p for group in optimizer.param_groups for p in group["params"]}
     if not any(p in own for p in model.parameters()):
-        raise ValueError(
-            "model holds none of the optimizer's parameters; pass the model that it updates"
-        )
+        raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if wrapped and measure:
         raise ValueError(
