@@ -57,7 +57,7 @@ def two_processes(rank: int, file: str, results: Any) -> None:
     parallel.Reducer(grads).reduce()
     found["list"] = grads
     for name, value in (("shared_param", True), ("retain_allreduce_buffers", True)):
-        with pytest.raises(ValueError, match=f"{name}=True is not there: "):
+        with pytest.raises(ValueError, match=f"{name}=True is not supported: "):
             parallel.DistributedDataParallel(model, **{name: value})
     with pytest.raises(TypeError, match="no argument 'nothing'"):
         parallel.DistributedDataParallel(model, nothing=1)
