@@ -6,7 +6,7 @@
 #include "cuda/combine.h"
 #include "cuda/deciding.h"
 #include "cuda/made_rules.h"
-#include "cuda/step_arguments.h"
+#include "cuda/slot_inputs.h"
 #include "cuda/step_report.h"
 
 namespace amp_mp::cuda {
@@ -24,41 +24,6 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
   }
   return n;
 }
-
-// What a slot's rule is made of. Reading the rate brings the group's other numbers near, which
-// would take 24 registers here.
-struct Input {
-  StepInput slot;
-  Clock clock;
-  double rate;
-};
-
-// Those of a thread's slots. Their numbers are three loads deep in memory; those of all slots are
-// requested before the first is used.
-template <int kCount>
-struct Inputs {
-  Input input[kCount];
-
-  template <class Plan>
-  __device__ __forceinline__ void read(const Plan& plan, int first) {
-    for (int k = 0; k < kCount; ++k) {
-      const int t = first + k * kCombineThreads;
-      input[k].slot = plan.at(t < plan.count ? t : first < plan.count ? first : 0);
-    }
-    for (Input& each : input) {
-      each.clock = *each.slot.clock;
-      Hyper hyper = plan.hyper_of(each.slot.group);
-      read_rate(hyper);
-      each.rate = hyper.lr;
-    }
-  }
-
-  // An index would put them into local memory.
-  __device__ __forceinline__ const Input& at(int k) const {
-    static_assert(kCount <= 2);
-    return k == 0 ? input[0] : input[kCount - 1];
-  }
-};
 
 // The rules by their operators' names. One kernel makes all of them: a kernel for each would be as
 // long, because rules take the least part of it.
