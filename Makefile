@@ -17,7 +17,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -28,6 +28,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error.
 docs: $(SITE)/tools
 	$(SITE)/bin/mkdocs build --quiet --strict
+
+# Every page and the search in Chromium (apt install chromium), with photographs.
+docs-look: docs
+	$(SITE)/bin/python build_tools/browse.py
 
 docs-serve: $(SITE)/tools
 	$(SITE)/bin/mkdocs serve

@@ -1,0 +1,72 @@
+"""Looks at the site of docs/ with Chromium: `make docs-look`.
+
+Every page has to show its heading without an error or a missing file, and the search has to find "loss scale".
+Pictures of the start, a guide, the API and the search go to build/photographs.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE, PICTURES = ROOT / "build/site", ROOT / "build/photographs"
+PHOTOGRAPHED = {"index.html": "start", "formats/index.html": "guide", "reference/index.html": "api"}
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files and says nothing."""
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def look(page: Page, address: str, wrong: list[str]) -> None:
+    """Opens every page of the site, and searches it. wrong: gets what is."""
+    page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+    page.on("response", lambda got: got.ok or wrong.append(f"{page.url} lacks {got.url}"))
+    for file in sorted(SITE.rglob("*.html")):
+        name = str(file.relative_to(SITE))
+        if name == "404.html":
+            continue
+        page.goto(address + name)
+        if not page.locator("h1").count():
+            wrong.append(f"{name} has no heading")
+        if name in PHOTOGRAPHED:
+            page.screenshot(path=PICTURES / f"{PHOTOGRAPHED[name]}.png")
+    page.goto(address)
+    page.locator("input.md-search__input").click()
+    page.keyboard.type("loss scale", delay=20)
+    page.locator(".md-search-result__link").first.wait_for(timeout=20_000)
+    page.screenshot(path=PICTURES / "search.png")
+
+
+def main() -> None:
+    """Serves the site on a free port, and looks at it."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("browse.py needs Chromium: apt install chromium")
+    serve = functools.partial(Quiet, directory=str(SITE))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    wrong: list[str] = []
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        look(page, f"http://127.0.0.1:{server.server_port}/", wrong)
+        browser.close()
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(f"every page is shown, and the search finds; pictures: {PICTURES}")
+
+
+if __name__ == "__main__":
+    main()
