@@ -61,12 +61,12 @@ test-wheel:
 	"$(PYTHON)" build_tools/test_wheel.py --torch $(TORCH)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
-# their own with pinned versions (1 GB without CUDA). Prints the table of docs/zoo.md.
+# their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.
 test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
 # Sharded training on 1, 2 and 4 processes of this machine: every optimizer in every format and layout,
-# 20 long random runs of each layout, all commands of docs/distributed.md. `make test` runs a selection.
+# 20 long random runs of each layout, all commands of docs/sharded_steps.md. `make test` runs a selection.
 test-distributed: build
 	AMP_MP_DISTRIBUTED=1 $(PYTEST) tests/distributed tests/optim/state/test_sharded_state.py \
 	  tests/examples/test_parallel_training.py tests/project/test_distributed_docs.py
@@ -96,7 +96,7 @@ format: $(VENV)/tools
 bench: build
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
 
-# On a machine with a GPU, with its own python3 and torch: docs/cuda.md. gpu is all three parts, with what
+# On a machine with a GPU, with its own python3 and torch: docs/gpu_tests.md. gpu is all three parts, with what
 # decides the most first; each part takes less than 10 minutes, and they share one build.
 gpu:
 	bash benchmarks/gpu/gpu.sh

@@ -69,7 +69,7 @@ def rows(shape: Shape, replicas: int = 1) -> list[str]:
 
 def table(replicas: int = 1) -> str:
     """A Markdown table for all models and numbers of processes."""
-    named = ["parameters", "processes", *SHORT, "of it gathered", "all-gather", "reduce", "verdict"]
+    named = ["parameters", "processes", *SHORT, "of it gathered", "all-gather", "reduce", "norm"]
     lines = ["| " + " | ".join(named) + " |", "|" + "---|" * len(named)]
     for shape in SHAPES:
         lines += rows(shape, replicas)

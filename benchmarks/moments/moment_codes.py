@@ -2,8 +2,8 @@
 
 A code stores a flat float32 array, whose length is a multiple of 256. `encode` takes a random byte
 for each element and returns codes and scales; `decode` gives back float32 numbers. Inputs are
-finite, and those of codes for sums of squares are not negative. docs/formats.md says what infinite
-numbers and NaN become.
+finite, and those of codes for sums of squares are not negative. docs/format_reference.md says what
+infinite numbers and NaN become.
 
 All arithmetic is on the bits of floats as 32-bit integers, or single operations in float32, so the
 results are the same bits on every machine.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 
 from amp_mp.apex import parallel
 
 
-def two_processes(rank: int, file: str, results: Any) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    found = {}
+def two_processes() -> dict[Any, Any]:
+    rank = dist.get_rank()
+    found: dict[Any, Any] = {}
     options: list[dict[str, Any]] = [
         {"message_size": 10, "num_allreduce_streams": 2, "prof": True},
         {"allreduce_always_fp32": True},
@@ -57,29 +56,17 @@ def two_processes(rank: int, file: str, results: Any) -> None:
     parallel.Reducer(grads).reduce()
     found["list"] = grads
     for name, value in (("shared_param", True), ("retain_allreduce_buffers", True)):
-        with pytest.raises(ValueError, match=f"{name}=True is not there: "):
+        with pytest.raises(ValueError, match=f"{name}=True is not supported: "):
             parallel.DistributedDataParallel(model, **{name: value})
     with pytest.raises(TypeError, match="no argument 'nothing'"):
         parallel.DistributedDataParallel(model, nothing=1)
-    torch.save(found, f"{results}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("apex_parallel")
-def test_two_processes(tmp_path: Any) -> None:
-    context = multiprocessing.get_context("spawn")
-    file = str(tmp_path / "rendezvous")
-    running = [
-        context.Process(target=two_processes, args=(rank, file, str(tmp_path))) for rank in (0, 1)
-    ]
-    for each in running:
-        each.start()
-    for each in running:
-        each.join(240)
-    assert [each.exitcode for each in running] == [0, 0]
-    zero, one = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
+@pytest.mark.xdist_group("distributed")
+def test_two_processes() -> None:
+    zero, one = on_ranks(2, two_processes)
     for i, bias in enumerate((6.0, 6.0, 12.0, 6.0, 6.0)):
         for found in (zero[i], one[i]):
             assert torch.allclose(found[0], torch.full((2,), bias))

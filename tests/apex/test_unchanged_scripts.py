@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Script, run_each
 from tiers import paired
 
 import amp_mp.apex
@@ -213,8 +214,7 @@ def test_the_command_runs_a_script_as_python_does(tmp_path: Path) -> None:
         "    print(error)\n"
         "sys.exit(3)\n"
     )
-    line = [sys.executable, "-m", "amp_mp.apex", str(script), "--dtype", "mine"]
-    found = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
+    (found,) = run_each([Script(["-m", "amp_mp.apex", str(script), "--dtype", "mine"])])
     assert found.returncode == 3, found.stderr
     lines = found.stdout.splitlines()
     assert lines[0] == f"__main__ ['{script}', '--dtype', 'mine'] 3 True"

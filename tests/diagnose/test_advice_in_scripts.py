@@ -90,6 +90,7 @@ def test_the_command_line_counts_skipped_steps_and_finds_the_module(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take a second each
     script = tmp_path / "run.py"
     script.write_text(SCRIPT.replace("MAKE(", f"{make}(lr=0.1, params=").replace("SCALER", scaler))
     main([*(["--dtype", dtype] if dtype else []), str(script)])

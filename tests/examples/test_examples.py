@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Script, run_each
 from train_gpt import Settings, SettingsError, Trainer, plot, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +137,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_minimal_script_learns_and_is_what_the_readme_shows() -> None:
     script = ROOT / "examples/minimal.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    (done,) = run_each([Script([str(script)])])
     assert done.returncode == 0, done.stderr
     first, last = (float(x) for x in re.findall(r"loss ([\d.e+-]+)", done.stdout))
     assert last < first / 10

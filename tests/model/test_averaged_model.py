@@ -166,7 +166,7 @@ def test_a_decay_that_is_none_is_refused(device: str) -> None:
         with pytest.raises(error, match="decay must be"):
             amp.AveragedModel(model, decay=decay)  # type: ignore[arg-type]
     for decay in (None, lambda n: 0.5):
-        with pytest.raises(ValueError, match="warmup needs a number as decay"):
+        with pytest.raises(ValueError, match="warmup=True needs a number as decay"):
             amp.AveragedModel(model, decay=decay, warmup=True)
     with pytest.raises(TypeError, match=r"optimizer must be an optimizer .* found 'cpu'; decay, "):
         amp.AveragedModel(model, "cpu")

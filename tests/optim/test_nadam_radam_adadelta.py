@@ -48,7 +48,7 @@ def test_arguments_and_their_defaults_are_torchs(ours: type, theirs: type) -> No
         (lambda p: amp.optim.NAdam(p, momentum_decay=-1.0), "momentum_decay must not be negative"),
         (lambda p: amp.optim.NAdam(p, betas=(1.0, 0.9)), r"betas\[0\] must be in \[0, 1\)"),
         (lambda p: amp.optim.RAdam(p, betas=(0.9, 1.0)), r"betas\[1\] must be in \[0, 1\)"),
-        (lambda p: amp.optim.RAdam(p, differentiable=True), "differentiable=True is not there"),
+        (lambda p: amp.optim.RAdam(p, differentiable=True), "differentiable=True is not supported"),
     ],
 )
 def test_numbers_out_of_range_are_refused_by_name(make: Any, message: str) -> None:

@@ -302,5 +302,5 @@ def test_steps_of_four_threads_are_as_many_steps() -> None:
     """In processes of their own, whose end is seen where a race breaks the memory."""
     scripts = [THREADS.format(options=options) for options in ("", "max_grad_norm=1.0")]
     runs = [Script(["-c", script]) for script in scripts]
-    for done in run_each(runs, ["torch", "torch._dynamo"]):  # which torch's optimizers import
+    for done in run_each(runs):
         assert done.returncode == 0, done.stderr[-2000:]

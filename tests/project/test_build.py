@@ -14,6 +14,7 @@ from pathlib import Path
 import compile_without_cuda
 import pytest
 import torch
+from forked import Script, run_each
 
 import amp_mp as amp
 
@@ -21,9 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(amp.__file__).parent
 
 
-def run(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(path), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Code that finds the package in another folder."""
+    (done,) = run_each([Script(["-c", f"import sys; sys.path[:0] = [{str(path)!r}]\n{code}"])])
+    return done
 
 
 def test_build_info_names_what_was_built() -> None:
@@ -40,7 +42,7 @@ def test_build_info_names_what_was_built() -> None:
 @pytest.mark.slow
 def test_importing_touches_no_cuda() -> None:
     code = "import amp_mp, torch; assert not torch.cuda.is_initialized()"
-    done = run(code, PACKAGE.parent, CUDA_VISIBLE_DEVICES="")
+    (done,) = run_each([Script(["-c", code], {"CUDA_VISIBLE_DEVICES": ""})])
     assert done.returncode == 0, done.stderr
 
 

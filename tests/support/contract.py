@@ -1,4 +1,4 @@
-"""What docs/around_the_optimizer.md promises of a parameter under AdamW, as a plain model in NumPy.
+"""What docs/between_steps.md promises of a parameter under AdamW, as a plain model in NumPy.
 
 Arrays are in the order of memory. What the library does with it is not looked at.
 """

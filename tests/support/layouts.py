@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 GROUP = 32  # elements of m8 that share a scale
 REPLICATED = ("step", "beta_powers", "layer", "mu_product")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
-# themselves. docs/distributed.md derives it for normal gradients, which these tests have;
+# themselves. docs/sharded_steps.md has it for normal gradients, as these tests have;
 # tests/optim/step/test_norm_error.py has the bound for all.
 NORM_ERROR = 2.0**-24
 # Names of a layout, with the numbers of ranks it can have. "rows" and "columns" are what

@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -492,6 +493,7 @@ class Fuzz:
 if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     first, count = map(int, sys.argv[1:])
     for number in range(first, first + count):
         print(number, flush=True)

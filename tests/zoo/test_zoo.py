@@ -90,7 +90,7 @@ def test_losses_are_as_close_to_float32s_as_autocasts(
     library = {"language": "torch"}.get(library, library)
     first, last = wide.mean(0)[[0, -1]].tolist()
     shown = " | ".join(f"{x:.1e}" for x in (autocast, *found.values()))
-    row(f"| {case.name} | {library} | {first:.3f} to {last:.3f} | {shown} |")
+    row(f"| {case.name} ({library}) | {first:.3f}→{last:.3f} | {shown} |")
     assert last < first
     assert max(found.values()) <= FACTOR * autocast
 
@@ -149,7 +149,7 @@ def test_logits_of_distant_tokens_are_as_precise_as_published_models() -> None:
 
 
 def test_the_page_has_a_row_for_every_model() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/zoo.md").read_text()
-    missing = [name for name in CASES if f"\n| {name} | " not in page]
+    page = (Path(__file__).resolve().parents[2] / "docs/experiments.md").read_text()
+    missing = [name for name in CASES if f"\n| {name} (" not in page]
     assert missing == []
     assert len(CASES) >= 25

@@ -14,7 +14,7 @@ __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "conve
 __getattr__ = missing_from(__name__)
 # Arguments that would change what a script finds, and what to do instead.
 REFUSED = {
-    "shared_param": "parameters that share memory are found",
+    "shared_param": "leave it out, parameters that share memory are found",
     "retain_allreduce_buffers": "read param.grad, there are no allreduce_buffers",
     "allreduce_communicators": "pass process_group to torch's DistributedDataParallel",
     "gradient_average_split_factor": "use gradient_predivide_factor",
@@ -52,7 +52,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if name not in REFUSED:
                 raise TypeError(f"DistributedDataParallel of apex has no argument {name!r}")
             if others[name]:
-                raise ValueError(f"{name}={others[name]!r} is not there: {REFUSED[name]}")
+                raise ValueError(f"{name}={others[name]!r} is not supported: {REFUSED[name]}")
         super().__init__(module, find_unused_parameters=delay_allreduce)
         self.broadcast_buffers = False
         before, after = 1.0 / gradient_predivide_factor, 1.0

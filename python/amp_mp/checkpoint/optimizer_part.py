@@ -79,7 +79,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     name_of = {n: k for group, own in groups for n, k in zip(group["params"], own, strict=True)}
     for other in packed["state"].keys() - name_of.keys():
         raise ValueError(
-            f"optimizer.state has {other!r}, which is no parameter; name it to save instead"
+            f"optimizer.state has {other!r}, which is no parameter; pass it to save by name"
         )
     return {
         "state": {name_of[number]: state for number, state in packed["state"].items()},

@@ -124,7 +124,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         """As FP16_Optimizer's. Raises RuntimeError in the middle of iter_size calls of backward."""
         if self._calls % self.iter_size:
             raise RuntimeError(
-                f"step: {self._calls} of iter_size={self.iter_size} calls of backward were made"
+                f"step: {self._calls} of iter_size={self.iter_size} backward calls are made"
             )
         self._calls = 0
         return super().step(closure)
@@ -202,11 +202,11 @@ def _policy(config: Mapping[str, Any]) -> ScalePolicy:
     params = dict(config.get("loss_scaling_params") or {})
     if not isinstance(value, str):
         if params:
-            raise ValueError("loss_scaling_params: needs a loss_scaling algorithm to belong to")
+            raise ValueError("loss_scaling_params needs loss_scaling, the name of an algorithm")
         return Static(check_scale(value, key))
     algorithm = value.lower().strip()
     if algorithm not in NAMES or algorithm == "dynamic":  # which is FP16_Optimizer's own name
-        raise ValueError(f"Unknown scaling algorithm: {value}")
+        raise ValueError(f'Unknown scaling algorithm: {value}; {key} takes "Backoff" or "LogMax"')
     try:
         return NAMES[algorithm](**params)
     except TypeError as error:

@@ -100,8 +100,8 @@ def sharded_memory(
 ) -> ShardedMemory:
     """Bytes that a process holds and receives in a training step with fully_shard, by recipe.
 
-    Counted from the formats of docs/formats.md, as if every parameter were in a weight matrix
-    whose rows are multiples of 32; activations and temporary buffers are not counted. FSDP2
+    Counted from the formats of docs/format_reference.md, as if every parameter were in a weight
+    matrix whose rows are multiples of 32; activations and temporary buffers are not counted. FSDP2
     gathers the next unit while one computes, so that `gathered` may be there twice.
 
     Every collective is counted as a ring: of n processes each receives (n - 1) / n of what an

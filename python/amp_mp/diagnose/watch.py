@@ -322,5 +322,5 @@ class OverflowTracker:
         if fell:
             floor = ", its floor" if stuck else ""
             history = f"while the scale fell from {scale_text(start)} to {now}{floor}"
-        cure = "so look for the NaN or inf in the forward pass or the data."
-        return f"No loss scale can cure this: {trouble} step {since}, {history}, {cure}"
+        look = "so look for the NaN or inf in the forward pass or the data."
+        return f"No loss scale can cure this: {trouble} step {since}, {history}, {look}"

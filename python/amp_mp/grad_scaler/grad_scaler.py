@@ -153,7 +153,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(optimizer, FusedOptimizer):
             attached = stepper_of(optimizer).attachment
             if attached is not None and attached.releases and attached.scaler is not self:
-                raise RuntimeError("release=True: attach the optimizer with scaler= this scaler")
+                raise RuntimeError("release=True: pass this scaler to attach, as scaler=scaler")
             check_gradients(optimizer)
             totals = stepper_of(optimizer).totals()
         elif (read := self._read(optimizer)) is not None:

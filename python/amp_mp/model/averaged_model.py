@@ -75,7 +75,7 @@ class AveragedModel(nn.Module):
         if decay is not None and not callable(decay):
             _decay_number(decay)
         elif warmup:
-            raise ValueError(f"warmup needs a number as decay, found {decay!r}")
+            raise ValueError(f"warmup=True needs a number as decay, such as 0.999, found {decay!r}")
         refuse_sharded(model, "AveragedModel takes models that are whole on each process")
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)

@@ -70,7 +70,7 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
             f"{name} has no argument {min(unknown)!r}; it takes its own and {', '.join(known)}"
         )
     if options.get("differentiable"):
-        raise ValueError("differentiable=True is not there; use torch.optim")
+        raise ValueError("differentiable=True is not supported; use the optimizer of torch.optim")
     max_grad_norm = options.get("max_grad_norm")
     _check_number("max_grad_norm", 1.0 if max_grad_norm is None else max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:

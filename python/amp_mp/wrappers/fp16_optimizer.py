@@ -168,7 +168,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """The true gradients, a list per group; None, with a warning, after an overflow."""
         if not self.overflow:
             return self._masters.gradients()
-        warn("after an overflow there are no master gradients")
+        warn("inspect_master_grad_data: the last backward overflowed: look at .overflow before")
         return None
 
     @outside_graphs

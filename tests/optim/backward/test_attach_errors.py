@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a number": (TypeError, "amp_mp.GradScaler", {"scaler": lambda: 1024.0}),
     "measured scaler": (
         ValueError,
-        "scaler is for release=True",
+        "scaler= is for release=True",
         {"measure": True, "release": False, "scaler": lambda: amp.GradScaler("cpu")},
     ),
 }
@@ -94,7 +94,7 @@ def test_scalers_that_were_not_named_are_refused_not_ignored() -> None:
     net = model("cpu")
     optimizer = amp.optim.AdamW(net.parameters())
     optimizer.attach(net, release=True)
-    with pytest.raises(RuntimeError, match="nothing asked for measuring"):
+    with pytest.raises(RuntimeError, match="nothing has measured them"):
         stepper_of(optimizer).totals()
 
 

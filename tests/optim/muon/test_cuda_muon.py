@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRETEND_GPU, raw_bytes
+from tiers import full
 from torch import nn
 from watching import watching
 
@@ -100,8 +101,10 @@ def test_with_others_there_are_six_launches_more() -> None:
     assert seen.others == OF_TORCH + 5 or not PRETEND_GPU  # two lists' totals become one
 
 
-@pytest.mark.parametrize("with_others", [False, True])
-@pytest.mark.parametrize("memory", ["exact", "lean"])
+@pytest.mark.parametrize(
+    ("with_others", "memory"),
+    [(True, "exact"), (False, "lean"), full((False, "exact")), full((True, "lean"))],
+)
 def test_a_captured_step_replayed_is_the_eager_one(with_others: bool, memory: str) -> None:
     rates = [torch.full((), 0.02, device=DEVICE) for _ in range(2)]
     graphed, eager = (Training(with_others, memory, rate) for rate in rates)

@@ -283,7 +283,7 @@ def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
         "differentiable": (
             lambda p: adamw(p, differentiable=True),
             ValueError,
-            "differentiable=True is not there",
+            "differentiable=True is not supported",
         ),
         "squares in codes": (
             lambda p: adamw(p, exp_avg_sq="m8"),

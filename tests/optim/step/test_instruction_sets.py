@@ -17,7 +17,7 @@ def test_instruction_sets_and_threads_give_the_same_bits() -> None:
     digests: dict[str, str] = {}
     runs = [Script([digest.__file__, n], {"AMP_MP_CPU": isa}) for isa, n in THREADS.items()]
     unknown = Script(["-c", "import amp_mp"], {"AMP_MP_CPU": "sse9"})
-    *ran, refused = run_each([*runs, unknown], ["torch._dynamo", "torch.distributed.tensor"])
+    *ran, refused = run_each([*runs, unknown])
     for isa, done in zip(THREADS, ran, strict=True):
         if "AMP_MP_CPU must be" in done.stderr:
             print(f"{isa}: not supported by this processor")

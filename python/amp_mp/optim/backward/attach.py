@@ -33,14 +33,14 @@ def attach(
             "it has seen gradients, which are gone by then"
         )
     if scaler is not None and measure:
-        raise ValueError("scaler is for release=True; with measure=True a scaler needs no telling")
+        raise ValueError("scaler= is for release=True; with measure=True leave it out")
     if scaler is not None and not optimizer.amp_scaling:
         raise ValueError(
-            "scaler goes with amp_scaling=True only: without, it looks for gradients to unscale"
+            "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
     own = {p for group in optimizer.param_groups for p in group["params"]}
     if not any(p in own for p in model.parameters()):
-        raise ValueError("model holds none of the optimizer's parameters")
+        raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if wrapped and measure:
         raise ValueError(

@@ -26,8 +26,8 @@ class DDPHook:
             model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
         except RuntimeError as error:
             raise ValueError(
-                "model has a communication hook of its own already, and takes no second one; "
-                "release=True needs it"
+                "model has a communication hook of its own already, and release=True needs that "
+                "place: DistributedDataParallel takes one hook; leave out register_comm_hook"
             ) from error
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -164,8 +164,8 @@ class Release(Attachment):
             _C.used_on_current_stream(list(self._rows.values()))  # of backward passes' streams
             if not self._measures():
                 raise RuntimeError(
-                    "release=True: the gradients are gone and nothing asked for measuring them; "
-                    "attach with scaler="
+                    "release=True has freed the gradients, and nothing has measured them: call "
+                    "optimizer.attach(model, release=True, scaler=scaler)"
                 )
             if self._whole.is_needed:
                 device = local_of(next(iter(self._infos))).device

@@ -88,7 +88,7 @@ class Muon(FusedOptimizer):
     ) -> None:
         self._others = {**OTHERS, **(others or {})}
         if unknown := sorted(set(self._others) - set(OTHERS)):
-            raise TypeError(f"others has no number {unknown[0]!r}; it takes {', '.join(OTHERS)}")
+            raise TypeError(f"others: unknown entry {unknown[0]!r}; it takes {', '.join(OTHERS)}")
         try:
             check_group(self._others)
         except ValueError as error:
