@@ -7,7 +7,7 @@
 namespace amp_mp::cuda {
 
 constexpr int kCombineThreads = kSumLanes;
-constexpr int kCombineBlocks = 128;  // at most, so that all run at once on any GPU
+constexpr int kCombineBlocks = 128;  // at most, so that all run at once on a large GPU
 
 // Memory that the threads of a block share while they combine.
 struct CombineShared {

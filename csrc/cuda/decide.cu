@@ -5,6 +5,7 @@
 // below it serve callers that decide without an update.
 #include "cuda/combine.h"
 #include "cuda/deciding.h"
+#include "cuda/made_rules.h"
 #include "cuda/step_arguments.h"
 #include "cuda/step_report.h"
 
@@ -24,23 +25,38 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
   return n;
 }
 
-// What the rules of kCount slots of a thread are made of. Their numbers are three loads deep in
-// memory; those of all slots are requested before the first is used.
+// What a slot's rule is made of. Reading the rate brings the group's other numbers near, which
+// would take 24 registers here.
+struct Input {
+  StepInput slot;
+  Clock clock;
+  double rate;
+};
+
+// Those of a thread's slots. Their numbers are three loads deep in memory; those of all slots are
+// requested before the first is used.
 template <int kCount>
 struct Inputs {
-  StepInput input[kCount];
-  Clock clock[kCount];
+  Input input[kCount];
 
   template <class Plan>
   __device__ __forceinline__ void read(const Plan& plan, int first) {
     for (int k = 0; k < kCount; ++k) {
       const int t = first + k * kCombineThreads;
-      input[k] = plan.at(t < plan.count ? t : first < plan.count ? first : 0);
+      input[k].slot = plan.at(t < plan.count ? t : first < plan.count ? first : 0);
     }
-    for (int k = 0; k < kCount; ++k) {
-      clock[k] = *input[k].clock;
-      read_rate(input[k].hyper);
+    for (Input& each : input) {
+      each.clock = *each.slot.clock;
+      Hyper hyper = plan.hyper_of(each.slot.group);
+      read_rate(hyper);
+      each.rate = hyper.lr;
     }
+  }
+
+  // An index would put them into local memory.
+  __device__ __forceinline__ const Input& at(int k) const {
+    static_assert(kCount <= 2);
+    return k == 0 ? input[0] : input[kCount - 1];
   }
 };
 
@@ -58,29 +74,54 @@ AMP_MP_FOR_EACH_RULE(AMP_MP_NAME)
 #undef AMP_MP_NAME
 
 // Ticks a slot's clock, once a step, and makes its rule.
-template <class Rule, class Plan>
-__device__ __forceinline__ void make_slot_rule(const Plan& plan, int t, const StepInput& input,
-                                               Clock clock, bool has_ticked, double multiplier,
-                                               const NormInputs& inputs,
-                                               SlotRule<Rule>* slot_rules) {
-  const Hyper& hyper = input.hyper;
+template <class Rule>
+__device__ __forceinline__ SlotRule<Rule> make_slot_rule(const Hyper& hyper, Clock& clock,
+                                                         bool has_ticked, double multiplier,
+                                                         const Norms& norms) {
   if (!has_ticked) clock.tick(hyper);
-  const Norms norms = norms_of(inputs, input.row, t, multiplier);
-  const Rule rule = make_rule<Rule>(hyper, clock, norms);
-  *input.clock = clock;
-  slot_rules[input.slot] = {rule, float(hyper.maximize ? -multiplier : multiplier), hyper.seed,
-                            clock.step, plan.grad_of(t)};
+  return {make_rule<Rule>(hyper, clock, norms), float(hyper.maximize ? -multiplier : multiplier),
+          hyper.seed, clock.step, nullptr};
 }
 
+// The rules of this pass's slots: first the leaders make theirs, then the others copy them. A rule
+// that needs a tensor's norms has no leaders, and a short plan neither: its slots are one warp,
+// which takes as long as one slot.
 template <class Rule, class Plan>
 __device__ __forceinline__ void make_rules(const Plan& plan, int first,
                                            const Inputs<Plan::kAtOnce>& known, bool has_ticked,
                                            double multiplier, const NormInputs& norms,
-                                           void* slot_rules) {
-  for (int k = 0; k < Plan::kAtOnce; ++k)
-    if (const int t = first + k * kCombineThreads; t < plan.count)
-      make_slot_rule(plan, t, known.input[k], known.clock[k], has_ticked, multiplier, norms,
-                     static_cast<SlotRule<Rule>*>(slot_rules));
+                                           MadeRules& made, void* slot_rules) {
+  constexpr bool kLead = Plan::kAtOnce > 1 && !needs_norms<Rule>;
+  if constexpr (kLead) {
+    made.clear();
+    for (int k = 0; k < Plan::kAtOnce; ++k)
+      if (const int t = first + k * kCombineThreads; t < plan.count)
+        made.stand(known.input[k].slot.group, known.input[k].clock, t);
+    __syncthreads();  // the leaders are chosen
+  }
+  // Side by side, two rules take 60 registers more.
+  AMP_MP_NO_UNROLL for (int i = kLead ? 0 : Plan::kAtOnce; i < 2 * Plan::kAtOnce; ++i) {
+    const bool is_others_turn = i >= Plan::kAtOnce;
+    const int k = i % Plan::kAtOnce, t = first + k * kCombineThreads;
+    const Input mine = known.at(k);
+    const int group = mine.slot.group;
+    if (kLead && i == Plan::kAtOnce) __syncthreads();  // the leaders' rules are there
+    if (t >= plan.count) continue;
+    const bool leads = kLead && made.leads(group, mine.clock, t);
+    if (leads == is_others_turn) continue;
+    Clock clock = mine.clock;
+    SlotRule<Rule> found;
+    if (!kLead || !made.copy(group, clock, found)) {
+      Hyper hyper = plan.hyper_of(group);
+      hyper.lr = mine.rate;
+      found = make_slot_rule<Rule>(hyper, clock, has_ticked, multiplier,
+                                   norms_of(norms, mine.slot.row, t, multiplier));
+    }
+    if (leads) made.keep(group, mine.clock, clock, found);
+    *mine.slot.clock = clock;
+    found.grad = plan.grad_of(t);
+    static_cast<SlotRule<Rule>*>(slot_rules)[mine.slot.slot] = found;
+  }
 }
 
 template <class Plan>
@@ -90,6 +131,7 @@ __global__ void __launch_bounds__(kCombineThreads)
                        Verdict* verdict, NormInputs norms, RuleName rule, void* slot_rules) {
   __shared__ CombineShared shared;
   __shared__ DecideShared decided;
+  __shared__ MadeRules made;
   if (!combine_lists(grads, weights, shared)) return;
   plan.write();
   Inputs<Plan::kAtOnce> known;
@@ -111,13 +153,13 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
   const double multiplier = decided.verdict.multiplier;
   constexpr int kStep = Plan::kAtOnce * kCombineThreads;
-  for (int first = threadIdx.x; decided.verdict.found_inf == 0 && first < plan.count;
-       first += kStep) {
+  for (int base = 0; decided.verdict.found_inf == 0 && base < plan.count; base += kStep) {
+    const int first = base + int(threadIdx.x);
     if (first >= kStep) known.read(plan, first);
     switch (rule) {
-#define AMP_MP_CASE(Rule, op)                                                        \
-  case RuleName::op:                                                                 \
-    make_rules<Rule>(plan, first, known, has_ticked, multiplier, norms, slot_rules); \
+#define AMP_MP_CASE(Rule, op)                                                              \
+  case RuleName::op:                                                                       \
+    make_rules<Rule>(plan, first, known, has_ticked, multiplier, norms, made, slot_rules); \
     break;
       AMP_MP_FOR_EACH_RULE(AMP_MP_CASE)
 #undef AMP_MP_CASE

@@ -4,6 +4,8 @@
 #include <cstdint>
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
+// Before a loop: its iterations stay one after the other.
+#define AMP_MP_NO_UNROLL _Pragma("unroll 1")
 
 namespace amp_mp::cuda {
 
@@ -31,6 +33,7 @@ __device__ __forceinline__ void assume(bool holds) { __builtin_assume(holds); }
 }  // namespace amp_mp::cuda
 #else
 #include "cuda_on_cpu.h"
+#define AMP_MP_NO_UNROLL
 
 namespace amp_mp::cuda {
 using cuda_on_cpu::assume;

@@ -8,9 +8,8 @@ namespace amp_mp::cuda {
 
 // What decide_step has to know of a slot.
 struct StepInput {
-  int slot, row;  // of SlotRule, and of NormInputs
+  int slot, row, group;  // slot of SlotRule, row of NormInputs
   Clock* clock;
-  Hyper hyper;
 };
 
 struct ShortPlan {
@@ -27,8 +26,9 @@ struct ShortPlan {
 
   __device__ __forceinline__ StepInput at(int t) const {
     const SlotEntry& e = entry[t];
-    return {t, e.row, e.clock, hyper[e.group]};
+    return {t, e.row, e.group, e.clock};
   }
+  __device__ __forceinline__ Hyper hyper_of(int group) const { return hyper[group]; }
   __device__ __forceinline__ void* grad_of(int t) const { return grad[t]; }
 
   // Writes the table for apply and moments.
@@ -73,9 +73,12 @@ struct LongPlan {
   __device__ __forceinline__ StepInput at(int t) const {
     const int slot = list.starts[t].slot;
     const SlotEntry& e = list.entries[slot];
-    Hyper hyper = hypers[e.group];
-    if (e.group < rates) memcpy(&hyper.lr, &word[e.group], sizeof hyper.lr);
-    return {slot, e.row, e.clock, hyper};
+    return {slot, e.row, e.group, e.clock};
+  }
+  __device__ __forceinline__ Hyper hyper_of(int group) const {
+    Hyper hyper = hypers[group];
+    if (group < rates) memcpy(&hyper.lr, &word[group], sizeof hyper.lr);
+    return hyper;
   }
   __device__ __forceinline__ void* grad_of(int t) const {
     return grads ? grads[t] : reinterpret_cast<void*>(word[rates + t]);

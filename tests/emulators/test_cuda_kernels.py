@@ -57,6 +57,15 @@ def test_they_do_with_the_arguments_of_older_cuda() -> None:
     expect_equal(program("plain", "CUDA_ON_CPU_ARGUMENTS=4096"), "plain", "quick", "forward")
 
 
+@pytest.mark.parametrize("variant", ["plain", full("asan"), full("tsan")])
+def test_a_rule_is_made_once_for_a_group_and_a_clock(variant: str) -> None:
+    if reason := why_unavailable(variant):
+        pytest.skip(f"no {variant} build of the CUDA kernels: {reason}")
+    taken = {SOURCES[0], CSRC / "cuda/decide.cu"}  # made_once.cpp includes the second
+    sources = [HERE / "cuda_kernels/made_once.cpp", *(s for s in SOURCES if s not in taken)]
+    expect_equal(build(sources, KEPT / "made_once", variant, [CSRC]), variant, "", "forward")
+
+
 def expect_equal(built: Path, variant: str, size: str, order: str) -> None:
     done = run(built, variant, size, order=order)
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout

@@ -118,10 +118,7 @@ def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
 
 def test_every_block_runs_in_order_as_printed(tmp_path: Path) -> None:
     alone = [page for page in RUN.values() if ranks_of(page.read_text()) == 1]
-    scripts = [
-        Script([pages.__file__, str(page), str(tmp_path)], {"OMP_NUM_THREADS": "1"})
-        for page in alone
-    ]
+    scripts = [Script([pages.__file__, str(page), str(tmp_path)]) for page in alone]
     done = run_each(scripts)
     failed = {page.name: r.stderr for page, r in zip(alone, done, strict=True) if r.returncode}
     assert not failed, "\n".join(failed.values())

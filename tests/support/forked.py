@@ -7,6 +7,7 @@ when it is imported happens in the script's process, with the script's environme
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -69,9 +70,13 @@ if arguments := wanted():
 @cache
 def forking() -> subprocess.Popen[str]:
     """The process that is forked; it ends with this one, whose end closes its standard input."""
-    command = [sys.executable, "-c", PROCESS]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", PROCESS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # torch reads it when it is imported
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
 
 
