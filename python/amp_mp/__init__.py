@@ -46,7 +46,6 @@ def _choose_binding() -> None:
 _choose_binding()
 
 from amp_mp import casting, checkpoint, formats, nn, optim, scaling
-from amp_mp._C import build_info
 from amp_mp.casting.autocast import autocast
 from amp_mp.casting.op_table import explain, policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
@@ -55,6 +54,7 @@ from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
+from amp_mp.switch import build_info
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import init
 

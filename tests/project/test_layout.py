@@ -24,23 +24,24 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 468,
-    "apex": 1399,
-    "casting": 620,
+    ".": 484,
+    "apex": 1401,
+    "casting": 621,
     "checkpoint": 1017,
     "compat": 1306,
     "diagnose": 1267,
-    "grad_scaler": 463,
-    "model": 1344,
+    "grad_scaler": 465,
+    "model": 1345,
     "nn": 598,
     "optim": 3492,
     "scaling": 422,
     "sharding": 618,
-    "wrappers": 1524,
+    "wrappers": 1537,
 }
 SHARED = {
     "amp_mp.dtypes",
     "amp_mp.nested",
+    "amp_mp.switch",
     "amp_mp._C",
     "amp_mp.text_table",
     "amp_mp.sharding.shards",

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
+from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
 from amp_mp.wrappers import gradients
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -50,7 +52,7 @@ class _amp_state:  # noqa: N801 (Apex's name)
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,
+    enabled: bool = ENABLED,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
@@ -81,7 +83,7 @@ def initialize(
 
     Args:
         models, optimizers: one or a list each. float32 models, before DistributedDataParallel.
-        enabled: False returns everything as it is, and scale_loss yields the loss.
+        enabled: False returns all as it is, scale_loss yields the loss; the default under AMP_MP=0.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale:
             instead of the level's own, where not None. "True", "False" and "128.0" are taken as
             what they say; loss_scale may be a policy of amp_mp.scaling. keep_batchnorm_fp32 keeps
@@ -120,7 +122,7 @@ def initialize(
     for inner in map(without_larc, optimizer_list):
         inner._amp_stash = Stash(inner, masters, takes_closure=is_one and not masters)
     if chosen.patch_torch_functions:
-        _amp_state.handle = init(dtype=chosen.dtype, device_type=device, verbose=verbosity > 1)
+        _amp_state.handle = init(True, True, verbosity > 1, dtype=chosen.dtype, device_type=device)
     autocast.install_step_hooks()
     _amp_state.loss_scalers = [
         LossScaler(i, copy.deepcopy(policy), device, verbosity > 0) for i in range(num_losses)
@@ -175,7 +177,7 @@ def _convert(model: nn.Module, chosen: Properties) -> None:
     target, out = chosen.cast_model_type, chosen.cast_model_outputs
     if target in LOW_PRECISION:
         kept: Any = None if chosen.keep_batchnorm_fp32 else ()
-        function = prepare if chosen.master_weights else convert_network
+        function = partial(prepare, enabled=True) if chosen.master_weights else convert_network
         function(model, target, keep_fp32_only=kept)
         choose_products("auto", target)
         save_float32(model)

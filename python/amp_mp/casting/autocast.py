@@ -19,6 +19,7 @@ from amp_mp.casting.op_table import DEVICES, check_device, install_default
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.nested import map_tensors, tensors_in
+from amp_mp.switch import ENABLED
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ _lock = threading.Lock()
 def autocast(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
-    enabled: bool = True,
+    enabled: bool = ENABLED,
     cache_enabled: bool | None = None,
     *,
     keep_casts: bool = False,
@@ -46,7 +47,7 @@ def autocast(
 
     device_type: "cuda" or "cpu"; default: "cuda" where there is one. dtype: torch.float16 or
     torch.bfloat16; default: float16 on CUDA, bfloat16 on a CPU. enabled: False for a region without
-    casts. cache_enabled: whether a weight is cast once a region; default: as outside.
+    casts (default under AMP_MP=0). cache_enabled: cast a weight once a region; default: as outside.
     keep_casts: True keeps the casts of weights for the next region, and amp_mp's optimizers write
     them: a training step then casts no weight. Only if nothing writes weights through `.data`,
     `out=p.data`, NumPy or DLPack, or amp.casting.clear_cache() is called after it. False: as

@@ -21,6 +21,7 @@ from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import checked_groups
+from amp_mp.switch import ENABLED
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -36,8 +37,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch. ValueError
-            for an init_scale that is not finite or whose reciprocal float32 does not have.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch; under
+            AMP_MP=0 the default is enabled=False. ValueError for an init_scale that is not finite,
+            or whose reciprocal float32 does not have.
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped); in the
             state dict it is `loss_scaler`. ValueError for anything else.
@@ -55,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        enabled: bool = True,
+        enabled: bool = ENABLED,
         *,
         loss_scale: float | str | ScalePolicy | None = None,
         process_groups: Any = None,

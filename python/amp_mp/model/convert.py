@@ -25,6 +25,7 @@ from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
+from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
 
 
@@ -35,6 +36,7 @@ def prepare(
     *,
     keep_fp32_only: Kept | None = None,
     products: str = "auto",
+    enabled: bool = ENABLED,
 ) -> nn.Module:
     """Turns a model's parameters and buffers into `dtype`, in place, and returns the model.
 
@@ -58,6 +60,7 @@ def prepare(
         products: how a CPU computes products of `dtype`, in this process: "native", or "float32":
             rounded to `dtype` afterwards. Default "auto": what is faster on this processor
             (docs/prepare.md). CUDA's are native.
+        enabled: False returns the model as it is, to compare; the default under AMP_MP=0.
 
     Raises, before anything is changed:
         ValueError: dtype or products is another one; a pattern or module is not in the model; the
@@ -68,8 +71,8 @@ def prepare(
     """
     check_dtype(dtype, LOW_PRECISION)
     check_products(products)
-    _convert("prepare", model, dtype, keep_fp32, keep_fp32_only)
-    if any(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters()):
+    _convert("prepare", model, dtype, enabled, keep_fp32, keep_fp32_only)
+    if enabled and any(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters()):
         choose_products(products, dtype)
     return model
 
@@ -93,7 +96,7 @@ def convert_network(
         keep_fp32, keep_fp32_only: what stays float32, as for `prepare`; errors as there, too.
     """
     check_dtype(dtype, NATIVE)
-    return _convert("convert_network", model, dtype, keep_fp32, keep_fp32_only)
+    return _convert("convert_network", model, dtype, True, keep_fp32, keep_fp32_only)
 
 
 have_masters = WeakSet[Optimizer]()  # or will have them, or were warned of
@@ -113,16 +116,12 @@ def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _convert(
-    function: str,
-    model: nn.Module,
-    dtype: torch.dtype,
-    keep_fp32: Kept | None,
-    keep_fp32_only: Kept | None,
+    function: str, model: nn.Module, dtype: torch.dtype, enabled: bool, *keep: Kept | None
 ) -> nn.Module:
     _check(function, model)
     if _warn_without_masters not in hooks._global_optimizer_pre_hooks.values():
         hooks.register_optimizer_step_pre_hook(_warn_without_masters)
-    prepares, kept = function == "prepare", select(model, keep_fp32, keep_fp32_only)
+    prepares, kept = function == "prepare", select(model, *keep)
     targets: dict[int, tuple[Tensor, torch.dtype]] = {}
     for tensor in named_tensors(model).values():
         converts = tensor.dtype in NATIVE if prepares else tensor.is_floating_point()
@@ -131,6 +130,8 @@ def _convert(
         if converts and tensor.dtype != target:
             targets[id(tensor)] = tensor, target
     check_units(function, model, targets)
+    if not enabled:
+        return model
     owners = {id(p): m for m in model.modules() for p in own_parameters(m).values()}
     for tensor, target in targets.values():
         values = original_of(tensor) if prepares else None

@@ -15,6 +15,7 @@ from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
 from amp_mp.wrappers.masters import FusedMasters, Masters
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
@@ -52,6 +53,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
             policy.
         check_overflow: check and skip also with a static scale.
+        enabled: False, the default under AMP_MP=0, works as the wrapped optimizer, to compare:
+            without masters, loss scale and checks, with its state_dict.
 
     Raises:
         TypeError: a trainable parameter is neither float16, bfloat16 nor float32, or the optimizer
@@ -76,17 +79,20 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         *,
         loss_scale: float | str | policies.ScalePolicy | None = None,
         check_overflow: bool = False,
+        enabled: bool = ENABLED,
     ) -> None:
         if isinstance(init_optimizer, FP16_Optimizer):
             raise TypeError("init_optimizer is an FP16_Optimizer already; wrap it once")
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
-        self._masters = self._make_masters(init_optimizer)
+        policy = policy if enabled else policies.Static()
+        make_masters = self._make_masters if enabled else partial(Masters, enabled=False)
+        self._masters = make_masters(init_optimizer)
         super().__init__(init_optimizer)
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, policies.Static)
         self.overflow = False
         self.first_closure_call_this_step = True
-        self._checks = self.dynamic_loss_scale or check_overflow
+        self._checks = self.dynamic_loss_scale or (enabled and check_overflow)
         self._watch = OverflowWatch()
         self._max_abs = 0.0  # the largest true |g| of the last backward
         self._called_backward = False  # since the last step
@@ -110,6 +116,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         loss: a tensor of one element; it is multiplied in float32. update_master_grads: False to
         accumulate several losses and call update_master_grads() once.
         """
+        if not self._masters.enabled:
+            return torch.autograd.backward(loss, retain_graph=retain_graph)
         with self._masters.backward(self.loss_scale, update_master_grads):
             scaled_loss = loss.float() * self.loss_scale
             torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
@@ -123,7 +131,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _check_backward(self) -> None:
         """Raises RuntimeError for new gradients other than 0 that came without backward."""
-        if self._called_backward:
+        if self._called_backward or not self._masters.enabled:
             return
         if foreign := self._marks.changed(self._masters.scaled_params()):
             infos, to_model = param_infos(self.param_groups), self._masters.model_param
@@ -254,6 +262,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """A snapshot in plain containers and tensors; the masters are in it, bit for bit."""
+        if not self._masters.enabled:
+            return self.optimizer.state_dict()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         inner = tree_map_only(Tensor, torch.clone, self.optimizer.state_dict())
@@ -274,6 +284,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         ValueError, before any change, where groups, shapes or keys do not match.
         """
+        if not self._masters.enabled:
+            return self.optimizer.load_state_dict(state_dict)
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)

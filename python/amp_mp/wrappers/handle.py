@@ -14,11 +14,12 @@ from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
 from amp_mp.casting.in_force import Casting, begin, clear_casts, end
 from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
+from amp_mp.switch import ENABLED
 from amp_mp.wrappers.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 
 
 def init(
-    enabled: bool = True,
+    enabled: bool = ENABLED,
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
@@ -40,7 +41,7 @@ def init(
     The newest handle decides; where it is deactivated, the next older one does that is still on.
 
     Args:
-        enabled: False gives a handle that does nothing, so that a script need not change.
+        enabled: False gives a handle that does nothing, to compare; the default under AMP_MP=0.
         enable_caching: cast each weight once an iteration, where gradients are on: until backward
             has reached it, scale_loss or amp.casting.backward ends, or an optimizer steps.
         verbose: say what was switched on, and print every cast that is computed to stderr.

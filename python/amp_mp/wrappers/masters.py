@@ -27,16 +27,16 @@ from amp_mp.wrappers import gradients
 class Masters:
     """Replaces an optimizer's low-precision parameters by float32 masters and keeps both.
 
-    A list of lists has one list per param_group. The model's gradients carry the loss scale.
+    Lists of lists have one per param_group; the model's gradients carry the scale. enabled: False
+    for no masters. stale: an interrupt has left the model older than its masters.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self.stale = optimizer, False  # stale: the model is older, by an interrupt
+    def __init__(self, optimizer: Optimizer, enabled: bool = True) -> None:
+        self._optimizer, self.enabled, self.stale = optimizer, enabled, False
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
-        self._replaced = ReplacedCheck()
-        self._pending = False  # whether gradients of float32 parameters still carry the scale
+        self._replaced, self._pending = ReplacedCheck(), False  # pending: .grad carries the scale
         self.refresh()
 
     def refresh(self) -> None:
@@ -44,7 +44,7 @@ class Masters:
         self.refuse_dtypes()
         for params in self.groups():
             for i, param in enumerate(params):
-                if param.requires_grad and param.dtype in LOW_PRECISION:
+                if self.enabled and param.requires_grad and param.dtype in LOW_PRECISION:
                     params[i] = self._adopt(param)
 
     def refuse_dtypes(self) -> None:
@@ -158,7 +158,7 @@ class Masters:
         """Clips the true gradients by their global norm and returns the norm."""
         masters = list(gradients.master_params(self._optimizer))
         grads = gradients.gradients_of(masters)
-        if norm_type != 2 or len({g.device for g in grads}) != 1:
+        if not self.enabled or norm_type != 2 or len({g.device for g in grads}) != 1:
             return gradients.clip_gradients(masters, max_norm, norm_type)
         total = gradients.totals_of(masters)[grads[0].device]
         verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
