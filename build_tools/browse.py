@@ -1,7 +1,7 @@
 """Looks at the site of docs/ with Chromium: `make docs-look`.
 
-Every page has to show its heading without an error or a missing file, and the search has to find "loss scale".
-Pictures of the start, a guide, the API and the search go to build/photographs.
+Every page has to show its heading without an error or a missing file, and the search has to find
+"loss scale". Pictures of the start, a guide, the API and the search go to build/photographs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def look(page: Page, address: str, wrong: list[str]) -> None:
     """Opens every page of the site, and searches it. wrong: gets what is."""
     page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
-    page.on("response", lambda got: got.ok or wrong.append(f"{page.url} lacks {got.url}"))
+    page.on("response", lambda got: got.status < 400 or wrong.append(f"{page.url} lacks {got.url}"))
     for file in sorted(SITE.rglob("*.html")):
         name = str(file.relative_to(SITE))
         if name == "404.html":
