@@ -20,11 +20,11 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return result
 
 
-def figure(panels: int) -> tuple[Figure, list[Axes]]:
+def figure(panels: int, sharey: bool = True) -> tuple[Figure, list[Axes]]:
     """An empty figure with ``panels`` axes side by side; it needs no display."""
     result = Figure(figsize=(1 + 6 * panels, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(result)
-    axes = result.subplots(1, panels, sharey=True, squeeze=False)[0]
+    axes = result.subplots(1, panels, sharey=sharey, squeeze=False)[0]
     for each in axes:
         each.grid(alpha=0.3)
     return result, list(axes)

@@ -7,7 +7,7 @@ All three start from the same weights and see the same batches:
   amp_mp          bfloat16 weights, amp_mp's AdamW, which clips inside the step
 
 The runs take turns, ten steps each; one whose steps take five times as long as float32's ends after
-two. The program prints a table, draws the loss curves in demo/loss.png and writes the numbers to
+two. The program prints a table, draws the losses in demo/loss.png and writes the numbers to
 demo/result.json.
 """
 
@@ -16,11 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from curves import draw_curve, figure
+from curves import figure, smooth
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Run, Trainer
 from rich.console import Console
@@ -38,7 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "amp_mp": {"precision": "bfloat16", "optimizer": "adamw"},
 }
 BASELINE = "float32"
-LOOKS = (("tab:blue", "-", "o"), ("tab:green", "-.", "s"), ("tab:orange", "--", "x"))
+COLORS = ("tab:blue", "tab:green", "tab:orange")
 
 
 def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Trainer]:
@@ -48,7 +49,8 @@ def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Traine
     """
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
     chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
-    with tqdm(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
+    form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    with tqdm(total=len(ARMS) * steps, dynamic_ncols=True, bar_format=form) as bar:
         for start in range(0, steps, CHUNK):
             for name, trainer in trainers.items():
                 # torch.autocast computes as it does in a script without amp_mp.
@@ -59,7 +61,32 @@ def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Traine
                     if len(times) != 2 or min(times) <= slowest * min(least):
                         bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
                     bar.update()
+                bar.set_postfix_str(f"about {remaining(trainers.values(), steps, slowest)} left")
     return trainers
+
+
+def remaining(trainers: Iterable[Trainer], steps: int, slowest: float) -> str:
+    """The time that all arms together still need, once each has begun."""
+    every = list(trainers)
+    if not all(each.run.step_seconds for each in every):
+        return "?"
+    least = min(every[0].run.step_seconds)
+    seconds = sum(
+        (steps - each.steps_done) * each.run.median_step_seconds()
+        for each in every
+        if len(each.run.step_seconds) != 2 or min(each.run.step_seconds) <= slowest * least
+    )
+    return tqdm.format_interval(seconds)
+
+
+def announce(trainers: Iterable[str], **settings: Any) -> str:
+    """What is trained, for how long, and where the results go."""
+    chosen = Settings(**settings)
+    return (
+        f"Trains a GPT of {chosen.layers} layers of width {chosen.width} on the source of Python's "
+        f"standard library,\n{chosen.steps} steps of {chosen.batch} x {chosen.context} bytes in "
+        f"each of {', '.join(trainers)}.\nResults go to {FOLDER}: loss.png and result.json."
+    )
 
 
 def measurements(trainer: Trainer, baseline: Trainer) -> dict[str, float]:
@@ -112,19 +139,42 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def smoothed(run: Run) -> list[tuple[list[int], list[float]]]:
+    """Training and validation losses with their steps, averaged with the same weights per step."""
+    at, validation = map(list, zip(*run.validation, strict=True))
+    between = at[1] - at[0] if len(at) > 1 else 1
+    steps = list(range(1, len(run.train_loss) + 1))
+    return [(steps, smooth(run.train_loss)), (at, smooth(validation, 0.9**between))]
+
+
 def draw(runs: dict[str, Run], caption: str, path: Path) -> None:
-    """Save every run's losses, against the step and against the training time."""
-    picture, (by_step, by_time) = figure(2)
-    for (name, run), look in zip(runs.items(), LOOKS, strict=True):
+    """Save every run's losses: their distance from float32's by the step, and by training time.
+
+    By the step itself the three lie upon one another. Solid lines are training losses, dashed ones
+    validation losses, both smoothed over as many steps.
+    """
+    picture, (apart, by_time) = figure(2, sharey=False)
+    before = runs[BASELINE]
+    for (name, run), color in zip(runs.items(), COLORS, strict=True):
         if not run.validation:
             continue  # it ended after two steps
-        draw_curve(by_step, run.train_loss, run.validation, name, *look)
         # With the median step time, so that other work on the machine does not bend the curve.
-        seconds = [run.median_step_seconds() * (k + 1) for k in range(len(run.train_loss))]
-        draw_curve(by_time, run.train_loss, run.validation, name, *look, x=seconds)
-    by_step.set(xlabel="step", ylabel="loss (nats per byte)", title="Loss by step")
-    by_time.set(xlabel="steps x median time per step (seconds)", title="Loss by training time")
-    by_step.legend()
+        second = run.median_step_seconds()
+        for kind, (at, losses), (_, others) in zip(
+            ("training", "validation"), smoothed(run), smoothed(before), strict=True
+        ):
+            style = {"color": color, "linestyle": "-" if kind == "training" else "--"}
+            percent = [100 * (a / b - 1) for a, b in zip(losses, others, strict=True)]
+            apart.plot(at, percent, label=f"{name}, {kind}", **style)
+            by_time.plot([second * step for step in at], losses, **style)
+    apart.set(xlabel="step", ylabel="percent", title="Loss, in percent above float32's (smoothed)")
+    by_time.set(
+        xlabel="steps x median time per step (seconds)",
+        ylabel="nats per byte",
+        title="Loss by training time (smoothed)",
+    )
+    if apart.lines:
+        apart.legend()
     picture.supxlabel(caption, fontsize="medium")
     picture.savefig(path)
 
@@ -137,8 +187,10 @@ def main() -> None:
     command_line.add_argument("--steps", type=int, default=default.steps, help="steps of each run")
     command_line.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
     command_line.add_argument("--threads", type=int, default=default.threads, help="CPU threads")
+    chosen = vars(command_line.parse_args())
     try:
-        trainers = compare(**vars(command_line.parse_args()))
+        print(announce(ARMS, **chosen), flush=True)
+        trainers = compare(**chosen)
     except (SettingsError, FileNotFoundError) as error:
         command_line.error(str(error))
     results = {name: measurements(each, trainers[BASELINE]) for name, each in trainers.items()}
