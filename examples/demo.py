@@ -102,10 +102,13 @@ def measurements(trainer: Trainer, baseline: Trainer) -> dict[str, float]:
             "validation_loss": loss,
             "difference_percent": 100 * (loss / loss_before - 1),
         }
+    lower, upper = trainer.run.quartiles()
     seconds, seconds_before = (t.run.median_step_seconds() for t in (trainer, baseline))
     return {
         **losses,
         "step_milliseconds": 1000 * seconds,
+        "from": 1000 * lower,
+        "to": 1000 * upper,
         "speed_up": seconds_before / seconds,
         "bytes_per_parameter": trainer.training_bytes() / parameters,
     }
@@ -117,6 +120,7 @@ def table(results: dict[str, dict[str, float]]) -> Table:
         "validation loss, nats per byte": "{validation_loss:.4f}",
         "difference to float32": "{difference_percent:+.2f} %",
         "median time per step": "{step_milliseconds:.1f} ms",
+        "half of the steps": "{from:.0f} to {to:.0f} ms",
         "speed-up over float32": "{speed_up:.2f}x",
         "bytes per parameter": "{bytes_per_parameter:.1f}",
     }

@@ -56,6 +56,12 @@ class Run:
         """Median seconds per step. The first ``warm_up`` steps do not count if there are more."""
         return statistics.median(self.step_seconds[warm_up:] or self.step_seconds)
 
+    def quartiles(self, warm_up: int = 5) -> tuple[float, float]:
+        """Half of the steps took between these seconds; of the same steps as the median."""
+        counted = self.step_seconds[warm_up:] or self.step_seconds
+        lower, _, upper = statistics.quantiles(counted * 2, n=4)  # a single step is enough
+        return lower, upper
+
 
 class Trainer:
     """A run in progress: the model, its optimizer and the measurements so far."""

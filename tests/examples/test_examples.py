@@ -79,11 +79,16 @@ def test_the_demo_stops_arms_that_would_take_an_hour(tmp_path: Path) -> None:
     trainers = demo.compare(**SMALL, slowest=0.0)
     assert [trainer.steps_done for trainer in trainers.values()] == [2, 2, 2]
     results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
-    loss, *_, speed_up, _ = zip(
+    loss, _, median, half, speed_up, _ = zip(
         *(column.cells for column in demo.table(results).columns[1:]), strict=True
     )
     assert loss == ("stopped",) * 3
     assert all(cell.endswith("x") for cell in speed_up)
+    for name, cell in zip(trainers, half, strict=True):
+        lower, upper = map(float, cell.removesuffix(" ms").split(" to "))
+        assert lower <= results[name]["step_milliseconds"] + 1
+        assert results[name]["step_milliseconds"] <= upper + 1
+    assert all(cell.endswith(" ms") for cell in median)
     demo.draw({name: t.run for name, t in trainers.items()}, "caption", tmp_path / "loss.png")
 
 
