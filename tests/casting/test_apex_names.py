@@ -1,4 +1,4 @@
-"""Every name of Apex's lists is on the table, or in docs/features.md with the reason."""
+"""Every name of Apex's lists is on the table, or in tests/features.md with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 import amp_mp as amp
 
 LOW = torch.bfloat16
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+PAGE = Path(__file__).resolve().parents[1] / "features.md"
 
 # As in apex/amp/lists of 2018 to 2025.
 LISTS = {

@@ -23,10 +23,11 @@ PAGES = {
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "examples" / "apex" / "README.md",
+        ROOT / "tests" / "features.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
 }
-FEATURES = PAGES["docs/features.md"].read_text()
+FEATURES = PAGES["tests/features.md"].read_text()
 ROWS = re.findall(r"^\| ((?:OS|NV|RP|AX)-\w+) \|.*\| (.*) \|$", FEATURES, re.MULTILINE)
 
 
