@@ -40,7 +40,7 @@ class Net(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.prepared == "configure_optimizers":
             amp.prepare(self, BF16)
-        return self.kind(self.parameters(), lr=1e-2, **self.options)
+        return self.kind(self.parameters(), **{"lr": 1e-2, **self.options})
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         (x,) = batch
