@@ -113,12 +113,12 @@ def save_and_resume(memory: str, prepared: bool) -> str:
     assert again.checkpoints.load(step=5)
     assert again.train(6, 10) == losses[5:]
     assert again.bits() == through.bits()
-    losses += through.train(11, 40)
+    losses += through.train(11, 30)
     assert losses[-1] < losses[0] / 4, losses
     return f"SAME {memory} {prepared}"
 
 
-CASES = [("exact", False), ("lean", False), ("lean", True), ("tiny", True)]
+CASES = [("exact", False), ("lean", True), ("tiny", True)]
 
 
 def test_a_resumed_run_on_two_processes(torchrun: Any) -> None:
