@@ -112,12 +112,18 @@ def shard_and_train(kind: str, mixed: str) -> list[str]:
     model = network()
     if kind == "converted":
         model.to(BF16)
+    if kind == "prepared too early":
+        amp.prepare(model, BF16, keep_fp32_only=[])
     optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, memory="lean", max_grad_norm=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     dtype = torch.float32
     if kind == "prepared":  # after the sharding
         dtype = BF16
         amp.prepare(model, dtype, keep_fp32_only=[])
+    if kind == "prepared too early":
+        with pytest.raises(RuntimeError, match="was prepared before it was sharded"):
+            train(accelerator, model, optimizer, BF16)
+        return ["refused"]
     losses = train(accelerator, model, optimizer, dtype, 30)
     assert losses[-1] < losses[0] / 2, losses
     states = {type(s["exp_avg"]).__name__ for s in optimizer.optimizer.state.values()}
@@ -128,10 +134,12 @@ def test_fsdp2_on_two_processes(torchrun: Any) -> None:
     script = """
 import os
 from test_accelerate import forget, shard_and_train
-for kind, mixed in [("float32", "bf16"), ("prepared", "no"), ("converted", "bf16")]:
+kinds = [("float32", "bf16"), ("prepared", "no"), ("converted", "bf16")]
+for kind, mixed in [*kinds, ("prepared too early", "no")]:
     os.write(1, (" ".join(["FOUND", *shard_and_train(kind, mixed)]) + "\\n").encode())
     forget()
 """
     found = [line for line in torchrun(script) if line.startswith("FOUND")]
     # Under mixed precision Accelerate makes float32 shards of a bfloat16 model too.
-    assert sorted(found) == ["FOUND DTensor bfloat16"] * 2 + ["FOUND DTensor float32"] * 4
+    kinds = ["FOUND DTensor bfloat16"] * 2 + ["FOUND DTensor float32"] * 4
+    assert sorted(found) == [*kinds, "FOUND refused", "FOUND refused"]

@@ -30,9 +30,7 @@ class Net(lightning.LightningModule):
         torch.manual_seed(0)
         self.automatic_optimization = automatic
         self.options, self.prepared, self.kind = options, prepared, kind or amp.optim.AdamW
-        self.net = nn.Sequential(
-            nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1)
-        )
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
         self.losses: list[float] = []
         if prepared == "__init__":
             amp.prepare(self, BF16)

@@ -28,7 +28,8 @@ def test_every_block_runs_in_order_as_printed(page: Path, tmp_path: Path, torchr
     if ranks_of(page.read_text()) == 2:
         torchrun(script)
         return
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": folders}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )

@@ -138,7 +138,20 @@ dist.destroy_process_group()
     assert sorted(found) == sorted(2 * [f"SAME {memory} {kind}" for memory, kind in CASES])
 
 
-def test_the_containers_own_factory_has_torchs_alone() -> None:
-    """The reason for the class above."""
-    with pytest.raises(NotImplementedError):
+def test_other_classes_and_clipping_in_the_step() -> None:
+    with pytest.raises(NotImplementedError):  # the reason for the class above
         OptimizersContainer._resolve_optimizer_factory("Muon")
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 1))
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-3})
+        for pattern, name in (("weight$", "Muon"), (".*", "AdamW"))
+    ]
+    config = Optimizers.Config(
+        param_groups=groups, optimizer_factory_kwargs_by_name={"AdamW": {"max_grad_norm": 0.5}}
+    )
+    muon, adamw = config.build(model_parts=[model])
+    assert (type(muon), type(adamw)) == (amp.optim.Muon, amp.optim.AdamW)
+    assert (muon.max_grad_norm, adamw.max_grad_norm) == (None, 0.5)
+    model(torch.randn(8, 16)).square().mean().backward()
+    muon.step()
+    adamw.step()

@@ -99,6 +99,21 @@ def test_it_clips_once_as_the_trainer_would(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_bf16_of_the_trainer_is_for_float32_weights(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        **{"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 10},
+        **{"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "bf16": True},
+    )
+    choice = amp.integrations.trainer.optimizer(args, lr=3e-3)
+    trainer = Trainer(
+        tiny_llama(), args, train_dataset=sentences(), optimizer_cls_and_kwargs=choice
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.95 * losses[0]
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
 def test_what_is_given_comes_first_and_other_classes_have_other_numbers() -> None:
     args = TrainingArguments(use_cpu=True, report_to="none", learning_rate=0.5)
     kind, numbers = amp.integrations.trainer.optimizer(
