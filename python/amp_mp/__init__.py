@@ -59,18 +59,18 @@ from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import init
 
 if TYPE_CHECKING:
-    from amp_mp import apex, compat, diagnose
+    from amp_mp import apex, compat, diagnose, integrations
 
 # fmt: off
 __all__ = [
     "AveragedModel", "FP16_Optimizer", "GradScaler", "__version__", "apex", "attach_main_grads",
     "autocast", "build_info", "casting", "checkpoint", "compat", "diagnose", "explain",
-    "float32_state_dict", "formats", "init", "keep_fp32", "load_float32_state_dict", "nn", "optim",
-    "policies", "prepare", "scaling", "set_policy",
+    "float32_state_dict", "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict",
+    "nn", "optim", "policies", "prepare", "scaling", "set_policy",
 ]
 # fmt: on
 
-_LAZY = ("apex", "compat", "diagnose")  # imported when they are used
+_LAZY = ("apex", "compat", "diagnose", "integrations")  # imported when they are used
 # Where the names are that one may look for at the top.
 _PLACES = (
     *("casting", "nn", "optim", "scaling", "compat", "apex.amp", "apex.fp16_utils"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pages
 import pytest
 from forked import Script, run_each
-from pages import blocks, ranks_of, run_page
+from pages import blocks, packages_of, ranks_of, run_page
 from ranks import on_ranks
 
 import amp_mp as amp
@@ -115,6 +116,29 @@ def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
     assert 0 < names["loss"].item() < 10
     changed = [(a != b).any() for a, b in zip(before, names["model"].parameters(), strict=True)]
     assert all(changed)
+
+
+def test_what_pages_need_is_what_the_zoo_installs() -> None:
+    """Its tests run the blocks that are left out below."""
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "tests/zoo/requirements.txt").read_text(), re.M)
+    needed = {name for page in RUN.values() for name in packages_of(page.read_text())}
+    assert needed
+    assert needed <= set(pinned)
+
+
+def test_blocks_whose_packages_are_missing_are_left_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    write = "```python\nopen({!r}, 'x').close()\n```\n"
+    comments = ("needs: torch", "needs: torch, no_such_package", "start over")
+    parts = [write.format("0"), *(f"<!-- {c} -->\n{write.format(c[-4:])}" for c in comments)]
+    page.write_text("\n".join(parts))
+    before = Path.cwd()
+    try:
+        run_page(page, tmp_path)
+    finally:
+        os.chdir(before)
+    assert {p.name for p in (tmp_path / "page").iterdir()} == {"0", "orch", "over"}
+    assert packages_of(page.read_text()) == ["torch", "torch", "no_such_package"]
 
 
 def test_every_block_runs_in_order_as_printed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import amp_mp as amp
 
 PACKAGES = {
     *("optim", "nn", "scaling", "casting", "formats", "checkpoint", "diagnose", "apex", "compat"),
+    "integrations",
 }
 NAMES = {
     *("init", "autocast", "prepare", "keep_fp32", "GradScaler", "FP16_Optimizer", "AveragedModel"),
@@ -87,11 +88,12 @@ def test_an_unknown_name_has_no_hint() -> None:
 @pytest.mark.slow
 def test_import_leaves_out_what_is_seldom_used() -> None:
     """torch._dynamo and sympy take seconds, and torch alone loads neither."""
-    seldom = ("amp_mp.apex", "amp_mp.compat", "amp_mp.diagnose", "torch._dynamo", "sympy")
+    rooms = ("amp_mp.apex", "amp_mp.compat", "amp_mp.diagnose", "amp_mp.integrations")
+    seldom = (*rooms, "torch._dynamo", "sympy")
     code = f"""
 import sys, amp_mp
 print([m for m in {seldom} if m in sys.modules])
-print(amp_mp.apex.__name__, amp_mp.compat.__name__, amp_mp.diagnose.__name__)
+print(*(getattr(amp_mp, name.split(".")[1]).__name__ for name in {rooms}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "amp_mp.apex amp_mp.compat amp_mp.diagnose"]
+    assert done.stdout.splitlines() == ["[]", " ".join(rooms)]

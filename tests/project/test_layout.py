@@ -31,6 +31,7 @@ FOLDER_LINES = {
     "compat": 1306,
     "diagnose": 1267,
     "grad_scaler": 465,
+    "integrations": 40,
     "model": 1345,
     "nn": 598,
     "optim": 3492,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +31,25 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line("\n".join(lines))
     if path := os.environ.get("AMP_MP_ZOO_TABLE"):
         Path(path).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Runs a script on two processes; the lines that they print."""
+
+    def run(script: str) -> list[str]:
+        file = tmp_path / "script.py"
+        file.write_text(script)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        done = subprocess.run(
+            [*command, "--nproc-per-node=2", str(file)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders},
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:8000]
+        return done.stdout.splitlines()
+
+    return run

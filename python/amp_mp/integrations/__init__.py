@@ -1,0 +1,8 @@
+"""For training tools of others: docs/trainers.md, docs/loops.md and docs/watching.md.
+
+`trainer` is for the Trainer of transformers. It needs nothing that amp_mp itself does not.
+"""
+
+from amp_mp.integrations import trainer
+
+__all__ = ["trainer"]

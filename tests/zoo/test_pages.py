@@ -1,0 +1,36 @@
+"""The blocks of the documentation that need packages which `make test` does not have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import packages_of, ranks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [p for p in sorted((ROOT / "docs").glob("*.md")) if packages_of(p.read_text())]
+SCRIPT = """
+import pathlib, sys
+import torchvision_ops
+torchvision_ops.install()
+import pages
+pages.run_page(pathlib.Path({page!r}), pathlib.Path({folder!r}), everything=True)
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_runs_in_order_as_printed(page: Path, tmp_path: Path, torchrun: Any) -> None:
+    script = SCRIPT.format(page=str(page), folder=str(tmp_path))
+    if ranks_of(page.read_text()) == 2:
+        torchrun(script)
+        return
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
