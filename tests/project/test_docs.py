@@ -25,6 +25,7 @@ PAGES = {
         ROOT / "CONTRIBUTING.md",
         ROOT / "examples" / "apex" / "README.md",
         ROOT / "tests" / "features.md",
+        ROOT / "benchmarks" / "gpu" / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
 }
