@@ -14,6 +14,7 @@
 #include "torch/muon/orthogonalise.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
+#include "torch/step/edited_masters.h"
 #include "torch/step/stepper.h"
 #include "torch/tables.h"
 
@@ -55,6 +56,9 @@ PYBIND11_MODULE(_C, m) {
   muon::bind(m);
   bind_stepper(m);
   bind_state(m);
+  bind_edited_masters(m);
+  m.def("qk_clip_factors", &qk_clip_factors, py::arg("max_logits"), py::arg("threshold"),
+        py::arg("alpha"), py::arg("queries"), py::arg("keys"));
   apex::bind_amp_c(m);
   m.def(
       "measure",
