@@ -95,7 +95,7 @@ class Parameter:
             state.rest, self.visible = parts[1], formats.decode(parts[:1], self.dtype)
 
     def edit(self, seed: int, values: Floats) -> None:
-        """`optimizer.masters` has stored these values; elements of the same bits stay as they are."""
+        """`optimizer.masters` has stored these values; elements of equal bits stay."""
         changed = values.view(np.uint32) != self.master().view(np.uint32)
         if not changed.any():
             return

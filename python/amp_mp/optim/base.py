@@ -147,15 +147,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             with optimizer.masters(layer.weight) as master:
                 master.mul_(0.99)  # layer.weight.mul_(0.99) would be rounded
 
-        params: a parameter, or a list or dict of them; by default a list of all. The masters take
-        their places: new float32 tensors of their shapes, layouts and placements; of parameters
-        without a master, their values. At its end the block, in which gradients are off, stores the
-        elements that were written: master and parameter, rounded to nearest, in place. After an
-        exception it stores nothing.
+        params: a parameter, or a list or dict of them; by default a list of all. In their places
+        are float32 copies of the masters, or of the values where there is no master, laid out and
+        sharded as the parameters. The end of the block, in which gradients are off, stores the
+        elements that were written, master and parameter, in place; after an exception nothing.
 
-        Raises TypeError or ValueError naming what is none of the optimizer's parameters;
-        RuntimeError in torch.inference_mode, in AveragedModel.swap, and for a parameter of another
-        block; in the block for steps; at its end for a parameter that was written itself.
+        Raises TypeError or ValueError naming what is not a parameter of the optimizer; RuntimeError
+        in inference mode, AveragedModel.swap and another block with the parameter, for a step in
+        the block, and at its end for a parameter that was written itself.
         """
         own = self._stepper
         return own.masters.edit(params, own.group_rules(), self.param_groups, self.state)

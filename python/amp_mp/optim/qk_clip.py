@@ -38,10 +38,10 @@ def qk_clip_(
             Rows are head after head. Consecutive query heads share a key head.
         max_logits: [query heads], over all tokens and processes, on the weights' device. A head
             where it is inf or NaN stays as it is.
-        threshold: above 0. alpha: the queries' share, in [0, 1].
+        threshold, alpha: above 0; the queries' share, in [0, 1].
 
-    Returns gamma, float32 [query heads]. The host waits for nothing. Raises TypeError or ValueError
-    naming the argument, before anything is changed, and what `optimizer.masters` raises.
+    Returns gamma, float32 [query heads], without waiting. Raises TypeError or ValueError naming the
+    argument, and what `optimizer.masters` raises; nothing is changed then.
     """
     if not hasattr(optimizer, "masters"):
         raise TypeError(f"optimizer must be an optimizer of amp_mp, found {optimizer!r}")

@@ -29,9 +29,7 @@ def cuda(request: pytest.FixtureRequest) -> str:
 def training(storage: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.ModuleDict, Any]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"q": nn.Linear(32, 64), "k": nn.Linear(32, 32)}).to(DEVICE, dtype)
-    optimizer = amp.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.99), **STORAGES[storage]
-    )
+    optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), **STORAGES[storage])
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.25)
     optimizer.step()
@@ -66,7 +64,7 @@ def test_what_is_written_behind_the_version_counter_is_stored() -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_captured_step_goes_on_from_what_was_written(storage: str) -> None:
     runs = [training(storage) for _ in range(2)]
-    for model, optimizer in runs:
+    for _, optimizer in runs:
         optimizer.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.rule import Group, Rule
+from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.schema import MASTER_ROWS
 
 _masters = _C.Masters(MASTER_ROWS)  # whose signatures say what these do
@@ -57,11 +57,9 @@ class MasterBlocks:
             )
 
     @contextmanager
-    def edit(
-        self, params: Any, rules: list[Rule], groups: list[Group], states: dict[Tensor, Any]
-    ) -> Iterator[Any]:
-        """See FusedOptimizer.masters; rules: of each group."""
-        block = _C.EditedMasters(rules, groups, states, params, self._open)
+    def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
+        """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
+        block = _C.EditedMasters(rules, groups, state, params, self._open)
         refuse_swapped(block.params, "masters()")
         self._open.append(block)
         try:
