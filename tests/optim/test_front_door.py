@@ -15,7 +15,7 @@ import amp_mp as amp
 OWN = {
     *("max_grad_norm", "check_overflow", "process_groups"),  # arguments that may be changed
     *("memory_report", "grad_norm", "step_was_skipped", "last_report", "attach", "init_state"),
-    *("torch_state_dict", "amp_scaling"),
+    *("torch_state_dict", "amp_scaling", "masters"),
 }
 KINDS = sorted(
     name

@@ -7,6 +7,7 @@ in state/, work during the backward pass in backward/, and the update itself in 
 import sys
 from abc import ABC
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -152,6 +153,24 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
 
+    def masters(self, params: Any = None) -> AbstractContextManager[Any]:
+        """Float32 masters, to be read and written in a `with` block: docs/between_steps.md.
+
+            with optimizer.masters(layer.weight) as master:
+                master.mul_(0.99)  # layer.weight.mul_(0.99) would be rounded
+
+        params: a parameter, or a list or dict of them; by default a list of all. In their places
+        are float32 copies of the masters, or of the values where there is no master, laid out and
+        sharded as the parameters. The end of the block, in which gradients are off, stores the
+        elements that were written, master and parameter, in place; after an exception nothing.
+
+        Raises TypeError or ValueError naming what is not a parameter of the optimizer; RuntimeError
+        in inference mode, AveragedModel.swap and another block with the parameter, for a step in
+        the block, and at its end for a parameter that was written itself.
+        """
+        own = self._stepper
+        return own.masters.edit(params, own.group_rules(), self.param_groups, self.state)
+
     def attach(
         self,
         model: nn.Module,
@@ -229,6 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
+        self._stepper.masters.refuse("load_state_dict()")
         load, formats = super().load_state_dict, tuple(self._chosen)
         rules = self._rules, self._rules_of, self._group_rules
         load_state(self, *rules, formats, state_dict, load)
