@@ -35,7 +35,8 @@ HyperNumber hyper_number(const std::string& name) {
       {"always_adapt", &Hyper::always_adapt},
       {"decoupled", &Hyper::decoupled},
       {"bias_correction", &Hyper::bias_correction},
-      {"reg_inside_moment", &Hyper::reg_inside_moment}};
+      {"reg_inside_moment", &Hyper::reg_inside_moment},
+      {"cautious", &Hyper::cautious}};
   HyperNumber row;
   for (const auto& [own, number] : doubles)
     if (name == own) row.number = number;

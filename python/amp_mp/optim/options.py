@@ -55,6 +55,7 @@ NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
 FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
+FLAGS |= {"cautious"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -92,6 +93,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in NOT_NEGATIVE:
         if not float(group.get(name, 0.0)) >= 0:
             raise ValueError(f"{name} must not be negative, found {group[name]!r}")
+    if group.get("cautious") and not group.get("decoupled_weight_decay", True):
+        raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, found {betas!r}")

@@ -19,7 +19,7 @@ OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "s
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 MUON = Rule(
     "muon_",
-    numbers("lr", "weight_decay", "momentum", "nesterov"),
+    numbers("lr", "weight_decay", "momentum", "nesterov", "cautious"),
     (State("momentum_buffer", "moment"),),
     directions=Directions(
         (*OWN[2:], "use_muon"),
@@ -55,6 +55,7 @@ class Muon(FusedOptimizer):
         adjust_lr_fn: factor(shape) of a matrix of A rows and B columns: sqrt(max(1, A / B)) for
             None and "original", 0.2 sqrt(max(A, B)) for "match_rms_adamw", with which rates and
             decays of AdamW fit. Default None.
+        cautious: of both rules, as AdamW's. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
         matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
             to update whatever their modules are. Default None.
@@ -80,6 +81,7 @@ class Muon(FusedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        cautious: bool = False,
         others: Mapping[str, Any] | None = None,
         matrices: Iterable[str] | None = None,
         not_matrices: Iterable[str] | None = None,
@@ -104,6 +106,7 @@ class Muon(FusedOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
             **{"adjust_lr_fn": adjust_lr_fn, "use_muon": True, "split": 1, "flatten": False},
+            "cautious": cautious,
         }
         super().__init__(params, defaults, options)
 
