@@ -21,12 +21,15 @@ struct ScaleUpdateTensors {
 };
 
 // What a verdict is decided from besides statistics (plan.h, DecideInputs): scale and found_inf are
-// float32 tensors of one element on the verdict's device.
+// float32 tensors of one element on the verdict's device, history is the float64 [4] of a limit
+// that has one (core/norm_limit.h).
 struct DecideTensors {
   std::optional<at::Tensor> scale, found_inf;
   double max_norm = 0;
   std::shared_ptr<ScaleUpdateTensors> scale_update;
   std::shared_ptr<StepReports> reports;
+  NormLimit limit = {};
+  std::optional<at::Tensor> history = {};
 };
 
 // Fills `verdict`, float64 [5] (core/decide.h, Verdict). statistics: of measure; only the last row

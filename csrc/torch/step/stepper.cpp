@@ -178,10 +178,11 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
   const bool scale_is_here =
       is_tensor(handing.scale.ptr()) && THPVariable_Unpack(handing.scale.ptr()).device() == device;
   const bool updates_scale = handing.scale_update && scale_is_here && one_device;
-  const DecideTensors inputs = {
-      scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
-      handing.max_norm.value_or(0.0), updates_scale ? handing.scale_update : nullptr,
-      log_.reports_on(device)};
+  DecideTensors inputs = {scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
+                          handing.max_norm.value_or(0.0),
+                          updates_scale ? handing.scale_update : nullptr, log_.reports_on(device)};
+  inputs.limit = handing.limit;
+  if (handing.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);

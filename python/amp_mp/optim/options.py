@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.state.formats import ROUNDINGS
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.text_table import warn
 
@@ -22,6 +23,8 @@ class Options(TypedDict, total=False):
     maximize: bool
     max_grad_norm: float | None
     check_overflow: bool
+    skip_norm_above: float | NormSpike | None
+    raise_after_skips: int | None
     amp_scaling: bool
     process_groups: Any
     memory: Preset | None
@@ -41,7 +44,9 @@ class Options(TypedDict, total=False):
     sum: str | None
 
 
-WHOLE = ("max_grad_norm", "check_overflow", "amp_scaling", "process_groups")
+# Attributes of an optimizer by the same names.
+LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
+WHOLE = (*LIMITS, "check_overflow", "amp_scaling", "process_groups")
 # Accepted without effect, and left out of signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
@@ -72,10 +77,13 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         )
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not supported; use the optimizer of torch.optim")
-    max_grad_norm = options.get("max_grad_norm")
-    _check_number("max_grad_norm", 1.0 if max_grad_norm is None else max_grad_norm)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
+    for limit in LIMITS:
+        value = options.get(limit)
+        if value is None or (limit == "skip_norm_above" and isinstance(value, NormSpike)):
+            continue
+        _check_number(limit, value)
+        if not value > 0:  # type: ignore[operator]
+            raise ValueError(f"{limit} must be positive or None, found {value!r}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -112,6 +120,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         if decay >= 0.9999:
             raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
         warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
+    history = group.get("norm_history", (0.0,) * 4)
+    if not isinstance(history, tuple | list) or len(history) != 4:
+        raise ValueError(f"norm_history must be four numbers, found {history!r}")
+    for value in history:
+        _check_number("norm_history", value)
     check_muon(group)
     dampens = group.get("nesterov") and "dampening" in group  # Muon's groups have none
     if dampens and (group.get("momentum", 1) <= 0 or group["dampening"] != 0):
