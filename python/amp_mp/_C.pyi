@@ -430,7 +430,7 @@ class RuleLayout:
         self,
         *,
         op: str,
-        states: list[tuple[str, str | None, bool, list[Any]]],
+        states: list[tuple[str, str | None, bool, bool, list[Any]]],
         masters: list[Any],
         clock: tuple[str, str, str],
         own_start: float,

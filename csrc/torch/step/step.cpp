@@ -148,8 +148,9 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
       return callback(given);
     };
   };
-  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates)};
-  Directions<Rule> directions(slots, chosen, counted.make_updates, device);
+  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates),
+                                 callbacks.normalise};
+  Directions<Rule> directions(slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);

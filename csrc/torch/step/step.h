@@ -53,6 +53,10 @@ struct StepCallbacks {
   // each in its weight's order in memory, zeros for a slot without a gradient. Returns the updates
   // in the same places; the tensor may be the one that it was given.
   std::function<at::Tensor(const at::Tensor& directions)> make_updates;
+  // Called after make_updates: NorMuon's second half, in place. has_gradient: of each slot.
+  std::function<void(const at::Tensor& updates, const at::Tensor& verdict,
+                     const std::vector<bool>& has_gradient)>
+      normalise = {};
 };
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With

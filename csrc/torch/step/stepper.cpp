@@ -81,8 +81,10 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
                   Measurement* found, const DecideTensors* inputs, bool measures,
                   Measurement* weights, const py::object& sum_updates, Interrupt* kept) {
   const Apply apply = operator_named(bucket.layout().op);
-  const StepCallbacks callbacks = {callback(sum_updates, kept),
-                                   callback(bucket.make_updates(), kept)};
+  StepCallbacks callbacks = {
+      callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
+  if (!bucket.row_norms().is_empty())
+    callbacks.normalise = [&](const auto&... given) { bucket.row_norms().normalise(given...); };
   const py::gil_scoped_release release;
   apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
 }

@@ -130,9 +130,8 @@ class NAdam(FusedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own = {"decoupled_weight_decay": decoupled_weight_decay, "cautious": cautious}
-        own["momentum_decay"] = momentum_decay
-        super().__init__(params, {**defaults, **own}, options)
+        own = {"momentum_decay": momentum_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, {**defaults, **own, "cautious": cautious}, options)
 
 
 class RAdam(FusedOptimizer):

@@ -52,7 +52,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         how single states are stored.
         """
         kinds = kinds_of(self._rules)
-        choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
+        choosable = tuple(name for name, kind in kinds.items() if kind not in ("exact", "row"))
         check_options(type(self).__name__, choosable, options)
         check_group({**defaults, **options})
         given: Mapping[str, Any] = options
@@ -77,7 +77,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Adds the shared arguments to what help() shows: the docstring and the signature."""
         super().__init_subclass__()
         kinds = kinds_of(getattr(cls, "_rules", ()))
-        choosable = [name for name, kind in kinds.items() if kind != "exact"]
+        choosable = [name for name, kind in kinds.items() if kind not in ("exact", "row")]
         cls.__signature__ = full_signature(cls, choosable)  # type: ignore[attr-defined]
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{_C.shared_arguments()}"

@@ -107,6 +107,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, found {betas!r}")
     decays = {"betas[0]": betas[0], "betas[1]": betas[1], "alpha": group.get("alpha", 0.0)}
+    decays["beta2"] = group.get("beta2", 0.0)
     for name, value in decays.items():
         _check_number(name, value)
         if not 0 <= value < 1:
@@ -168,6 +169,8 @@ def check_muon(group: Mapping[str, Any]) -> None:
         raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
     if "ns_steps" not in group:
         return
+    if group.get("normalize") not in (None, "rows"):
+        raise ValueError(f'normalize must be None or "rows", found {group["normalize"]!r}')
     coefficients, steps = group.get("ns_coefficients"), group["ns_steps"]
     listed = coefficients if isinstance(coefficients, tuple | list) else ()
     if len(listed) != 3 or not all(isinstance(c, Real) for c in listed):

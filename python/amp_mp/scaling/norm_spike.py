@@ -9,11 +9,10 @@ class NormSpike:
     """A limit for the gradients' norm that follows the run: `skip_norm_above` of the optimizers.
 
     A step is skipped where log2 of the norm is more than `sigmas` standard deviations above the
-    mean of the last `window` steps taken (csrc/core/norm_limit.h; mean and deviation are
-    exponential averages once a window is full, and the deviation counts as at least 1/16: 6 sigmas
-    are never less than a factor of 1.3). While fewer than window / 2 norms are known nothing is
-    skipped, as in OLMo-core's SkipStepOptimizer. Skipped steps change neither mean nor deviation;
-    after `window` of them in a row all is forgotten, so that a norm that stays high is learned.
+    mean of the last `window` steps taken (csrc/core/norm_limit.h: exponential averages once a
+    window is full; the deviation counts as at least 1/16). While fewer than window / 2 norms are
+    known nothing is skipped, as in OLMo-core's SkipStepOptimizer. Skipped steps change neither mean
+    nor deviation; after `window` of them in a row all is forgotten: a norm that stays is learned.
 
     Raises ValueError unless sigmas > 0 and window >= 2.
     """

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler
-from amp_mp.optim.backward.release import Release, refuse_norm_limit, refuse_shards
+from amp_mp.optim.backward.release import Release, refuse_shards
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.shards import is_dtensor
 
@@ -38,8 +38,6 @@ def attach(
         raise ValueError(
             "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
-    if release:
-        refuse_norm_limit(optimizer)
     own = {p for group in optimizer.param_groups for p in group["params"]}
     if not any(p in own for p in model.parameters()):
         raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")

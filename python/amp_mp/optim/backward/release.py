@@ -27,6 +27,7 @@ class Release(Attachment):
     def __init__(
         self, stepper: Stepper, model: nn.Module, scaler: Scaler | None, clip: str
     ) -> None:
+        refuse_norm_limit(stepper.optimizer)
         super().__init__(stepper)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip

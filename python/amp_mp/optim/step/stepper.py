@@ -129,7 +129,7 @@ class Stepper:
             attachment.finish(handed)
             return
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
-        follows = isinstance(limit, NormSpike)
+        spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
         self.hooks.process_groups = optimizer.process_groups
         handed.scale_updated, skipped = self.native.step(
             self.group_rules(),
@@ -143,8 +143,8 @@ class Stepper:
             measured=handed.measured,
             from_stock=handed.from_stock,
             read=None if attachment is None else attachment.read,
-            norm_limit=0.0 if limit is None or follows else float(limit),
-            spike=(limit.sigmas, limit.window) if follows else (0.0, 0.0),
+            norm_limit=0.0 if spike[0] else float(limit or 0),
+            spike=spike,
         )
         if skipped is not None:
             groups = optimizer.param_groups
