@@ -97,7 +97,7 @@ class Clock:
 
 
 def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
-    """What decoupled decay multiplies each weight with: 1 - decay, or 1 (Chen et al. 2025)."""
+    """The factors of weights under decoupled decay; 1 against a cautious one (Chen et al. 2025)."""
     return np.where((update * w >= 0) | (not cautious), F32(1 - decay), F32(1))
 
 
@@ -435,12 +435,6 @@ def novograd(
         return w - step_size * m, m
     m = F32(betas[0]) * m + gain * g
     return w - step_size * (m * inverse) - F32(lr * weight_decay) * w, m
-
-
-def store_root(x: Floats) -> Floats:
-    """What float16_root holds after storing x >= 0: the square of the rounded root."""
-    root = store(np.sqrt(x), "float16", saturating=True)
-    return root * root
 
 
 # Reductions

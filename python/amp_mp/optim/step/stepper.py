@@ -212,11 +212,11 @@ class Stepper:
         name, limit = type(optimizer).__name__, optimizer.raise_after_skips
         spike = f"the gradients' norm, now {norm:g}, is above skip_norm_above" if is_spike else ""
         if limit is not None and watch.in_a_row >= limit:
+            what = spike or "gradients are inf or NaN"
             raise RuntimeError(
                 f"{name} has skipped {watch.in_a_row} steps in a row, since step {watch.since}, "
-                f"and raise_after_skips is {limit}: {spike or 'gradients are inf or NaN'}. The "
-                "weights are those of before; go on from an earlier checkpoint, with a lower "
-                "learning rate or other data, or with other limits"
+                f"and raise_after_skips is {limit}: {what}. The weights are those of before; go on "
+                "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
         watch.warn_of_skips(name, lambda: describe(scale), spike)
 
