@@ -112,7 +112,7 @@ class Slots:
         """Looks up the gradients of the DTensors; call it before each step, and its measuring.
 
         Returns the indices of gradients that are not placed as their parameters: set_gradient must
-        give their shards. TypeError for a gradient that is no DTensor.
+        give their shards. TypeError for a gradient that is not a DTensor.
         """
 
     def set_gradient(self, i: int, local: Tensor) -> None:
@@ -279,6 +279,15 @@ def larc_(
     keeps: bool,
 ) -> Tensor | None:
     """LARC's gradients, in place, and the scale that they keep: csrc/torch/apex/larc.cpp."""
+
+def qk_clip_factors(
+    max_logits: Tensor,
+    threshold: float,
+    alpha: float,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gamma [query heads], and factors of the rows of the queries and of the keys, float32."""
 
 def average_(
     to: Sequence[Tensor],
@@ -471,6 +480,28 @@ class Masters:
 
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
+
+class EditedMasters:
+    """Masters in a block that edits them: csrc/torch/step/edited_masters.h."""
+
+    def __init__(
+        self,
+        rules: list[Any],
+        groups: Groups,
+        states: States,
+        params: Any,
+        open: list[EditedMasters],
+    ) -> None:
+        """params: None for all. open: the blocks that have not ended."""
+
+    @property
+    def params(self) -> list[Tensor]: ...
+    @property
+    def masters(self) -> Any:
+        """Float32 tensors in the places of the parameters, the same one for the same parameter."""
+
+    def store(self) -> None:
+        """Stores what was written."""
 
 class Bucket:
     """One parameter with its slots, for a step of its own; a step's buckets have several."""

@@ -190,8 +190,7 @@ def radam(
     cautious: bool = False,
 ) -> tuple[Floats, Floats, Floats]:
     """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
-    decoupled = decoupled_weight_decay
-    g = g + F32(0 if decoupled else weight_decay) * w
+    g = g + F32(0 if decoupled_weight_decay else weight_decay) * w
     m = F32(betas[0]) * m + F32(1 - betas[0]) * g
     v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
     rate, rectified = lr / (1 - clock.beta1_power), rectification(clock, betas[1])
@@ -199,8 +198,8 @@ def radam(
     if rectified is not None:
         rate *= rectified * math.sqrt(1 - clock.beta2_power)
         update = m / (np.sqrt(v) + F32(eps))
-    w = kept(update, w, lr * weight_decay if decoupled else 0, cautious) * w
-    return w - F32(rate) * update, m, v
+    decay = lr * weight_decay if decoupled_weight_decay else 0
+    return kept(update, w, decay, cautious) * w - F32(rate) * update, m, v
 
 
 def adadelta(

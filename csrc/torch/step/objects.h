@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <string>
 
 #include "torch/checks.h"
@@ -36,6 +37,12 @@ PyObject* item_of(PyObject* dict, PyObject* key);
 // Null for anything else.
 py::object fast_sequence(PyObject* object);
 
+// A nest of lists, tuples, dicts and other iterables, of which only lists, tuples and dicts stay,
+// with what takes the place of each leaf. name: of the nest; a leaf's is "params[0]['weight']".
+using Replace = std::function<py::object(const py::object& leaf, const std::string& name)>;
+py::object replaced(const py::object& nest, const Replace& replace,
+                    const std::string& name = "params");
+
 void set_item(PyObject* dict, const py::object& key, const py::object& value);
 void drop_item(PyObject* dict, const py::object& key);  // if it is there
 
@@ -55,7 +62,7 @@ bool is_plain(PyObject* object);
 bool is_dtensor(PyObject* object);
 bool is_tensor(PyObject* object);
 
-// A DTensor's shard, any other tensor itself; TypeError for what is no tensor.
+// A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
 at::Tensor local_of(PyObject* tensor);
 
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: of

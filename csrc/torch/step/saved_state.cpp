@@ -13,14 +13,9 @@ std::string text_at(const py::handle& entry, const char* name) {
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
   if (!is_plain(value.ptr())) {
-    static const py::object& other_rank =
-        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("other_rank"));
-    const py::object rank = other_rank(value);
-    if (!rank.is_none())
-      return "is the part of rank " + text_of(rank) +
-             ", which has saved it; load on each rank the file that the same rank has saved, or "
-             "use "
-             "amp_mp.checkpoint, which takes any number of ranks";
+    static const py::object& why_foreign =
+        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("why_foreign"));
+    if (const std::string wrong = text_of(why_foreign(value)); !wrong.empty()) return wrong;
   }
   const at::Tensor local = local_of(value.ptr());
   if (local.is_meta()) return "is on the meta device, without memory to copy; save its numbers";
@@ -105,7 +100,7 @@ py::object wrong_state(const py::object& schema, const py::tuple& needed, const 
     if (tensor)
       what = wrong_tensor(entry, name, value, param, refused);
     else if (!entry.is_none() && (like != "number" || text_of(name) == "beta_powers"))
-      what = "is no tensor: " + repr_of(value);
+      what = "is not a tensor: " + repr_of(value);
     if (what.empty() && like == "number")
       what = wrong_clock(py::reinterpret_borrow<py::object>(value), text_of(name));
     if (!what.empty()) return wrong(name, what);

@@ -4,8 +4,10 @@ A subclass declares its rules (rule.py) and its arguments. What a step does is i
 in state/, work during the backward pass in backward/, and the update itself in csrc/core/rules.
 """
 
+import sys
 from abc import ABC
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +29,8 @@ from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.
-PICKLED = (
-    "max_grad_norm skip_norm_above raise_after_skips check_overflow process_groups "
-    "_step_supports_amp_scaling _own_defaults _chosen"
-)
+PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow process_groups"
+PICKLED += " _amp_scaling _own_defaults _chosen"
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -61,7 +61,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.raise_after_skips = options.get("raise_after_skips")
         self.check_overflow = options.get("check_overflow", False)
         self.process_groups = checked_groups(options.get("process_groups"))
-        self._step_supports_amp_scaling = options.get("amp_scaling", True)
+        self._amp_scaling = options.get("amp_scaling", True)
         refuse_zero(self)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
@@ -134,7 +134,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     @property
     def amp_scaling(self) -> bool:
         """Whether the step takes over unscaling and skipping from a loss scaler."""
-        return self._step_supports_amp_scaling
+        return self._amp_scaling
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What loss scalers ask.
+
+        Lightning asks, too, and where the answer is yes it refuses to clip. So it unscales and
+        clips before the step itself, except float16 gradients, which torch does not unscale.
+        """
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if not asking.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
+            return self._amp_scaling
+        params = (p for group in self.param_groups for p in group["params"])
+        return self._amp_scaling and any(p.dtype == torch.float16 for p in params)
 
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.
@@ -145,6 +158,24 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
+
+    def masters(self, params: Any = None) -> AbstractContextManager[Any]:
+        """Float32 masters, to be read and written in a `with` block: docs/between_steps.md.
+
+            with optimizer.masters(layer.weight) as master:
+                master.mul_(0.99)  # layer.weight.mul_(0.99) would be rounded
+
+        params: a parameter, or a list or dict of them; by default a list of all. In their places
+        are float32 copies of the masters, or of the values where there is no master, laid out and
+        sharded as the parameters. The end of the block, in which gradients are off, stores the
+        elements that were written, master and parameter, in place; after an exception nothing.
+
+        Raises TypeError or ValueError naming what is not a parameter of the optimizer; RuntimeError
+        in inference mode, AveragedModel.swap and another block with the parameter, for a step in
+        the block, and at its end for a parameter that was written itself.
+        """
+        own = self._stepper
+        return own.masters.edit(params, own.group_rules(), self.param_groups, self.state)
 
     def attach(
         self,
@@ -225,6 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
+        self._stepper.masters.refuse("load_state_dict()")
         load, formats = super().load_state_dict, tuple(self._chosen)
         rules = self._rules, self._rules_of, self._group_rules
         load_state(self, *rules, formats, state_dict, load)

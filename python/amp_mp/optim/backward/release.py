@@ -84,6 +84,7 @@ class Release(Attachment):
                 param.grad = kept
 
     def _step(self, param: Tensor) -> None:
+        self._stepper.masters.refuse("a backward pass that steps (release=True)")
         self._locate()
         info = self._infos.get(param)
         if info is None:
@@ -239,7 +240,7 @@ class PreviousNorm:
         self.known: Tensor | None = None
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Starts from the beginning."""
         self.norm = self.known = None
 
     def is_there(self) -> bool:

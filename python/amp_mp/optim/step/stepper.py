@@ -11,6 +11,7 @@ from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
+from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
@@ -93,7 +94,7 @@ class Stepper:
         self.rules, self.rules_of = rules, rules_of
         self.handed: Handed | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.hooks = Hooks()
+        self.masters, self.hooks = MasterBlocks(), Hooks()
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
 
@@ -122,6 +123,7 @@ class Stepper:
 
     def run(self, optimizer: Any) -> None:
         """Measures, decides and applies; or ends the iteration, where backward has stepped."""
+        self.masters.refuse("step()")
         handed, attachment = self._handed_now(optimizer), self.attachment
         if attachment is not None and attachment.releases:
             if self.hooks.replaced.is_due():
