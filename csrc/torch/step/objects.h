@@ -16,7 +16,8 @@ namespace amp_mp {
 // Functions of the Python package that the native step calls for what is rare: DTensors, parameters
 // that it refuses, and values that `prepare` has kept.
 struct PythonFunctions {
-  py::object is_dtensor, like, origin_of, shards_of, is_placed_as, local_gradient;  // sharding
+  py::object is_dtensor, like, origin_of, shards_of, is_placed_as;  // sharding
+  py::object whole, part_of_whole, local_gradient;
   py::object refuse_param, layout_of, first_values;
 };
 const PythonFunctions& python_functions();

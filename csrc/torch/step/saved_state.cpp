@@ -24,8 +24,10 @@ std::string wrong_memory(const py::handle& value) {
   return local._is_zerotensor() ? "has no memory to copy; save it as a dense tensor" : "";
 }
 
-std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes) {
+std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes,
+                        bool of_rows = false) {
   const at::Tensor& own = THPVariable_Unpack(param.ptr());
+  if (of_rows && has_shape_of(t.sizes(), own.sizes(), true)) return "";
   std::vector<int64_t> wanted = own.sizes().vec();
   if (in_bytes) wanted.push_back(2);
   if (t.sizes() == at::IntArrayRef(wanted)) return "";
@@ -72,7 +74,7 @@ std::string wrong_tensor(const py::handle& entry, const py::handle& name, const 
   if (!is_shown)
     return "has dtype " + dtype + ", but " + repr_of(entry.attr("format")) + " is stored as " +
            text_of(shown);
-  return wrong_shape(t, param, py::cast<bool>(entry.attr("in_bytes")));
+  return wrong_shape(t, param, py::cast<bool>(entry.attr("in_bytes")), like == "row");
 }
 
 }  // namespace
