@@ -194,7 +194,7 @@ def orthogonalise_(
     """Newton-Schulz of each matrix of a bfloat16 stack: csrc/torch/muon/orthogonalise.h."""
 
 def ns_iterations(group: dict[str, Any]) -> list[list[float]]:
-    """The polynomials of a param_group's iterations; ValueError: csrc/torch/muon/newton_schulz.h."""
+    """A param_group's polynomials, or ValueError: csrc/torch/muon/newton_schulz.h."""
 
 class WholeMatrices:
     """Makes updates of directions where this process has all of each matrix; same file.

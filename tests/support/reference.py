@@ -319,19 +319,6 @@ def rmsprop(
     return (w, buffer, square_avg) if grad_avg is None else (w, buffer, square_avg, grad_avg)
 
 
-def muon_direction(
-    g: Floats, m: Floats, *, momentum: float, nesterov: bool
-) -> tuple[Floats, Floats]:
-    """Jordan et al. 2024, with torch.lerp's two forms of an average. Returns m, direction."""
-    gain, kept = F32(1 - momentum), F32(momentum)
-
-    def towards(m: Floats) -> Floats:
-        return m + gain * (g - m) if gain < 0.5 else g - kept * (g - m)
-
-    m = towards(m)
-    return m, towards(m) if nesterov else m
-
-
 def lion(
     g: Floats, w: Floats, m: Floats, *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> tuple[Floats, Floats]:

@@ -28,15 +28,14 @@ const std::map<std::string, std::vector<Polynomial>>& named() {
       {"quintic", std::vector<Polynomial>(5, kJordan)},
       // Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1: each polynomial is the
       // best for where the one before leaves singular values of [1e-3, 1].
-      {"polar_express",
-       with_margin({{8.28721201814563, -23.595886519098837, 17.300387312530933},
-                    {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
-                    {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
-                    {3.3184196573706015, -2.488488024314874, 0.51004894012372},
-                    {2.300652019954817, -1.6689039845747493, 0.4188073119525673},
-                    {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
-                    {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
-                    {1.875, -1.25, 0.375}})},
+      {"polar_express", with_margin({{8.28721201814563, -23.595886519098837, 17.300387312530933},
+                                     {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
+                                     {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
+                                     {3.3184196573706015, -2.488488024314874, 0.51004894012372},
+                                     {2.300652019954817, -1.6689039845747493, 0.4188073119525673},
+                                     {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
+                                     {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
+                                     {1.875, -1.25, 0.375}})},
       // Grishina et al., "Accelerating Newton-Schulz iteration" (arXiv 2506.10935): the same by
       // Remez' algorithm without a bound on how flat a polynomial may be. The published numbers
       // have four digits, and no margin: in bfloat16 they diverge on a matrix of rank 1.
@@ -120,8 +119,9 @@ NewtonSchulz newton_schulz_of(const py::dict& group) {
   TORCH_CHECK_VALUE(products == at::kBFloat16 || products == at::kHalf || products == at::kFloat,
                     "ns_dtype must be torch.bfloat16, torch.float16 or torch.float32, found ",
                     py::cast<std::string>(py::repr(dtype)));
-  return {iterations_of(entry("ns_coefficients", py::str("quintic")), entry("ns_steps", py::none())),
-          py::cast<double>(entry("eps", py::float_(0.0))), products};
+  return {
+      iterations_of(entry("ns_coefficients", py::str("quintic")), entry("ns_steps", py::none())),
+      py::cast<double>(entry("eps", py::float_(0.0))), products};
 }
 
 }  // namespace amp_mp::muon

@@ -144,8 +144,9 @@ void bind(py::module_& m) {
       },
       py::arg("stack"), py::arg("group"), py::arg("factor") = 1.0, py::kw_only(),
       py::arg("stack_bytes") = kStackBytes);
-  m.def("ns_iterations",
-        [](const py::dict& group) { return newton_schulz_of(group).iterations; }, py::arg("group"));
+  m.def(
+      "ns_iterations", [](const py::dict& group) { return newton_schulz_of(group).iterations; },
+      py::arg("group"));
   py::class_<WholeMatrices>(m, "WholeMatrices")
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<py::dict>&,
                     const std::vector<std::optional<WholeMatrices::Blocks>>&>(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
+import reference_muon
 import rules
 import torch
 from helpers import DTYPES, array, assert_same, on, random, raw_bytes
@@ -38,7 +38,7 @@ class ExpectedMuon(Expected):
         numbers, f = self.numbers, np.float32
         of_rule = {name: numbers[name] for name in ("momentum", "nesterov")}
         g, m = grad.reshape(-1) * multiplier, self.states["momentum_buffer"]
-        m, direction = reference.muon_direction(g, m, **of_rule)
+        m, direction = reference_muon.muon_direction(g, m, **of_rule)
         self.states["momentum_buffer"] = self._kept("momentum_buffer", m)
         update = self.orthogonal(torch.from_numpy(direction).view(self.shape))
         rows, columns = self.shape[-2:]

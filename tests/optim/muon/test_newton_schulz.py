@@ -21,10 +21,9 @@ UNIT = 2.0**-8  # of bfloat16
 SETS = ("quintic", "polar_express", "cans", "deepseek")
 
 
-# Where the sets send singular values of [.002, 1]. Published: 1 - s and s - 1 up to .3 for quintic
-# (Jordan 2024), .113 for cans, whose margin of 1.01 widens its lower end by that (arXiv 2506.10935),
-# nothing for polar_express (2505.16932), and 1 for deepseek, of whose last two steps the first has
-# slope 0 at 1 and takes what is left, below .31, to 5e-4.
+# Where the sets send singular values of [.002, 1]. Published: .7 to 1.2 for quintic (Jordan 2024);
+# 1 +- .1134 for cans (arXiv 2506.10935), whose margin of 1.01 widens the lower end by its square; 1
+# for polar_express (2505.16932); and for deepseek 1, to which its last steps converge.
 RANGES = {
     "quintic": (0.68, 1.2025),
     "cans": (0.8866 / 1.0205, 1.1135),
@@ -103,8 +102,9 @@ def test_names_triples_and_lists_say_how_many_iterations_there_are() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SETS)
 def test_singular_values_are_where_the_papers_have_them(name: str, dtype: torch.dtype) -> None:
-    # A product in bfloat16 is off by 2^-9 of its size; later polynomials, of slopes up to 8, add to it.
-    slack = {torch.bfloat16: 6 * UNIT, torch.float16: UNIT, torch.float32: UNIT}[dtype]
+    # Rounding to bfloat16 moves a small singular value of such a matrix by 1.5e-4 of the norm, and
+    # the polynomials together have slopes of 485 to 1,000 there.
+    slack = UNIT if dtype != torch.bfloat16 else 0.1 if name in ("quintic", "cans") else 3 * UNIT
     low, high = RANGES[name]
     group = {"ns_coefficients": name}
     for spectrum in SPECTRA:
@@ -112,7 +112,7 @@ def test_singular_values_are_where_the_papers_have_them(name: str, dtype: torch.
             stack = matrices(shape, spectrum, 4, seed=3)
             found = singular_values(orthogonal(stack, dtype, group))
             assert found.min() >= low - slack, (spectrum, shape)
-            assert found.max() <= high + slack, (spectrum, shape)
+            assert found.max() <= high + min(slack, 3 * UNIT), (spectrum, shape)
             if dtype == torch.float32:
                 norms = np.linalg.norm(stack.double().numpy(), axis=(1, 2))
                 wanted = np.sort(composed(group, singular_values(stack) / norms[:, None]))

@@ -11,13 +11,13 @@ from amp_mp.optim.rule import Group, Shape
 
 
 class Block(NamedTuple):
-    """Rows of a matrix that are `count` matrices for themselves, each of this shape.
+    """Rows of a matrix that are `number` matrices for themselves, each of this shape.
 
     The singular values of their updates become about `factor`: how their rate differs from the
     parameter's.
     """
 
-    count: int
+    number: int
     rows: int
     columns: int
     factor: float

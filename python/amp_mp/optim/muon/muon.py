@@ -15,12 +15,11 @@ from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.muon.sharded import make_updates
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
-from amp_mp.optim.step.params import param_infos
 from amp_mp.text_table import aligned
 
 # The numbers of Muon's groups that AdamW's do not have.
-OWN = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn")
-OWN += ("split", "flatten")
+ITERATIONS = ("ns_coefficients", "ns_steps", "ns_dtype")
+OWN = ("momentum", "nesterov", *ITERATIONS, "adjust_lr_fn", "split", "flatten")
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 MUON = Rule(
     "muon_",
@@ -119,7 +118,13 @@ class Muon(FusedOptimizer):
         defaults = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "use_muon": True, "split": 1, "flatten": False},
+            **{
+                "ns_dtype": ns_dtype,
+                "adjust_lr_fn": adjust_lr_fn,
+                "use_muon": True,
+                "split": 1,
+                "flatten": False,
+            },
         }
         super().__init__(params, defaults, options)
 
@@ -136,15 +141,14 @@ class Muon(FusedOptimizer):
         Where other groups have names, as those of a model, parameters without get some, too:
         "group2.0" is the first of group 2.
         """
-        params, own = param_group.get("params"), dict(param_group)
-        listed = [params] if isinstance(params, Tensor) else params
-        if any("param_names" in group for group in self.param_groups):
-            if not isinstance(listed, set | dict | None):
-                listed = list(listed)
-                if all(isinstance(param, Tensor) for param in listed):
-                    start = f"group{len(self.param_groups)}"
-                    listed = [(f"{start}.{i}", param) for i, param in enumerate(listed)]
-                own["params"] = listed
+        own, named = dict(param_group), any("param_names" in g for g in self.param_groups)
+        params = own.get("params")
+        if named and not isinstance(params, set | dict | None):
+            listed = [params] if isinstance(params, Tensor) else list(params)
+            if all(isinstance(param, Tensor) for param in listed):
+                start = f"group{len(self.param_groups)}"
+                listed = [(f"{start}.{i}", param) for i, param in enumerate(listed)]
+            own["params"] = listed
         if not own.get("use_muon", True):
             own = {**self._others, **own}
         super().add_param_group(own)
@@ -160,17 +164,16 @@ class Muon(FusedOptimizer):
             group.pop(name, None)
 
     def param_summary(self) -> str:
-        """A table of the parameters: name, shape, rule, blocks, and factor of the learning rate."""
+        """A table: each parameter's name, shape, rule, blocks and their factors of the rate."""
         rows: list[tuple[Any, ...]] = []
-        for param, info in param_infos(self.param_groups):
-            group, shape = self.param_groups[info.group], tuple(param.shape)
-            if not group["use_muon"]:
-                rows.append((info.label, shape, "AdamW", None, None))
-                continue
-            blocks = blocks_of(group, param)
-            factors = [f"{factor_of_rate(group, b[1:3]):.4g}" for b in blocks]
-            parts = [f"{b.count} x {b.rows} x {b.columns}" for b in blocks]
-            rows.append((info.label, shape, "Muon", ", ".join(parts), ", ".join(factors)))
+        for number, group in enumerate(self.param_groups):
+            for at, param in enumerate(group["params"]):
+                name = group["param_names"][at] if "param_names" in group else f"{number}.{at}"
+                cells = name, tuple(param.shape), "Muon" if group["use_muon"] else "AdamW"
+                blocks = blocks_of(group, param) if group["use_muon"] else []
+                parts = [f"{b.number} x ({b.rows}, {b.columns})" for b in blocks]
+                factors = [f"{factor_of_rate(group, b[1:3]):.4g}" for b in blocks]
+                rows.append((*cells, ", ".join(parts), ", ".join(factors)))
         return aligned(("parameter", "shape", "rule", "blocks", "factor"), rows)
 
     def torch_state_dict(self) -> dict[str, Any]:

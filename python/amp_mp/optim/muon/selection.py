@@ -1,7 +1,7 @@
 """Which parameters of a model are matrices for Muon, and which are for AdamW."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +16,8 @@ NOT_MATRICES = (
 # The same in other libraries' modules; and what is a plain parameter that is added, multiplied or
 # looked up: positions, tokens, gains, Mamba's A_log and D. Searched in "type.name".
 NOT_MATRIX_NAME = re.compile(
-    r"embed|position|pos_|token|norm|\.[^.]*(scale|gain|bias)|\.(pos|cls|A_log|D)(\.|$)", re.IGNORECASE
+    r"embed|position|pos_|token|norm|\.[^.]*(scale|gain|bias)|\.(pos|cls|A_log|D)(\.|$)",
+    re.IGNORECASE,
 )
 # Output layers are known by these names outside of lists of blocks, and by the second kind if they
 # are the model's own.
@@ -48,11 +49,12 @@ def muon_groups(
     own = {n for n, p in named.items() if _is_matrix(p, owners[id(p)], heads)}
     own = (own | chosen) - refused
     if not own:
-        linear = [n for n, p in named.items() for m, _ in owners[id(p)] if m in heads and p.dim() > 1]
-        found = f"{linear[0]!r} is the output layer's" if linear else "it has no hidden layer"
+        ends = [
+            n for n, p in named.items() if p.dim() > 1 and {m for m, _ in owners[id(p)]} & heads
+        ]
         raise ValueError(
-            f"Muon finds no matrix in the model ({found}, and AdamW's); name the parameters that "
-            'it is to update, Muon(model, matrices=["*.weight"]), or take AdamW'
+            f"Muon finds no matrix in the model (output layers: {', '.join(ends) or 'none'}); name "
+            'those that it is to update, Muon(model, matrices=["*.weight"]), or take AdamW'
         )
     blocks = _blocks(named, own, split or {})
     for name, param in named.items():
@@ -104,9 +106,7 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _is_matrix(
-    param: Tensor, owners: list[tuple[nn.Module, str]], heads: set[nn.Module]
-) -> bool:
+def _is_matrix(param: Tensor, owners: list[tuple[nn.Module, str]], heads: set[nn.Module]) -> bool:
     if param.dim() not in (2, 3) or min(param.shape) < 2:
         return False
     for module, own in owners:
@@ -127,7 +127,9 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     tables = {id(p) for embedding in embeddings for p in embedding.parameters()}
-    found = {m for m in linear.values() if any(id(p) in tables for p in m.parameters())}
+    found: set[nn.Module] = {
+        m for m in linear.values() if any(id(p) in tables for p in m.parameters())
+    }
     for name, module in linear.items():
         outer, _, own = name.rpartition(".")
         if own.isdigit() and isinstance(model.get_submodule(outer), nn.ModuleList):
@@ -140,7 +142,7 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     return found or set(_last(model, {m.in_features for m in linear.values()}))
 
 
-def _last(module: nn.Module, taken: set[int]) -> list[nn.Module]:
+def _last(module: nn.Module, taken: set[int]) -> Sequence[nn.Module]:
     """The linear layers that end a module; `taken`: how many features linear layers take.
 
     Of a module's own those whose results no linear layer takes, whole or in two or three parts;

@@ -98,7 +98,9 @@ def _matrices(param: Tensor, group: Group, member: int, ranks: int) -> Iterator[
     """Those that a parameter consists of, in the order of their elements."""
     rows, row = param.shape[0], prod(param.shape[1:])
     chunk, total, end = -(-rows // ranks) * row, rows * row, 0  # as torch splits rows
-    shapes = [(b.rows, b.columns, b.factor) for b in blocks_of(group, param) for _ in range(b.count)]
+    shapes = [
+        (b.rows, b.columns, b.factor) for b in blocks_of(group, param) for _ in range(b.number)
+    ]
     for own_rows, columns, factor in cycle(shapes):
         begin, end, pieces = end, end + own_rows * columns, []
         if begin == end or end > total:
