@@ -21,6 +21,7 @@ from timing import Candidate, medians
 from torch import Tensor
 
 from amp_mp._C import ns_iterations, orthogonalise_
+from amp_mp.casting.products import choose_products
 
 SHAPES = [(64, 64), (256, 256), (96, 300), (128, 512), (512, 128)]
 SPECTRA = ("gaussian", "geometric", "spike")
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the matrices (0)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    for dtype in DTYPES[:2]:
+        choose_products("auto", dtype)
     each = max(1, arguments.count // (len(SHAPES) * len(SPECTRA)))
     title = f"{each * len(SHAPES) * len(SPECTRA)} matrices: singular values of the updates"
     table = Table(title=title, title_justify="left")

@@ -52,9 +52,10 @@ def muon_groups(
         ends = [
             n for n, p in named.items() if p.dim() > 1 and {m for m, _ in owners[id(p)]} & heads
         ]
+        found = ", ".join(ends) or "none"
         raise ValueError(
-            f"Muon finds no matrix in the model (output layers: {', '.join(ends) or 'none'}); name "
-            'those that it is to update, Muon(model, matrices=["*.weight"]), or take AdamW'
+            f"Muon finds no matrix in the model (output layers: {found}); name those that it is to "
+            'update, Muon(model, matrices=["*.weight"]), or take AdamW'
         )
     blocks = _blocks(named, own, split or {})
     for name, param in named.items():
@@ -63,11 +64,11 @@ def muon_groups(
             continue
         flatten = any(isinstance(module, CONVOLUTIONS) for module, _ in owners[id(param)])
         groups.setdefault((blocks.get(name, 1), flatten), []).append((name, param))
-    found: list[dict[str, Any]] = [
+    made: list[dict[str, Any]] = [
         {"params": params, "use_muon": True, "split": split, "flatten": flatten}
         for (split, flatten), params in groups.items()
     ]
-    return [*found, {"params": others, "use_muon": False}] if others else found
+    return [*made, {"params": others, "use_muon": False}] if others else made
 
 
 def _matching(names: Iterable[str], patterns: Patterns, argument: str) -> set[str]:
