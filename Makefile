@@ -100,8 +100,8 @@ format: $(VENV)/tools
 bench: build
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step.py
 
-# On a machine with a GPU, with its own python3 and torch: docs/gpu_tests.md. gpu is all three parts, with what
-# decides the most first; each part takes less than 10 minutes, and they share one build.
+# On a machine with a GPU, with its own python3 and torch: benchmarks/gpu/README.md. gpu is all three parts, with
+# what decides the most first; each part takes less than 10 minutes, and they share one build.
 gpu:
 	bash benchmarks/gpu/gpu.sh
 

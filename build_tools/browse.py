@@ -1,13 +1,15 @@
 """Looks at the site of docs/ with Chromium: `make docs-look`.
 
-Every page has to show its heading without an error or a missing file, and the search has to find
-"loss scale". Pictures of the start, a guide, the API and the search go to build/photographs.
+Every page has to show its heading without an error or a missing file, the answer to each task of
+CONTRIBUTING.md has to be at most two links from the start, and the search has to find "loss scale".
+Pictures of the start, a guide, the API and the search go to build/photographs.
 """
 
 from __future__ import annotations
 
 import functools
 import http.server
+import re
 import shutil
 import sys
 import threading
@@ -19,6 +21,9 @@ from playwright.sync_api import Page, sync_playwright
 ROOT = Path(__file__).resolve().parent.parent
 SITE, PICTURES = ROOT / "build/site", ROOT / "build/photographs"
 PHOTOGRAPHED = {"index.html": "start", "formats/index.html": "guide", "reference/index.html": "api"}
+
+
+TASK = re.compile(r"^\| (.+) \| \[[\w.]+\]\((?:docs/)?(\w+)\.md[^)]*\) \| `(.+)` \|$", re.MULTILINE)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -48,6 +53,31 @@ def look(page: Page, address: str, wrong: list[str]) -> None:
     page.screenshot(path=PICTURES / "search.png")
 
 
+def answer(page: Page, address: str, wrong: list[str]) -> int:
+    """Looks for the answers of CONTRIBUTING.md's table; returns how many tasks it has."""
+
+    def links_of(pages: set[str]) -> set[str]:
+        found: set[str] = set()
+        for name in pages:
+            page.goto(name)
+            found |= set(page.eval_on_selector_all("a", "all => all.map(a => a.href)"))
+        return {link.partition("#")[0] for link in found if link.startswith(address)}
+
+    start = {address}
+    near = start | links_of(start)
+    near |= links_of(near)
+    tasks = TASK.findall((ROOT / "CONTRIBUTING.md").read_text())
+    for task, name, words in tasks:
+        place = address if name == "README" else f"{address}{name}/"
+        if place not in near:
+            wrong.append(f"{task}: {place} is more than two links from the start")
+            continue
+        page.goto(place)
+        if words not in page.locator("article").inner_text():
+            wrong.append(f"{task}: {place} lacks {words}")
+    return len(tasks)
+
+
 def main() -> None:
     """Serves the site on a free port, and looks at it."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -61,11 +91,13 @@ def main() -> None:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        look(page, f"http://127.0.0.1:{server.server_port}/", wrong)
+        address = f"http://127.0.0.1:{server.server_port}/"
+        look(page, address, wrong)
+        tasks = answer(page, address, wrong)
         browser.close()
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"every page is shown, and the search finds; pictures: {PICTURES}")
+    print(f"every page is shown, {tasks} tasks are answered, the search finds: {PICTURES}")
 
 
 if __name__ == "__main__":

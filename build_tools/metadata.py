@@ -43,7 +43,7 @@ def urls(version: str) -> dict[str, str]:
 
 
 def long_description(version: str) -> str:
-    """README.md with absolute links, since an index has none of the files; else without links."""
+    """README.md without pictures and with absolute links, since an index has none of the files."""
     at = f"{home()}/blob/v{version}"
 
     def absolute(link: re.Match[str]) -> str:
@@ -52,7 +52,8 @@ def long_description(version: str) -> str:
             return text
         return f"[{text}]({at}/{'README.md' if target.startswith('#') else ''}{target})"
 
-    return LINK.sub(absolute, (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return LINK.sub(absolute, re.sub(r"^!\[.*\n\n", "", text, flags=re.MULTILINE))
 
 
 def _git(*arguments: str) -> str:

@@ -181,7 +181,7 @@ class BuildNative(build_ext):
     """setuptools' build_ext: both libraries are extensions to it, with names of their own."""
 
     def finalize_options(self) -> None:
-        """One binding for each torch there is; none, in an sdist, is no error yet."""
+        """One binding for each torch there is; none, in an sdist, is not an error yet."""
         self.torches = find_torches()
         names = [KERNELS, *(f"amp_mp.native.{torch.name}._C" for torch in self.torches)]
         self.distribution.ext_modules = [Extension(name, []) for name in names]

@@ -41,7 +41,7 @@ COLORS = {
     "micro": "tab:purple",
 }
 # The largest allowed difference to the reference, in units of its spread over the seeds.
-# All seeds are equally good, so a smaller difference is no loss.
+# All seeds are equally good, so a smaller difference is not a loss.
 ALLOWED = {"lean": 1, "tiny": 2, "micro": 2}
 
 

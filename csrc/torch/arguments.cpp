@@ -97,7 +97,8 @@ bool same_items(const py::list& lists, const py::list& items) {
   const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
   for (const py::handle given : lists) {
     const py::object list = fast_sequence(given.ptr());
-    if (!list) throw py::type_error("amp_mp: lists holds no sequence, but " + repr_of(given));
+    if (!list)
+      throw py::type_error("amp_mp: lists must hold lists or tuples, found " + repr_of(given));
     const Py_ssize_t length = PySequence_Fast_GET_SIZE(list.ptr());
     if (at + length > count) return false;
     for (Py_ssize_t i = 0; i < length; ++i)

@@ -4,7 +4,7 @@
 namespace amp_mp {
 
 inline constexpr const char* kSharedArguments = R"(
-    All fused optimizers also take (docs/formats.md has the formats in full):
+    All fused optimizers also take (docs/format_reference.md has the formats in full):
         params: parameters or param_groups.
         maximize: True ascends. Default False.
         max_grad_norm: clip by the gradients' global 2-norm, as torch.nn.utils.clip_grad_norm_.

@@ -111,7 +111,7 @@ class Slots:
         """Looks up the gradients of the DTensors; call it before each step, and its measuring.
 
         Returns the indices of gradients that are not placed as their parameters: set_gradient must
-        give their shards. TypeError for a gradient that is no DTensor.
+        give their shards. TypeError for a gradient that is not a DTensor.
         """
 
     def set_gradient(self, i: int, local: Tensor) -> None:

@@ -107,6 +107,21 @@ def test_batches_of_matrices(low: torch.dtype, batches: int, m: int, k: int, n: 
     assert torch.equal(into.baddbmm_(a, b), wanted)
 
 
+@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 5, 7), (33, 64, 47), (256, 64, 256)])
+def test_a_matrix_has_the_same_bits_in_any_batch(
+    low: torch.dtype, m: int, k: int, n: int, how: str
+) -> None:
+    """Ranks that have the matrices of Muon in other batches depend on it."""
+    a, b = (stored(values(9, *s, dtype=low, seed=s[0]), how) for s in ((m, k), (k, n)))
+    together = a @ b
+    for first, count in ((0, 1), (8, 1), (2, 5)):
+        part = slice(first, first + count)
+        assert torch.equal(a[part] @ b[part], together[part])
+    one = a[:1].expand(9, -1, -1)
+    assert torch.equal(one @ b, a[[0] * 9] @ b)
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(96, 160), (5, 70, 96)),
     "conv1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, groups=2), (5, 8, 40)),

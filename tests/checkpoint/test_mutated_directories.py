@@ -19,7 +19,7 @@ import amp_mp as amp
 
 PRESETS = ("float32", "exact", "lean", "tiny", "micro")
 IN_A_CASE, CASES = 20, 50
-CLEAR = ("nothing was loaded", "it is no checkpoint")
+CLEAR = ("nothing was loaded", "it is not a checkpoint")
 
 
 def pair_of(name: str) -> tuple[nn.Module, Any]:

@@ -215,7 +215,7 @@ def test_entries_of_the_state_that_are_no_parameters(kind: str, tmp_path: Path) 
     assert optimizer.state["my_counter"] == 7
     before = everything(model, optimizer)
     with pytest.raises(
-        ValueError, match=r"optimizer\.state has 'my_counter', which is no parameter"
+        ValueError, match=r"optimizer\.state has 'my_counter', which is not a parameter"
     ):
         amp.checkpoint.save(tmp_path / "c", model, optimizer)
     assert not (tmp_path / "c").exists()

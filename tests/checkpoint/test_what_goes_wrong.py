@@ -106,7 +106,7 @@ def truncated(path: Path) -> Path:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda path: path / "c", FileNotFoundError, "has no file .metadata"),
-    "file": (bare, FileNotFoundError, "is no directory"),
+    "file": (bare, FileNotFoundError, "is not a directory"),
     "half written": (half_written, FileNotFoundError, "saving it was interrupted"),
     "no data": (without_data, RuntimeError, "could not be read; nothing was loaded: rank 0"),
     "truncated": (truncated, RuntimeError, "could not be read; nothing was loaded: rank 0"),

@@ -242,7 +242,7 @@ INTEGERS = [torch.int32, torch.uint32, torch.int64, torch.uint64]
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_are_kept_as_they_are(device: str, dtype: torch.dtype) -> None:
-    """Labels: 2^24 + 1 is no float32, and -1 marks what is to be ignored."""
+    """Labels: 2^24 + 1 is not a float32, and -1 marks what is to be ignored."""
     values = [0, 1, 2**24 + 1] + ([-1] if dtype.is_signed else [2**32 - 1])
     labels = TypedTensor.from_tensor(torch.tensor(values, dtype=dtype, device=device), F32)
     assert labels.data().tolist() == labels.data(dtype).tolist() == values

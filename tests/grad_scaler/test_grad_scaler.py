@@ -344,6 +344,26 @@ def test_with_amp_scaling_off_the_scaler_unscales_in_place(device: str) -> None:
     assert raw_bytes(params) == raw_bytes(twins)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "wanted"),
+    [
+        ("torch.amp.grad_scaler", torch.float32, True),
+        ("lightning.fabric.plugins.precision.amp", torch.float32, False),
+        ("lightning.fabric.plugins.precision.amp", torch.bfloat16, False),
+        ("lightning.fabric.plugins.precision.amp", torch.float16, True),
+        ("lightning_fabric.plugins.precision.amp", torch.float32, False),
+    ],
+)
+def test_lightning_unscales_and_clips_gradients_that_torch_unscales(
+    name: str, dtype: torch.dtype, wanted: bool
+) -> None:
+    """Lightning refuses to clip where it is told that the optimizer unscales."""
+    optimizer = amp.optim.AdamW([torch.ones(2, dtype=dtype, requires_grad=True)])
+    names: dict[str, Any] = {"__name__": name, "optimizer": optimizer}
+    exec("found = getattr(optimizer, '_step_supports_amp_scaling', None)", names)
+    assert names["found"] is wanted
+
+
 # The scaler's own state.
 
 

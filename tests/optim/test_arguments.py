@@ -269,7 +269,7 @@ WRONG_FILES: dict[str, tuple[str, Spoil, str]] = {
     "integers": ("exact", replaced(exp_avg=full(torch.int32)), "'exp_avg' .*torch.int32"),
     "truths": ("exact", replaced(exp_avg_sq=full(torch.bool)), "'exp_avg_sq' .*torch.bool"),
     "complex": ("exact", replaced(exp_avg=full(torch.complex64)), "'exp_avg' .*complex64"),
-    "a list": ("exact", replaced(exp_avg=[1.0]), "'exp_avg' of parameter 0 is no tensor"),
+    "a list": ("exact", replaced(exp_avg=[1.0]), "'exp_avg' of parameter 0 is not a tensor"),
     "no squares": ("exact", dropped("exp_avg_sq"), "'exp_avg_sq' of parameter 0 is missing"),
     "None for squares": ("lean", replaced(exp_avg_sq_ue8m8=None), "'exp_avg_sq' .* is missing"),
     "powers": ("exact", replaced(beta_powers=full(torch.float64, 3)), "'beta_powers' .*two"),

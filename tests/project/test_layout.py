@@ -34,7 +34,7 @@ FOLDER_LINES = {
     "integrations": 40,
     "model": 1345,
     "nn": 598,
-    "optim": 3643,
+    "optim": 3656,
     "scaling": 422,
     "sharding": 618,
     "wrappers": 1537,

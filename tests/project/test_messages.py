@@ -67,7 +67,7 @@ TORCH_CHECK_VALUE(false, "two "  // a comment "between"
 throw py::type_error(std::string("holds a ") + text_of(x, "name") + "; a tensor is needed");
 refuse(name + ": 'params' is missing");
 if (t.is_meta()) return "is on the meta device";
-return wrong(name, "is no tensor: " + repr_of(value));
+return wrong(name, "is not a tensor: " + repr_of(value));
 return "op_name";
 """
 FOUND_IN_CPP = {
@@ -77,7 +77,7 @@ FOUND_IN_CPP = {
     "holds a ...; a tensor is needed",
     "...: 'params' is missing",
     "is on the meta device",
-    "is no tensor: ...",
+    "is not a tensor: ...",
 }
 
 

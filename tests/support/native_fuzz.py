@@ -4,7 +4,7 @@
 
 calls with the seeds FIRST, FIRST + 1, ... and prints each before its call, so that the last line
 names the one that ended the process. Every tensor lies between guards in a larger one. The exit
-status is 1 where a call has written beyond a tensor, or raised what is no plain Python error.
+status is 1 where a call has written beyond a tensor, or raised what is not a plain Python error.
 """
 
 from __future__ import annotations

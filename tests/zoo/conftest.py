@@ -24,7 +24,10 @@ def row(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The whole table of which docs/experiments.md has a part; AMP_MP_ZOO_TABLE names a file to write it to as well."""
+    """The whole table, of which docs/experiments.md has a part.
+
+    AMP_MP_ZOO_TABLE names a file to write it to as well.
+    """
     lines = sorted(config.stash.get(ROWS, []), key=str.casefold)
     if lines:
         terminalreporter.section("loss differences")

@@ -32,6 +32,7 @@ class Net(lightning.LightningModule):
         self.options, self.prepared, self.kind = options, prepared, kind or amp.optim.AdamW
         self.net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1))
         self.losses: list[float] = []
+        self.clip: float | None = None
         if prepared == "__init__":
             amp.prepare(self, BF16)
 
@@ -48,6 +49,8 @@ class Net(lightning.LightningModule):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
+            if self.clip is not None:
+                self.clip_gradients(optimizer, self.clip, "norm")
             optimizer.step()
         self.losses.append(loss.item())
         return loss
@@ -115,21 +118,14 @@ def test_lightnings_clipping_of_prepared_models() -> None:
     assert ours.losses == pytest.approx(theirs.losses, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(amp.optim.AdamW, {}), (torch.optim.AdamW, {"fused": True})]
-)
-def test_under_mixed_precision_lightning_clips_no_optimizer_that_can_unscale(
-    kind: Any, options: dict[str, Any]
-) -> None:
-    """It asks for `_step_supports_amp_scaling` alone, in bfloat16 too, which has no scaler."""
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(Net(kind=kind, **options), "bf16-mixed", gradient_clip_val=1.0)
-
-
-def test_the_two_ways_to_clip_under_mixed_precision() -> None:
-    first, second = Net(max_grad_norm=0.1), Net(amp_scaling=False)
-    fit(first, "bf16-mixed", epochs=1)
-    fit(second, "bf16-mixed", epochs=1, gradient_clip_val=0.1)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_lightning_clips_under_mixed_precision(precision: str, automatic: bool) -> None:
+    """As the optimizer does. (torch.optim.AdamW(fused=True) it refuses.)"""
+    first, second = Net(None, automatic, max_grad_norm=0.1), Net(None, automatic)
+    fit(first, precision, epochs=1)
+    second.clip = 0.1
+    fit(second, precision, epochs=1, **({"gradient_clip_val": 0.1} if automatic else {}))
     assert first.losses == pytest.approx(second.losses, rel=1e-3)
 
 

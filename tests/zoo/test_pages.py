@@ -12,7 +12,8 @@ import pytest
 from pages import packages_of, ranks_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [p for p in sorted((ROOT / "docs").glob("*.md")) if packages_of(p.read_text())]
+WRITTEN = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = [page for page in WRITTEN if packages_of(page.read_text())]
 SCRIPT = """
 import pathlib, sys
 import torchvision_ops

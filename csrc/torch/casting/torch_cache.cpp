@@ -11,7 +11,7 @@ namespace amp_mp::casting {
 // the tensor, and the tensor's memory has a deleter, which runs when torch drops the cast.
 void on_torch_clearing(void (*cleared)()) {
   using enum c10::DispatchKey;
-  // The cast is no operation of the user's: modes, transforms and traces do not see it.
+  // The cast is not an operation of the user's: modes, transforms and traces do not see it.
   const c10::impl::ExcludeDispatchKeyGuard unseen(
       c10::DispatchKeySet{Python, PythonTLSSnapshot, Tracer, FuncTorchDynamicLayerFrontMode,
                           FuncTorchDynamicLayerBackMode} |

@@ -1,6 +1,6 @@
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/baddbmm_cpu_dispatch.h>
-#include <ATen/ops/bmm_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -11,6 +11,10 @@
 
 namespace amp_mp::products {
 namespace {
+
+// Multiplications of a matrix product that all threads share. Smaller ones of a batch are divided
+// among the threads: starting them for each would take longer than multiplying.
+constexpr int64_t kLarge = int64_t(1) << 23;
 
 // A block of a matrix in float32, filled from one part of the matrix after another.
 class FloatBlock {
@@ -45,6 +49,28 @@ at::Tensor& float_product(at::Tensor& to, const at::Tensor& summand, const at::T
   return summand.defined() ? at::cpu::addmm_out(to, summand, a, b, beta, alpha)
                            : at::cpu::addmm_out(to, to, a, b, 0.0, alpha);
 }
+
+// Some matrices of a batch in float32, each at an aligned address: a product's bits can depend on
+// it.
+class FloatBatch {
+ public:
+  FloatBatch(const at::Tensor& from, int64_t count) : from_(from) {
+    const int64_t rows = from.size(1), columns = from.size(2);
+    const bool by_columns = from.stride(1) == 1 && from.stride(2) != 1;
+    const int64_t elements = (rows * columns + 15) / 16 * 16;
+    values_ = at::empty({count, elements}, from.options().dtype(at::kFloat))
+                  .as_strided({count, rows, columns},
+                              {elements, by_columns ? 1 : columns, by_columns ? rows : 1});
+  }
+
+  at::Tensor at(int64_t first, int64_t count) const {
+    return values_.narrow(0, 0, count).copy_(from_.narrow(0, first, count));
+  }
+  at::Tensor results(int64_t count) const { return values_.narrow(0, 0, count); }
+
+ private:
+  at::Tensor from_, values_;
+};
 
 // Blocks of rows of a and out; all of b is converted once.
 void by_rows(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
@@ -106,24 +132,29 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
   const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
   const at::Tensor added =
       summand.defined() && beta != 0.0 ? summand.expand({batches, m, n}) : at::Tensor();
-  // One by one, so that a matrix has the same bits beside any others: Muon's ranks rely on it, and
-  // a batched product's depend on how many there are. For tiny ones that would be all overhead.
-  if (m * k * n >= 4096) {
+  // One by one, or each by one thread: so a matrix has the same bits beside any others, on which
+  // Muon's ranks rely. Those of a batched product depend on how many there are.
+  if (m * k * n > kLarge) {
     for (int64_t i = 0; i < batches; ++i)
       multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);
     return;
   }
-  const int64_t some = slices_of_block(batches, std::max({m * k, k * n, m * n}));
-  const auto in_float = [](const at::Tensor& t, int64_t first, int64_t count) {
-    return t.narrow(0, first, count).to(at::kFloat);
-  };
+  const int64_t some = slices_of_block(batches, m * k + k * n + m * n, 4 * kBlock);
+  const FloatBatch left(a, some), right(b, some), sums(out, some);
   for (int64_t first = 0; first < batches; first += some) {
     const int64_t count = std::min(some, batches - first);
-    const at::Tensor x = in_float(a, first, count), y = in_float(b, first, count);
-    const at::Tensor result =
-        added.defined() ? at::cpu::baddbmm(in_float(added, first, count), x, y, beta, alpha)
-                        : (alpha == 1.0 ? at::cpu::bmm(x, y) : at::cpu::bmm(x, y).mul_(alpha));
-    out.narrow(0, first, count).copy_(result);
+    const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
+    const at::Tensor results = sums.results(count);
+    if (added.defined()) results.copy_(added.narrow(0, first, count));
+    auto to = results.unbind();
+    // At least two, or the only one would be multiplied by all threads.
+    at::parallel_for(0, std::max<int64_t>(count, 2), 1, [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
+      for (int64_t i = begin; i < std::min(end, count); ++i)
+        at::cpu::addmm_out(to[size_t(i)], to[size_t(i)], x[size_t(i)], y[size_t(i)],
+                           added.defined() ? beta : 0.0, alpha);
+    });
+    out.narrow(0, first, count).copy_(results);
   }
 }
 

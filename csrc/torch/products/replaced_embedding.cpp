@@ -27,7 +27,8 @@ struct Places {
     const int64_t* token = indices.const_data_ptr<int64_t>();
     const int64_t count = indices.numel();
     for (int64_t i = 0; i < count; ++i) {
-      TORCH_CHECK_INDEX(token[i] >= 0 && token[i] < rows, "index out of range: ", token[i]);
+      TORCH_CHECK_INDEX(token[i] >= 0 && token[i] < rows,
+                        "index out of range of the embedding's rows: ", token[i]);
       if (token[i] != padding) ++from[size_t(token[i] + 2)];
     }
     std::partial_sum(from.begin(), from.end(), from.begin());

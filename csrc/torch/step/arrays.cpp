@@ -110,7 +110,7 @@ at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tens
 }
 
 at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format) {
-  // The result is its memory's only owner, so it is no view that autograd would have to know.
+  // The result is its memory's only owner, so it is not a view that autograd would have to know.
   const at::AutoDispatchBelowADInplaceOrView plain_views;
   const at::Tensor values = decode(flat(data), flat_rest(rest), format);
   return values.as_strided(data.sizes(), data.strides());

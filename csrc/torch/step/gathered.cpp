@@ -113,10 +113,11 @@ bool Gathered::has_no_gradient() const {
 void Gathered::check_capture() const {
   for (PyObject* param : dormant_) {
     const at::Tensor& t = THPVariable_Unpack(param);
-    TORCH_CHECK_VALUE(!t.requires_grad() || !is_capturing(t.device()), "a parameter of shape ",
-                      shape_text(t.sizes()),
-                      " has had no gradient yet, and a step captured now would leave it out for "
-                      "ever; take a step with all gradients before capturing, or freeze it");
+    TORCH_CHECK_VALUE(
+        !t.requires_grad() || !is_capturing(t.device()), "a parameter of shape ",
+        shape_text(t.sizes()),
+        " has had no gradient yet, and a step captured now would leave it out of "
+        "every replay; take a step with all gradients before capturing, or freeze it");
   }
 }
 

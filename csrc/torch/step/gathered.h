@@ -35,7 +35,7 @@ class Gathered {
 // messages call it.
 std::string param_label(PyObject* group, int64_t number, int64_t position);
 
-// A group's parameters, a list or tuple; TypeError for what is no sequence.
+// A group's parameters, a list or tuple; TypeError for what is not a sequence.
 py::object params_of(PyObject* group);
 
 // Raises ValueError unless there is a rule for each param_group.

@@ -54,7 +54,7 @@ bool is_plain(PyObject* object);
 bool is_dtensor(PyObject* object);
 bool is_tensor(PyObject* object);
 
-// A DTensor's shard, any other tensor itself; TypeError for what is no tensor.
+// A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
 at::Tensor local_of(PyObject* tensor);
 
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: of

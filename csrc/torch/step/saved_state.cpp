@@ -103,7 +103,7 @@ py::object wrong_state(const py::object& schema, const py::tuple& needed, const 
     if (tensor)
       what = wrong_tensor(entry, name, value, param, refused);
     else if (!entry.is_none() && (like != "number" || text_of(name) == "beta_powers"))
-      what = "is no tensor: " + repr_of(value);
+      what = "is not a tensor: " + repr_of(value);
     if (what.empty() && like == "number")
       what = wrong_clock(py::reinterpret_borrow<py::object>(value), text_of(name));
     if (!what.empty()) return wrong(name, what);

@@ -49,7 +49,7 @@ bool placed_alike(PyObject* a, PyObject* b) {
 // The shard of a DTensor. One that a collective is still filling is waited for.
 at::Tensor shard_of(PyObject* dtensor) {
   py::object shard = attribute(dtensor, names_of_attributes().local);
-  TORCH_CHECK_TYPE(THPVariable_Check(shard.ptr()), "amp_mp: a DTensor's shard is no tensor");
+  TORCH_CHECK_TYPE(THPVariable_Check(shard.ptr()), "amp_mp: a DTensor's shard is not a tensor");
   if (is_subclass(THPVariable_Unpack(shard.ptr())) && py::hasattr(shard, "wait"))
     shard = shard.attr("wait")();
   return THPVariable_Unpack(shard.ptr());
@@ -120,7 +120,7 @@ std::vector<int64_t> Shards::find_gradients(const std::vector<std::string>& name
 
 void Shards::set_gradient(int64_t i, const at::Tensor& shard) {
   TORCH_CHECK_INDEX(i >= 0 && i < int64_t(dtensors_.size()) && has(size_t(i)), "amp_mp: parameter ",
-                    i, " of these slots is no DTensor");
+                    i, " of these slots is not a DTensor");
   TORCH_CHECK(found_, "amp_mp: call find_gradients() before set_gradient()");
   check_plain(shard, {"the gradient's shard"});
   gradients_[size_t(i)] = shard;

@@ -165,9 +165,10 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
     if (!grad->defined()) {
       const bool frozen =
           !(shards_.has(size_t(i)) ? shards_.dtensor(size_t(i)) : param).requires_grad();
-      TORCH_CHECK_VALUE(!captured || frozen, "amp_mp: ", own_.names[size_t(i)],
-                        " has no gradient, and a step captured now would leave it out for ever; ",
-                        "capture after a backward pass that reaches it, or freeze it");
+      TORCH_CHECK_VALUE(
+          !captured || frozen, "amp_mp: ", own_.names[size_t(i)],
+          " has no gradient, and a step captured now would leave it out of every replay; ",
+          "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
       slots_[size_t(i)].grad = {};
       has_gradient_[size_t(i)] = false;

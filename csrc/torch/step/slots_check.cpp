@@ -112,7 +112,7 @@ void Slots::check() const {
       const at::Tensor& s = own_.scales[k][i];
       TORCH_CHECK_VALUE(kFormats[int(format)].is(kForState), "amp_mp: ", state.text(),
                         " cannot be ", kFormats[int(format)].name,
-                        ", which is no format of states");
+                        ", which is not a format of states");
       if (!kFormats[int(format)].is(kGrouped)) continue;
       TORCH_CHECK_VALUE(
           k < kGroupedStates && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),

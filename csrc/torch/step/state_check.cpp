@@ -23,11 +23,11 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
     PyObject* held = item_of(state, entry.ptr());
     if (!is_tensor(held)) return;
     const at::Tensor &t = THPVariable_Unpack(held), &param = THPVariable_Unpack(member.param.ptr());
-    TORCH_CHECK_VALUE(t.sizes() == param.sizes(), member.label, " has shape ",
-                      shape_text(param.sizes()), ", but its ", text_of(entry), " has shape ",
-                      shape_text(t.sizes()),
-                      ": a parameter of another shape starts anew, so drop its state with `del "
-                      "optimizer.state[param]`");
+    TORCH_CHECK_VALUE(
+        t.sizes() == param.sizes(), member.label, " has shape ", shape_text(param.sizes()),
+        ", but its ", text_of(entry), " has shape ", shape_text(t.sizes()),
+        ": a parameter of another shape starts from the beginning; drop its state with "
+        "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
     const bool placed_alike =
         plain || py::cast<bool>(python_functions().is_placed_as(py::handle(held), member.param));
@@ -62,7 +62,7 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
   TORCH_CHECK_VALUE(false, "the state of ", member.label, " has no ",
                     *std::min_element(missing.begin(), missing.end()),
                     ", though the parameter has taken steps; put it back, or clear the parameter's "
-                    "whole state to start it anew");
+                    "whole state, and it starts from the beginning");
 }
 
 namespace {

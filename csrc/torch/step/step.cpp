@@ -13,7 +13,7 @@ namespace {
 
 template <class T>
 T* one_number(const std::optional<at::Tensor>& t, const at::Device& device, const char* argument) {
-  TORCH_CHECK_VALUE(t.has_value(), "amp_mp: ", argument, " is missing");
+  TORCH_CHECK_VALUE(t.has_value(), "amp_mp: ", argument, " is None; a tensor is needed");
   check_writable(*t, {argument});
   check_one_number(*t, device, c10::CppTypeToScalarType<T>::value, argument);
   return t->mutable_data_ptr<T>();

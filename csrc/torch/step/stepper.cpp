@@ -25,7 +25,8 @@ Apply operator_named(const std::string& name) {
 #undef AMP_MP_OPERATOR
   };
   const auto found = operators.find(name);
-  if (found == operators.end()) throw py::value_error("amp_mp: \"" + name + "\" is no operator");
+  if (found == operators.end())
+    throw py::value_error("amp_mp: \"" + name + "\" is not an operator");
   return found->second;
 }
 

@@ -83,7 +83,7 @@ class Contents:
         return {key: _split(key.removeprefix(start)) for key in own}
 
     def empty(self, key: str, device: torch.device | None = None) -> Tensor | None:
-        """A whole tensor to read into, or None for what is no tensor."""
+        """A whole tensor to read into, or None for what is not a tensor."""
         entry = self.tensors.get(key)
         return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
@@ -110,8 +110,8 @@ def _read(path: Path) -> Any:
         except Exception as error:
             wrong = f"is damaged ({type(error).__name__}: {error}); nothing was loaded"
             raise ValueError(f"{path / '.metadata'} {wrong}") from error
-    wrong = "is no directory" if path.exists() and not path.is_dir() else "has no file .metadata"
-    message = f"{path} {wrong}: it is no checkpoint, or saving it was interrupted"
+    wrong = "is not a directory" if path.exists() and not path.is_dir() else "has no file .metadata"
+    message = f"{path} {wrong}: it is not a checkpoint, or saving it was interrupted"
     kept = path.with_name(path.name + PREVIOUS)
     if (kept / ".metadata").exists():
         message += f". The checkpoint of before is in {kept}"

@@ -47,7 +47,7 @@ def without_wrappers(name: str) -> str:
 
 
 def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """By key, an empty tensor for every tensor of the model, None for what is no tensor.
+    """By key, an empty tensor for every tensor of the model, None for what is not a tensor.
 
     targets: the model's state dict. Raises ValueError for a tensor that is missing (with strict,
     also one that only the file has) or has another shape.

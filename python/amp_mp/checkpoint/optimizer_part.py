@@ -44,7 +44,7 @@ def refuse_sharded(more: dict[str, Any]) -> None:
 def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group.
 
-    TypeError for what is no torch.optim.Optimizer, or keeps masters in place of the model's
+    TypeError for what is not a torch.optim.Optimizer, or keeps masters in place of the model's
     parameters; ValueError for a parameter that is not the model's.
     """
     if isinstance(optimizer, FP16_Optimizer):
@@ -79,7 +79,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     name_of = {n: k for group, own in groups for n, k in zip(group["params"], own, strict=True)}
     for other in packed["state"].keys() - name_of.keys():
         raise ValueError(
-            f"optimizer.state has {other!r}, which is no parameter; pass it to save by name"
+            f"optimizer.state has {other!r}, which is not a parameter; pass it to save by name"
         )
     return {
         "state": {name_of[number]: state for number, state in packed["state"].items()},

@@ -84,7 +84,7 @@ def save(
 
 
 def _refuse_other_files(folder: Path, kept: bool = False) -> None:
-    """FileExistsError where something is there that is no checkpoint, or that `save` did not make.
+    """FileExistsError where something is there that `save` did not make.
 
     kept: whether saves alone keep something there.
     """

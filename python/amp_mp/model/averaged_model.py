@@ -59,7 +59,7 @@ class AveragedModel(nn.Module):
     """
 
     n_averaged: Tensor
-    _followed: tuple[nn.Module, list[Any]] | None  # in a tuple the model is no submodule
+    _followed: tuple[nn.Module, list[Any]] | None  # in a tuple the model is not a submodule
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ A subclass declares its rules (rule.py) and its arguments. What a step does is i
 in state/, work during the backward pass in backward/, and the update itself in csrc/core/rules.
 """
 
+import sys
 from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -26,9 +27,7 @@ from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.
-PICKLED = (
-    "max_grad_norm check_overflow process_groups _step_supports_amp_scaling _own_defaults _chosen"
-)
+PICKLED = "max_grad_norm check_overflow process_groups _amp_scaling _own_defaults _chosen"
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -57,7 +56,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.max_grad_norm = options.get("max_grad_norm")
         self.check_overflow = options.get("check_overflow", False)
         self.process_groups = checked_groups(options.get("process_groups"))
-        self._step_supports_amp_scaling = options.get("amp_scaling", True)
+        self._amp_scaling = options.get("amp_scaling", True)
         refuse_zero(self)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
@@ -128,7 +127,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     @property
     def amp_scaling(self) -> bool:
         """Whether the step takes over unscaling and skipping from a loss scaler."""
-        return self._step_supports_amp_scaling
+        return self._amp_scaling
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What loss scalers ask.
+
+        Lightning asks, too, and where the answer is yes it refuses to clip. So it unscales and
+        clips before the step itself, except float16 gradients, which torch does not unscale.
+        """
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if not asking.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
+            return self._amp_scaling
+        params = (p for group in self.param_groups for p in group["params"])
+        return self._amp_scaling and any(p.dtype == torch.float16 for p in params)
 
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.

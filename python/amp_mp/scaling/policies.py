@@ -156,7 +156,7 @@ def check_scale(value: float, name: str) -> float:
 
 
 class Static(ScalePolicy):
-    """A scale that never moves, a finite number above 0 (ValueError). 1 is no scaling."""
+    """A scale that never moves: a finite number above 0 (ValueError)."""
 
     _kind = "fixed"
 

@@ -164,7 +164,7 @@ class AmpHandle:
             optimizer: the optimizer, or all of them, that own what this loss has gradients for.
 
         Raises:
-            TypeError: one of them is no torch.optim.Optimizer, or is an FP16_Optimizer.
+            TypeError: one of them is not a torch.optim.Optimizer, or is an FP16_Optimizer.
             RuntimeError: wrap_optimizer was called; wrapped optimizers have their own scale_loss.
         """
         if self.dtype is None:

@@ -39,8 +39,8 @@ class LARC(OptimizerAround):
         clip: whether the ratio is limited, so that no layer's rate exceeds lr. Default True.
 
     Raises:
-        TypeError: optimizer is no Optimizer, or is a LARC; in step, gradients that are sparse or
-            not of float32, float16 or bfloat16.
+        TypeError: optimizer is not an Optimizer, or is a LARC; in step, gradients that are sparse,
+            or not of float32, float16 or bfloat16.
         ValueError: a negative trust_coefficient or eps; here and in step, an inner optimizer that
             clips (max_grad_norm) or steps in the backward pass (attach).
     """

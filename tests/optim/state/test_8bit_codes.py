@@ -71,7 +71,7 @@ def test_numbers_rise_with_the_code_at_every_scale(device: str, format: str) -> 
     rows = values.reshape(scales.size, 256).astype(np.float64)
     assert np.isfinite(rows).all()
     if format == "m8":
-        rows = rows[:, :-1]  # -128 is no code
+        rows = rows[:, :-1]  # -128 is not a code
         assert (rows[:, 127] == 0).all()
         assert np.array_equal(rows, -rows[:, ::-1])
         assert np.array_equal(rows[:, -1], (scales.astype(np.uint32) << 16).view(np.float32))

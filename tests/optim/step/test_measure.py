@@ -27,7 +27,7 @@ def rows(tensors: list[torch.Tensor]) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
 def test_measuring_equals_the_reference(device: str, dtype: str, spread: float, shift: int) -> None:
     if dtype == "float16" and spread > 1:
-        spread = 100.0  # 1e25 is no float16
+        spread = 100.0  # 1e25 is not a float16
     sizes = [*RAGGED[:-1], 65536, 65537, 200_001]
     tensors = [on(device, random(n, n, spread), DTYPES[dtype], shift) for n in sizes]
     wanted = [reference.measure(array(t)) for t in tensors]

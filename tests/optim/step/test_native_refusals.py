@@ -153,18 +153,18 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a group before the first": (bucket(-1), IndexError, "there is no group -1"),
     "fewer rules than groups": (states_for(0), ValueError, "0 rules, but 1 param_groups"),
     "more rules than groups": (states_for(2), ValueError, "2 rules, but 1 param_groups"),
-    "a state that is no dict": (state_that_is(7), TypeError, "the state of w must be a dict"),
+    "a state that is not a dict": (state_that_is(7), TypeError, "the state of w must be a dict"),
     "a master of float32": (
         lambda: masters().set("float32", torch.zeros(4), {}),
         TypeError,
         "must be float16 or bfloat16",
     ),
-    "a parameter that is no tensor": (
+    "a parameter that is not a tensor": (
         lambda: masters().beside(3, {}),  # type: ignore[arg-type]
         TypeError,
         "a tensor is needed, found 3",
     ),
-    "groups of what is no tensor": (
+    "groups of what is not a tensor": (
         lambda: _C.has_groups("w"),  # type: ignore[arg-type]
         TypeError,
         "a tensor is needed",
@@ -202,10 +202,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "policy nan",
     ),
-    "lists of what is no list": (
+    "lists of what is not a list": (
         lambda: _C.same_items([3], []),  # type: ignore[list-item]
         TypeError,
-        "lists holds no sequence",
+        "lists must hold lists or tuples",
     ),
     "a ZeroTensor": (
         lambda: _C.decode(torch._efficientzerotensor(32), None, "float32"),

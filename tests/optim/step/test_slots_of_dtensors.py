@@ -240,7 +240,7 @@ def test_what_belongs_to_no_dtensor_is_refused(device: str, mesh: DeviceMesh) ->
     slots = _C.Slots(params=[plain], **arguments)
     assert slots.find_gradients() == []
     for i in (0, 1, -1):
-        with pytest.raises(IndexError, match=f"parameter {i} of these slots is no DTensor"):
+        with pytest.raises(IndexError, match=f"parameter {i} of these slots is not a DTensor"):
             slots.set_gradient(i, plain)
 
 

@@ -237,7 +237,7 @@ class PreviousNorm:
         self.known: Tensor | None = None
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Starts from the beginning."""
         self.norm = self.known = None
 
     def is_there(self) -> bool:
