@@ -109,7 +109,7 @@ def test_singular_values_are_where_the_papers_have_them(name: str, dtype: torch.
     group = {"ns_coefficients": name}
     for spectrum in SPECTRA:
         for shape in ((48, 80), (80, 48), (64, 64)):
-            stack = matrices(shape, spectrum, 4, seed=3)
+            stack = matrices(shape, spectrum, 3, seed=3)
             found = singular_values(orthogonal(stack, dtype, group))
             assert found.min() >= low - slack, (spectrum, shape)
             assert found.max() <= high + min(slack, 3 * UNIT), (spectrum, shape)
@@ -123,9 +123,9 @@ def test_singular_values_are_where_the_papers_have_them(name: str, dtype: torch.
 def test_a_matrix_of_one_singular_value_stays_bounded(device: str, name: str) -> None:
     """Its norm is its singular value, which rounding moves to above 1."""
     source = torch.Generator().manual_seed(1)
-    for shape in ((64, 160), (128, 128), (7, 500)):
-        outer = torch.randn(20, shape[0], 1, generator=source) @ torch.randn(
-            20, 1, shape[1], generator=source
+    for shape in ((64, 96), (48, 48), (7, 200)):
+        outer = torch.randn(8, shape[0], 1, generator=source) @ torch.randn(
+            8, 1, shape[1], generator=source
         )
         stack = outer.bfloat16().to(device)
         _C.orthogonalise_(stack, {"ns_coefficients": name})
@@ -138,8 +138,8 @@ class Training:
 
     def __init__(self, device: str, dtype: torch.dtype, **options: Any) -> None:
         source = torch.Generator().manual_seed(5)
-        self.values = torch.randn(96, 160, generator=source)
-        self.weight = nn.Parameter(torch.zeros(96, 160, device=device, dtype=dtype))
+        self.values = torch.randn(48, 80, generator=source)
+        self.weight = nn.Parameter(torch.zeros(48, 80, device=device, dtype=dtype))
         options = {"weight_decay": 0.0, "master": "float32", **options}
         self.optimizer = amp.optim.Muon([self.weight], lr=1.0, **options)
 
@@ -157,7 +157,7 @@ def test_updates_do_not_depend_on_the_gradients_size(device: str, ns_dtype: torc
         Training(device, torch.float32, ns_dtype=ns_dtype).norm(10.0**-exponent)
         for exponent in (0, 3, 6, 10, 12, 20, 30)
     ]
-    assert min(norms) > 0.7 * math.sqrt(96)
+    assert min(norms) > 0.7 * math.sqrt(48)
     assert max(norms) / min(norms) < 1.01
 
 
@@ -189,7 +189,7 @@ def test_a_loss_scale_and_float16_gradients_lose_no_update(device: str) -> None:
 def test_eps_is_torchs_bound(device: str) -> None:
     for size in (1e-2, 1e-8, 1e-10):
         ours = Training(device, torch.float32, eps=1e-7, momentum=0.0)
-        twin = nn.Parameter(torch.zeros(96, 160))
+        twin = nn.Parameter(torch.zeros(48, 80))
         twin.grad = ours.values * size
         torch.optim.Muon([twin], lr=1.0, weight_decay=0.0, momentum=0.0).step()
         ours.norm(size)

@@ -21,7 +21,7 @@ NOT_MATRIX_NAME = re.compile(
 )
 # Output layers are known by these names outside of lists of blocks, and by the second kind if they
 # are the model's own.
-HEAD = re.compile(r"(.*_)?heads?|output|classifier|logits|score|unembed|embed_out|qa_outputs")
+HEAD = re.compile(r"(.*_)?(heads?|classifier)|output|logits|score|unembed|embed_out|qa_outputs")
 OWN_HEAD = re.compile(r"(.*_)?out(put)?s?")
 
 Named = tuple[str, Tensor]
