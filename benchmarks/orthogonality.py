@@ -2,7 +2,7 @@
 
 Random matrices of five shapes and three spectra, whose singular values are at least .002 of the
 matrix' norm, for which the sets of coefficients are made. What the polynomials themselves make of
-[.002, 1], in float64, stands beside it, and the milliseconds of a matrix of 512 x 2048.
+[.002, 1], in float64, stands beside it.
 
     OMP_NUM_THREADS=1 python benchmarks/orthogonality.py
 """
@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from timing import Candidate, medians
 from torch import Tensor
 
 from amp_mp._C import ns_iterations, orthogonalise_
@@ -94,8 +93,7 @@ def main() -> None:
     each = max(1, arguments.count // (len(SHAPES) * len(SPECTRA)))
     title = f"{each * len(SHAPES) * len(SPECTRA)} matrices: singular values of the updates"
     table = Table(title=title, title_justify="left")
-    large = torch.randn(1, 512, 2048).bfloat16()
-    columns = ("coefficients", "steps", "polynomials", *map(str, DTYPES), "ms, bfloat16")
+    columns = ("coefficients", "steps", "polynomials", *map(str, DTYPES))
     for column in columns:
         table.add_column(column.replace("torch.", ""))
     stacks = [
@@ -107,10 +105,8 @@ def main() -> None:
         for dtype in DTYPES:
             found = [singular_values(orthogonal(stack, dtype, group)) for stack in stacks]
             ranges.append(text(np.concatenate([values.ravel() for values in found])))
-        run = Candidate(name, lambda group=group: orthogonalise_(large, group), 0)
-        seconds = medians([run], 5, "cpu")[name]
         steps, whole = str(len(ns_iterations(group))), text(composed(group, grid))
-        table.add_row(name, steps, whole, *ranges, f"{1e3 * seconds:.0f}")
+        table.add_row(name, steps, whole, *ranges)
     Console(width=130).print(table)
 
 

@@ -111,7 +111,7 @@ def main() -> None:
         name: [measurements(own, first) for own, first in zip(each, runs[BASELINE], strict=True)]
         for name, each in runs.items()
     }
-    Console().print(table(results))
+    Console(width=110).print(table(results))
     out.mkdir(exist_ok=True)
     (out / "muon.json").write_text(json.dumps(results, indent=2) + "\n")
     picture, (axes,) = figure(1)
