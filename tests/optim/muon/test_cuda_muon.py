@@ -65,8 +65,8 @@ class Training:
 
 
 # Three shapes: the largest element, its power of two and a division by it; a norm, its least value
-# and a division; five times three products, and a copy. Of the products of stacks two copy what they
-# add to; one matrix alone needs none. A GPU may cut a product into two kernels.
+# and a division; five times three products, and a copy. Of the products of stacks two copy what
+# they add to; one matrix alone needs none. A GPU may cut a product into two kernels.
 OF_TORCH = 3 * (4 + 3 + 1) + 5 * (2 * (3 + 2) + 3)
 # The directions' memory lives for one step. Where the allocator has it elsewhere than in the last
 # step, one launch uploads the new addresses.

@@ -101,7 +101,7 @@ def test_the_last_linear_layer_is_the_output_where_none_has_the_name_of_one() ->
 
 def test_convolutions_are_chosen_by_name_alone_and_flattened() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    with pytest.raises(ValueError, match=r"output layers: 3.weight\).*matrices="):
+    with pytest.raises(ValueError, match=r"output layers: \['3.weight'\]\).*matrices="):
         amp.optim.Muon(model)
     optimizer = amp.optim.Muon(model, matrices=["1.weight"], lr=0.02)
     flat = nn.Parameter(model[1].weight.detach().flatten(1).clone())

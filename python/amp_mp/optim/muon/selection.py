@@ -52,9 +52,8 @@ def muon_groups(
         ends = [
             n for n, p in named.items() if p.dim() > 1 and {m for m, _ in owners[id(p)]} & heads
         ]
-        found = ", ".join(ends) or "none"
         raise ValueError(
-            f"Muon finds no matrix in the model (output layers: {found}); name those that it is to "
+            f"Muon finds no matrix in the model (output layers: {ends}); name those that it is to "
             'update, Muon(model, matrices=["*.weight"]), or take AdamW'
         )
     blocks = _blocks(named, own, split or {})
