@@ -21,9 +21,9 @@ UNIT = 2.0**-8  # of bfloat16
 SETS = ("quintic", "polar_express", "cans", "deepseek")
 
 
-# Where the sets send singular values of [.002, 1]. Published: .7 to 1.2 for quintic (Jordan 2024);
-# 1 +- .1134 for cans (arXiv 2506.10935), whose margin of 1.01 widens the lower end by its square; 1
-# for polar_express (2505.16932); and for deepseek 1, to which its last steps converge.
+# Where the published numbers send singular values of [.002, 1]: for cans, 1 +- .1134 of the best
+# quintics, the margin of 1.01 widens the lower end by its square. Jordan 2024 and torch say .5 to
+# 1.5 of quintic; the last steps of polar_express and deepseek converge to 1.
 RANGES = {
     "quintic": (0.68, 1.2025),
     "cans": (0.8866 / 1.0205, 1.1135),
