@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "errors.md"
 Names = dict[str, list[ast.AST]]
 # Functions that are given a text for the user, and functions that return one.
 SPEAKING = {"warn", "warning", "print", "error", "add_note", "run"}
-RETURNING = {"advice", "verdict", "why_unusable", "describe_nonfinite"}
+RETURNING = {"advice", "verdict", "why_unusable", "why_foreign", "describe_nonfinite"}
 # What begins a text in C++. Of what is returned or assigned, only sentences are texts.
 THROWING = re.compile(
     r"\b(TORCH_(?:CHECK|WARN)\w*\(|throw [\w:]+\(|refuse\(|wrong\("

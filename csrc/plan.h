@@ -78,11 +78,12 @@ constexpr int kStepReports = 8;
 struct StepReport {
   uint64_t seal;  // number of the decision, from 1; 0 while the device is writing the report
   Verdict verdict;
-  double next_scale;          // new loss scale, 0 if the decision did not update it
-  uint64_t skipped_in_a_row;  // decisions to skip the step, up to and with this one
+  double next_scale;           // new loss scale, 0 if the decision did not update it
+  uint64_t skipped_in_a_row;   // decisions to skip the step, up to and with this one
+  uint64_t overflows, spikes;  // all such decisions so far
 };
 struct StepCounts {
-  uint64_t decided, skipped_in_a_row;
+  uint64_t decided, skipped_in_a_row, overflows, spikes;
   double next_scale;  // as in StepReport, of the step whose report has not been written yet
 };
 struct StepReportBuffer {
@@ -125,6 +126,7 @@ AMP_MP_BOTH double update_loss_scale(const ScaleUpdate& u, bool found_inf, doubl
 struct DecideInputs {
   const float *scale = nullptr, *found_inf = nullptr;
   double max_norm = 0;
+  NormLimit limit;
   ScaleUpdate scale_update;
   StepReportBuffer report_buffer;
 };

@@ -110,9 +110,9 @@ AMP_MP_BOTH void close_pairs(const Array& array, int64_t at, Halves& halves, con
 }
 
 template <class Rule, class S0, class S1>
-AMP_MP_BOTH void update_pairs(const Rule rule, float multiplier, const GradPairs g,
-                              const MasterPairs w, const S0 s0, const S1 s1,
-                              const Half* __restrict random, int pairs) {
+AMP_MP_BOTH void update_all_pairs(const Rule rule, float multiplier, const GradPairs g,
+                                  const MasterPairs w, const S0 s0, const S1 s1,
+                                  const Half* __restrict random, int pairs) {
   for (int i = 0; i < pairs; ++i) {
     const TwoNoises noise(random[i]);
     const Two d = g.get(i);
@@ -129,6 +129,15 @@ AMP_MP_BOTH void update_pairs(const Rule rule, float multiplier, const GradPairs
     s0.put(i, a, noise);
     w.put(i, x);
   }
+}
+
+// The same, in two loops, as `update` in apply.h.
+template <class Rule, class S0, class S1>
+AMP_MP_BOTH void update_pairs(const Rule rule, float multiplier, const GradPairs g,
+                              const MasterPairs w, const S0 s0, const S1 s1,
+                              const Half* __restrict random, int pairs) {
+  if (is_cautious(rule)) return update_all_pairs(rule, multiplier, g, w, s0, s1, random, pairs);
+  update_all_pairs(incautious(rule), multiplier, g, w, s0, s1, random, pairs);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ struct DecideShared {
   double policy[kMostPolicy];
   Statistics total;
   Verdict verdict;
+  NormHistory history;
   float scale, found_inf, old_scale;
   int32_t tracker;
 };
@@ -26,6 +27,7 @@ class Decision {
     if (threadIdx.x < kMostPolicy && int(threadIdx.x) < update_.policy_size)
       shared.policy[threadIdx.x] = update_.policy[threadIdx.x];
     if (threadIdx.x != 0) return;
+    if (inputs.limit.history) shared.history = *inputs.limit.history;
     if (inputs.scale) shared.scale = *inputs.scale;
     if (inputs.found_inf) shared.found_inf = *inputs.found_inf;
     if (update_.policy || !update_.scale) return;
@@ -40,15 +42,18 @@ class Decision {
     const bool is_short = update_.policy && update_.policy_size <= kMostPolicy;
     double next_scale = 0;
     if (threadIdx.x == 0) {
+      NormLimit limit = inputs_.limit;
+      if (limit.history) limit.history = &shared_.history;
       const Verdict v = amp_mp::decide(
           has_total ? &shared_.total : nullptr, inputs_.scale ? &shared_.scale : nullptr,
-          inputs_.found_inf ? &shared_.found_inf : nullptr, inputs_.max_norm);
+          inputs_.found_inf ? &shared_.found_inf : nullptr, inputs_.max_norm, limit);
+      if (limit.history) *inputs_.limit.history = shared_.history;
       *verdict = shared_.verdict = v;
       ScaleUpdate update = update_;
       if (is_short) update.policy = update.policy_out = shared_.policy;
       if (update.scale) update.scale = &shared_.old_scale;
       if (update.tracker) update.tracker = &shared_.tracker;
-      next_scale = update_loss_scale(update, v.found_inf != 0, v.max_abs);
+      next_scale = update_loss_scale(update, v.found_inf == kOverflow, v.max_abs);
     }
     __syncthreads();  // the verdict is there, and the policy's new state
     if (is_short && int(threadIdx.x) < update_.policy_size)

@@ -11,18 +11,25 @@ namespace amp_mp::cuda {
 __device__ __forceinline__ void write_report(const StepReportBuffer& buffer, const Verdict& verdict,
                                              double next_scale) {
   if (!buffer.reports) return;
-  const uint64_t seal = buffer.counts->decided + 1;
-  const uint64_t skipped = verdict.found_inf != 0 ? buffer.counts->skipped_in_a_row + 1 : 0;
+  StepCounts& counts = *buffer.counts;
+  const uint64_t skipped = verdict.found_inf != 0 ? counts.skipped_in_a_row + 1 : 0;
+  const uint64_t overflows = counts.overflows + (verdict.found_inf == kOverflow);
+  const uint64_t spikes = counts.spikes + (verdict.found_inf == kSpike);
+  const uint64_t seal = counts.decided + 1;
   StepReport& report = buffer.reports[seal % kStepReports];
   *static_cast<volatile uint64_t*>(&report.seal) = 0;
   __threadfence_system();
   report.verdict = verdict;
   report.next_scale = next_scale;
   report.skipped_in_a_row = skipped;
+  report.overflows = overflows;
+  report.spikes = spikes;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report.seal) = seal;
-  buffer.counts->decided = seal;
-  buffer.counts->skipped_in_a_row = skipped;
+  counts.decided = seal;
+  counts.skipped_in_a_row = skipped;
+  counts.overflows = overflows;
+  counts.spikes = spikes;
 }
 
 }  // namespace amp_mp::cuda

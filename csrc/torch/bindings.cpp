@@ -14,6 +14,7 @@
 #include "torch/muon/orthogonalise.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
+#include "torch/step/edited_masters.h"
 #include "torch/step/stepper.h"
 #include "torch/tables.h"
 
@@ -55,6 +56,19 @@ PYBIND11_MODULE(_C, m) {
   muon::bind(m);
   bind_stepper(m);
   bind_state(m);
+  bind_edited_masters(m);
+  m.def(
+      "qk_clip_factors",
+      [](const py::object& max_logits, double threshold, double alpha, const Tensors& queries,
+         const Tensors& keys) {
+        if (!is_tensor(max_logits.ptr()))
+          throw py::type_error("max_logits must be a tensor, found " + repr_of(max_logits));
+        const bool sharded = is_dtensor(max_logits.ptr());
+        const py::object whole = sharded ? max_logits.attr("full_tensor")() : max_logits;
+        return qk_clip_factors(THPVariable_Unpack(whole.ptr()), threshold, alpha, queries, keys);
+      },
+      py::arg("max_logits"), py::arg("threshold"), py::arg("alpha"), py::arg("queries"),
+      py::arg("keys"));
   apex::bind_amp_c(m);
   m.def(
       "measure",

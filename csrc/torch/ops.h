@@ -1,6 +1,7 @@
 #pragma once
 // Operations on lists of tensors, for the Python package. Every check, the device guard, the CUDA
 // stream and the version counters are in csrc/torch; the loops are in csrc/cpu and csrc/cuda.
+#include <array>
 #include <optional>
 
 #include "torch/step/measurement.h"
@@ -41,6 +42,12 @@ void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at
 
 // The opposite: float32 numbers of data's shape.
 at::Tensor decode(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format);
+
+// QK-Clip, optim/qk_clip.py: gamma of each query head, and the factors of all rows of the queries'
+// weights and of the keys', float32. max_logits [query heads]; queries, keys: weights and biases.
+std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double threshold,
+                                          double alpha, const Tensors& queries,
+                                          const Tensors& keys);
 
 // Whether the CUDA kernels are in this build.
 bool has_cuda();

@@ -12,6 +12,11 @@ inline constexpr const char* kSharedArguments = R"(
         check_overflow: True skips a step with an inf or NaN gradient; so do clipping, loss scalers,
             LAMB, LARS and NovoGrad, which measure the gradients anyway. A skipped step leaves every
             byte as it was. 25 in a row give one warning, which names the parameters. Default False.
+        skip_norm_above: skips a step whose gradients' norm, before clipping, is above this number, or
+            far above those before: amp_mp.scaling.NormSpike(sigmas=6, window=100). On all processes
+            alike; no loss scale counts it as an overflow. Default None.
+        raise_after_skips: after as many skipped steps in a row, for a norm or an overflow, raise
+            RuntimeError; on CUDA when the report has arrived. Default None.
         amp_scaling: True lets the step unscale and skip for torch.amp.GradScaler, which then takes
             float16 gradients. False is for frameworks that need unscaled gradients. Default True.
         process_groups: torch.distributed process groups, or a device mesh, whose processes hold

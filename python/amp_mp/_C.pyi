@@ -42,6 +42,7 @@ class Hyper:
         decoupled: bool = False,
         bias_correction: bool = True,
         reg_inside_moment: bool = True,
+        cautious: bool = False,
     ) -> None:
         """TypeError for another name."""
 
@@ -277,6 +278,15 @@ def larc_(
 ) -> Tensor | None:
     """LARC's gradients, in place, and the scale that they keep: csrc/torch/apex/larc.cpp."""
 
+def qk_clip_factors(
+    max_logits: Tensor,
+    threshold: float,
+    alpha: float,
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gamma [query heads], and factors of the rows of the queries and of the keys, float32."""
+
 def average_(
     to: Sequence[Tensor],
     to_rests: Tensors,
@@ -427,7 +437,7 @@ class RuleLayout:
         self,
         *,
         op: str,
-        states: list[tuple[str, str | None, bool, list[Any]]],
+        states: list[tuple[str, str | None, bool, bool, list[Any]]],
         masters: list[Any],
         clock: tuple[str, str, str],
         own_start: float,
@@ -468,6 +478,28 @@ class Masters:
 
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
+
+class EditedMasters:
+    """Masters in a block that edits them: csrc/torch/step/edited_masters.h."""
+
+    def __init__(
+        self,
+        rules: list[Any],
+        groups: Groups,
+        states: States,
+        params: Any,
+        open: list[EditedMasters],
+    ) -> None:
+        """params: None for all. open: the blocks that have not ended."""
+
+    @property
+    def params(self) -> list[Tensor]: ...
+    @property
+    def masters(self) -> Any:
+        """Float32 tensors in the places of the parameters, the same one for the same parameter."""
+
+    def store(self) -> None:
+        """Stores what was written."""
 
 class Bucket:
     """One parameter with its slots, for a step of its own; a step's buckets have several."""
@@ -512,6 +544,9 @@ class Measured:
     def totals(self) -> dict[torch.device, Tensor]:
         """float64 [3] per device: sum of squares, largest finite |g|, number of inf and NaN."""
 
+# A step, how many in a row were skipped with it, its scale and norm, and whether for the norm.
+Skipped = tuple[int, int, float, float, bool]
+
 class Stepper:
     """The door of an optimizer's step: csrc/torch/step/stepper.h."""
 
@@ -521,7 +556,7 @@ class Stepper:
         """Steps so far."""
     @property
     def verdict(self) -> Tensor | None:
-        """The last step's, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
+        """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
     @property
     def reports(self) -> StepReports | None: ...
     def forget(self) -> None: ...
@@ -539,8 +574,17 @@ class Stepper:
         measured: Measured | None = None,
         from_stock: bool = False,
         read: Callable[[Bucket], Measurement] | None = None,
-    ) -> tuple[bool, tuple[int, int, float] | None]:
-        """One step. Returns whether scale_update was applied, and what `skipped` does."""
+        norm_limit: float = 0.0,
+        spike: tuple[float, float] = (0.0, 0.0),
+    ) -> tuple[bool, Skipped | None]:
+        """One step. Returns whether scale_update was applied, and what `skipped` does.
+
+        norm_limit: skip above this norm, 0 for none. spike: sigmas and window of a NormSpike, 0 for
+        none.
+        """
+
+    # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
+    norm_history: tuple[float, float, float, float] | None
 
     def measure(
         self,
@@ -556,10 +600,10 @@ class Stepper:
 
     def forget_report(self) -> None: ...
     def report(self, wait: bool) -> tuple[Any, ...] | None:
-        """number, skipped, norm, max_abs, scale of the last step that the host knows."""
+        """A StepReport's fields, of the last step that the host knows."""
 
-    def skipped(self) -> tuple[int, int, float] | None:
-        """The last step, how many in a row were skipped, their scale; None after an applied one."""
+    def skipped(self) -> Skipped | None:
+        """Where the last step on the host was skipped: what was."""
 
 def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
     """A parameter's place in its optimizer's param_groups, and its name if the group has names."""

@@ -143,6 +143,24 @@ class Run:
             write(self.pairs()[int(random.integers(0, len(self.pairs())))][0], random)
         self.look()
 
+    def edit(self, random: np.random.Generator) -> None:
+        """Masters are read as the contract has them; what is written into them is stored."""
+        chosen = [pair for pair in self.pairs() if random.random() < 0.6]
+        fails, seen = random.random() < 0.2, []
+        try:
+            with self.optimizer.masters([param for param, _, _ in chosen]) as masters:
+                for (_, wanted, _), master in zip(chosen, masters, strict=True):
+                    assert_same(self._seen(master), wanted.master(), "a master as it is read")
+                    if random.random() < 0.8:
+                        write(master, random)
+                    seen.append(self._seen(master))
+                if fails:
+                    raise KeyError("the block fails")
+        except KeyError:
+            return
+        for (_, wanted, group), values in zip(chosen, seen, strict=True):
+            wanted.edit(group["seed"], values)
+
     def save(self, random: np.random.Generator) -> None:
         states = [(w.layout, copy.deepcopy(w.state)) for _, w, _ in self.pairs()]
         self.saved = copy.deepcopy(
@@ -274,6 +292,8 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
     "overflow": Run.overflow,
     "write": Run.write,
     "write again": Run.write,
+    "edit masters": Run.edit,
+    "edit masters again": Run.edit,
     "save": Run.save,
     "load the model": Run.load_model,
     "load the optimizer": Run.load_optimizer,

@@ -13,9 +13,10 @@ from torch import nn
 import amp_mp as amp
 
 OWN = {
-    *("max_grad_norm", "check_overflow", "process_groups"),  # arguments that may be changed
+    # arguments that may be changed
+    *("max_grad_norm", "check_overflow", "process_groups", "skip_norm_above", "raise_after_skips"),
     *("memory_report", "grad_norm", "step_was_skipped", "last_report", "attach", "init_state"),
-    *("torch_state_dict", "amp_scaling"),
+    *("torch_state_dict", "amp_scaling", "masters"),
 }
 KINDS = sorted(
     name

@@ -37,7 +37,7 @@ ELSEWHERE = {
         *("float_function", "promote_function", "register_half_function"),
         *("register_float_function", "register_promote_function"),
     },
-    "optim": {"AdamW", "SGD", "Muon"},
+    "optim": {"AdamW", "SGD", "Muon", "qk_clip_"},
     "scaling": {"Backoff", "Static"},
     "compat": {
         *("MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum"),

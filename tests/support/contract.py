@@ -94,6 +94,28 @@ class Parameter:
             parts = formats.encode(master, format, weight=self.dtype)
             state.rest, self.visible = parts[1], formats.decode(parts[:1], self.dtype)
 
+    def edit(self, seed: int, values: Floats) -> None:
+        """`optimizer.masters` has stored these values; elements of equal bits stay."""
+        changed = values.view(np.uint32) != self.master().view(np.uint32)
+        if not changed.any():
+            return
+        if self.state is None and self.dtype in LOW:
+            self.gather(seed)
+        before = self.visible
+        if self.dtype not in LOW:
+            self.visible = values
+            return
+        state = self.state
+        assert state is not None
+        turn = (self.shape, self.layout, state.layout)
+        old = state.rest, state.stored
+        self.keep(state, values)
+        self.visible = np.where(changed, self.visible, before)
+        for name, was in zip(("rest", "stored"), old, strict=True):
+            if was is not None:
+                new = permuted(getattr(state, name), *turn)
+                setattr(state, name, np.where(permuted(changed, *turn), new, was))
+
     def gather(self, seed: int) -> None:
         """Before a step: state is made where there is none, and follows the layout."""
         if self.state is None:

@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-GROUP = 32  # elements of m8 that share a scale
 REPLICATED = ("step", "beta_powers", "layer", "mu_product")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
 # themselves. docs/sharded_steps.md has it for normal gradients, as these tests have;
@@ -178,8 +177,8 @@ def same_elements(name: str, param: Tensor, whole: Tensor) -> Tensor:
     flat = whole.detach().reshape(-1)
     if name in REPLICATED:
         return flat
-    at = positions(param)
-    return flat[at[::GROUP] // GROUP if name.endswith("_scale") else at]
+    shared = max(1, param.numel() // max(1, flat.numel()))  # elements of a group, or of a row
+    return flat[positions(param)[::shared] // shared]
 
 
 def differences(

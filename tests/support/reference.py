@@ -96,6 +96,11 @@ class Clock:
         self.beta2_power *= beta2
 
 
+def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
+    """The factors of weights under decoupled decay; 1 against a cautious one (Chen et al. 2025)."""
+    return np.where((update * w >= 0) | (not cautious), F32(1 - decay), F32(1))
+
+
 def adam(
     g: Floats,
     w: Floats,
@@ -109,6 +114,7 @@ def adam(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    cautious: bool = False,
 ) -> tuple[Floats, ...]:
     """Kingma & Ba 2015; with `decoupled`, Loshchilov & Hutter 2019. Returns w, m, v.
 
@@ -122,8 +128,8 @@ def adam(
     m = F32(beta1) * m + F32(1 - beta1) * g
     v = F32(beta2) * v + F32(1 - beta2) * (g * g)
     divisor = v if largest is None else np.maximum(largest, v)  # a NaN is the largest
-    update = step_size * (m / (np.sqrt(divisor) * inverse_root + F32(eps)))
-    w = (F32(1 - lr * weight_decay) * w if decoupled else w) - update
+    update = m / (np.sqrt(divisor) * inverse_root + F32(eps))
+    w = (kept(update, w, lr * weight_decay, cautious) * w if decoupled else w) - step_size * update
     return (w, m, v) if largest is None else (w, m, v, divisor)
 
 
@@ -140,6 +146,7 @@ def nadam(
     weight_decay: float,
     momentum_decay: float,
     decoupled_weight_decay: bool,
+    cautious: bool = False,
 ) -> tuple[Floats, Floats, Floats]:
     """Dozat 2016 in torch's form. Returns w, m, v."""
     decoupled = decoupled_weight_decay
@@ -154,7 +161,8 @@ def nadam(
     m = F32(betas[0]) * m + F32(1 - betas[0]) * g
     v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
     root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps)
-    return F32(1 - lr * weight_decay if decoupled else 1) * w - (of_g * g + of_m * m) / root, m, v
+    update = (of_g * g + of_m * m) / root
+    return kept(update, w, lr * weight_decay if decoupled else 0, cautious) * w - update, m, v
 
 
 def rectification(clock: Clock, beta2: float) -> float | None:
@@ -179,18 +187,19 @@ def radam(
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool,
+    cautious: bool = False,
 ) -> tuple[Floats, Floats, Floats]:
     """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
-    decoupled = decoupled_weight_decay
-    g = g + F32(0 if decoupled else weight_decay) * w
+    g = g + F32(0 if decoupled_weight_decay else weight_decay) * w
     m = F32(betas[0]) * m + F32(1 - betas[0]) * g
     v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
-    w = F32(1 - lr * weight_decay if decoupled else 1) * w
     rate, rectified = lr / (1 - clock.beta1_power), rectification(clock, betas[1])
-    if rectified is None:
-        return w - F32(rate) * m, m, v
-    rate *= rectified * math.sqrt(1 - clock.beta2_power)
-    return w - F32(rate) * (m / (np.sqrt(v) + F32(eps))), m, v
+    update = m
+    if rectified is not None:
+        rate *= rectified * math.sqrt(1 - clock.beta2_power)
+        update = m / (np.sqrt(v) + F32(eps))
+    decay = lr * weight_decay if decoupled_weight_decay else 0
+    return kept(update, w, decay, cautious) * w - F32(rate) * update, m, v
 
 
 def adadelta(
@@ -320,12 +329,19 @@ def rmsprop(
 
 
 def lion(
-    g: Floats, w: Floats, m: Floats, *, lr: float, betas: tuple[float, float], weight_decay: float
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    cautious: bool = False,
 ) -> tuple[Floats, Floats]:
     """Chen et al. 2023, algorithm 2. Returns w, m."""
     direction = np.sign(F32(betas[0]) * m + F32(1 - betas[0]) * g)
     m = F32(betas[1]) * m + F32(1 - betas[1]) * g
-    return F32(1 - lr * weight_decay) * w - F32(lr) * direction, m
+    return kept(direction, w, lr * weight_decay, cautious) * w - F32(lr) * direction, m
 
 
 # Rules that look at a tensor's norms, in double: sqrt(measure(tensor)[0])
@@ -371,6 +387,7 @@ def lamb(
     eps: float,
     weight_decay: float,
     always_adapt: bool,
+    cautious: bool = False,
     stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
 ) -> tuple[Floats, Floats, Floats]:
     """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`.
@@ -381,7 +398,7 @@ def lamb(
     def direction() -> Floats:
         r = m * F32(1 / (1 - clock.beta1_power))
         r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps))
-        return r + F32(weight_decay) * w
+        return r + np.where((r * w >= 0) | (not cautious), F32(weight_decay), F32(0)) * w
 
     m = F32(betas[0]) * m + F32(1 - betas[0]) * g
     v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
@@ -417,12 +434,6 @@ def novograd(
         return w - step_size * m, m
     m = F32(betas[0]) * m + gain * g
     return w - step_size * (m * inverse) - F32(lr * weight_decay) * w, m
-
-
-def store_root(x: Floats) -> Floats:
-    """What float16_root holds after storing x >= 0: the square of the rounded root."""
-    root = store(np.sqrt(x), "float16", saturating=True)
-    return root * root
 
 
 # Reductions

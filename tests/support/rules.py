@@ -22,12 +22,16 @@ LARS = {**SGD, "trust_coefficient": 0.02, "clip": False, "eps": 1e-8}
 LAMB = {**ADAM, "always_adapt": True}
 RADAM = {**ADAM, "decoupled_weight_decay": False}
 NADAM = {**RADAM, "momentum_decay": 4e-3}
+CAUTIOUS = {"decoupled_weight_decay": True, "cautious": True}
+LION = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 OUTSIDE = {"grad_averaging": True, "bias_correction": True, "reg_inside_moment": False}
 NOVOGRAD = {**ADAM, "betas": (0.95, 0.98), "grad_averaging": False}
 RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "adamw": (amp.optim.AdamW, ADAM),
+    "adamw cautious": (amp.optim.AdamW, {**ADAM, "cautious": True}),
     "adam": (amp.optim.Adam, ADAM),
     "amsgrad adamw": (amp.optim.AdamW, {**ADAM, "amsgrad": True}),
+    "amsgrad cautious": (amp.optim.AdamW, {**ADAM, "amsgrad": True, "cautious": True}),
     "amsgrad adam": (amp.optim.Adam, {**ADAM, "amsgrad": True}),
     "sgd": (amp.optim.SGD, SGD),
     "nesterov": (amp.optim.SGD, NESTEROV),
@@ -37,8 +41,10 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "adadelta": (amp.optim.Adadelta, {"lr": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.01}),
     "nadam": (amp.optim.NAdam, NADAM),
     "nadam decoupled": (amp.optim.NAdam, {**NADAM, "decoupled_weight_decay": True}),
+    "nadam cautious": (amp.optim.NAdam, {**NADAM, **CAUTIOUS}),
     "radam": (amp.optim.RAdam, RADAM),
     "radam decoupled": (amp.optim.RAdam, {**RADAM, "decoupled_weight_decay": True}),
+    "radam cautious": (amp.optim.RAdam, {**RADAM, **CAUTIOUS}),
     "adagrad": (
         amp.optim.Adagrad,
         {"lr": 0.02, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
@@ -48,11 +54,13 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "rmsprop momentum": (amp.optim.RMSprop, RMSPROP),
     "centered": (amp.optim.RMSprop, {**CENTERED, "momentum": 0.0}),
     "centered momentum": (amp.optim.RMSprop, CENTERED),
-    "lion": (amp.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "lion": (amp.optim.Lion, LION),
+    "lion cautious": (amp.optim.Lion, {**LION, "cautious": True}),
     "lars": (amp.optim.LARS, LARS),
     "lars nesterov": (amp.optim.LARS, {**LARS, **NESTEROV}),
     "larc": (amp.optim.LARS, {**LARS, "clip": True, "trust_coefficient": 0.5}),
     "lamb": (amp.optim.LAMB, LAMB),
+    "lamb cautious": (amp.optim.LAMB, {**LAMB, "cautious": True}),
     "lamb without decay": (
         amp.optim.LAMB,
         {**LAMB, "always_adapt": False, "weight_decay": 0.0},

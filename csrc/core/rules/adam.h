@@ -62,13 +62,13 @@ struct Adam {
 struct AdamW {
   static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
-  float decay;         // 1 - lr * weight_decay
+  Decay decay;
   float step_size;     // lr / (1 - beta1^t)
   RootDivisor divide;  // its factor is 1 / sqrt(1 - beta2^t)
 
   static AMP_MP_BOTH AdamW at(const Hyper& h, const Clock& c) {
     return {.average = AdamMoments::at(h),
-            .decay = float(1 - h.lr * h.weight_decay),
+            .decay = Decay::at(h),
             .step_size = float(h.lr / (1 - c.beta1_power)),
             .divide = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)}};
   }
@@ -80,7 +80,7 @@ struct AdamW {
 
   AMP_MP_BOTH void take(float quotient, float& w, float&, float&) const {
     // decay the weight and take the step
-    w = decay * w - step_size * quotient;
+    w = decay(quotient, w) * w - step_size * quotient;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
@@ -127,7 +127,7 @@ struct NAdam {
   static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
   float weight_decay;                // 0 if decoupled
-  float decay;                       // 1 - lr * weight_decay if decoupled, else 1
+  Decay decay;                       // 1 if not decoupled
   float gradient_part, moment_part;  // of the step: the rate and the bias corrections are in them
   RootDivisor divide;                // its factor is 1 / sqrt(1 - beta2^t)
 
@@ -142,7 +142,7 @@ struct NAdam {
     c.own *= now;
     return {.average = AdamMoments::at(h),
             .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
-            .decay = float(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
+            .decay = h.decoupled ? Decay::at(h) : Decay{1, 1},
             .gradient_part = float(h.lr * (1 - now) / (1 - c.own)),
             .moment_part = float(h.lr * next / (1 - c.own * next)),
             .divide = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)}};
@@ -158,7 +158,7 @@ struct NAdam {
 
   AMP_MP_BOTH void take(float quotient, float& w, float&, float&) const {
     // decay the weight and take the step
-    w = decay * w - quotient;
+    w = decay(quotient, w) * w - quotient;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {
@@ -174,7 +174,7 @@ struct RAdam {
   static constexpr int kStates = 2, kSquares = 0b10;
   AdamMoments average;
   float weight_decay;  // 0 if decoupled
-  float decay;         // 1 - lr * weight_decay if decoupled, else 1
+  Decay decay;         // 1 if not decoupled
   float step_size;     // lr / (1 - beta1^t); if it rectifies, times that and v's bias correction
   bool rectifies;
   RootDivisor divide;
@@ -190,7 +190,7 @@ struct RAdam {
           sqrt(bias2);
     return {.average = AdamMoments::at(h),
             .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
-            .decay = float(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
+            .decay = h.decoupled ? Decay::at(h) : Decay{1, 1},
             .step_size = float(rate),
             .rectifies = rectifies,
             .divide = {1, float(h.eps)}};
@@ -205,7 +205,8 @@ struct RAdam {
 
   AMP_MP_BOTH void take(float quotient, float& w, float& m, float&) const {
     // decay the weight and take the step
-    w = decay * w - step_size * select(rectifies, quotient, m);
+    const float update = select(rectifies, quotient, m);
+    w = decay(update, w) * w - step_size * update;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& v) const {

@@ -176,7 +176,7 @@ struct Adamax {
 struct Lion {
   static constexpr int kStates = 1, kSquares = 0;
   float lr, beta1, one_minus_beta1, beta2, one_minus_beta2;
-  float decay;  // 1 - lr * weight_decay
+  Decay decay;
 
   static AMP_MP_BOTH Lion at(const Hyper& h, const Clock&) {
     return {.lr = float(h.lr),
@@ -184,7 +184,7 @@ struct Lion {
             .one_minus_beta1 = float(1 - h.beta1),
             .beta2 = float(h.beta2),
             .one_minus_beta2 = float(1 - h.beta2),
-            .decay = float(1 - h.lr * h.weight_decay)};
+            .decay = Decay::at(h)};
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
@@ -194,7 +194,7 @@ struct Lion {
     // update the momentum
     m = beta2 * m + one_minus_beta2 * g;
     // decay the weight and take the step
-    w = decay * w - lr * sign;
+    w = decay(sign, w) * w - lr * sign;
   }
 };
 

@@ -14,10 +14,11 @@ struct Hyper {
   bool nesterov, maximize, clip, always_adapt, decoupled = false;
   bool lr_is_double = false;
   bool bias_correction = true, reg_inside_moment = true;
+  bool cautious = false;
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
 };
-static_assert(sizeof(Hyper) == 12 * 8);
+static_assert(sizeof(Hyper) == 13 * 8);
 
 // Replaces h.lr with the current value on the device, if there is one.
 AMP_MP_BOTH void read_rate(Hyper& h) {
@@ -74,6 +75,47 @@ AMP_MP_BOTH float sign_of(float x) {
   const uint32_t u = to_bits(x), magnitude = u & kMagnitude;
   const uint32_t one = (u & ~kMagnitude) | to_bits(1.0f);
   return from_bits(magnitude - 1 < kInfinity ? one : u);
+}
+
+// What decoupled weight decay multiplies a weight with. Chen et al., "Cautious weight decay"
+// (2025), algorithm 1: only where update * weight >= 0 with `cautious`.
+struct Decay {
+  float factor;   // 1 - lr * weight_decay
+  float against;  // where the update moves the weight away from 0: 1 if cautious
+
+  static AMP_MP_BOTH Decay at(const Hyper& h) {
+    const float factor = float(1 - h.lr * h.weight_decay);
+    return {factor, h.cautious ? 1.0f : factor};
+  }
+
+  AMP_MP_BOTH float operator()(float update, float w) const {
+    return select(update * w >= 0, factor, against);
+  }
+};
+
+// The decay of a rule that has one, or null.
+template <class Rule>
+AMP_MP_BOTH Decay* decay_of(Rule& rule) {
+  if constexpr (requires { rule.base; }) {
+    return decay_of(rule.base);
+  } else if constexpr (requires { rule.decay; }) {
+    return &rule.decay;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class Rule>
+AMP_MP_BOTH bool is_cautious(Rule rule) {
+  const Decay* const decay = decay_of(rule);
+  return decay && decay->against != decay->factor;
+}
+
+// The same rule, of which the compiler knows that it is not cautious.
+template <class Rule>
+AMP_MP_BOTH Rule incautious(Rule rule) {
+  if (Decay* const decay = decay_of(rule)) decay->against = decay->factor;
+  return rule;
 }
 
 // Whether state number K of a rule is a mean or sum of squares.

@@ -12,7 +12,8 @@ struct LAMB {
   static constexpr int kStates = 2, kSquares = 0b10;
   static constexpr bool kNorms = true, kUpdateNorm = true;
   AdamMoments average;
-  float eps, weight_decay;
+  float eps;
+  Decay decay;  // the weight's part of the direction: weight_decay, or 0 where it is cautious
   float inv_bias1, inv_bias2_root;  // 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
   float step_size;                  // lr |w| / |direction|
 
@@ -20,7 +21,7 @@ struct LAMB {
     const bool adapts = n.weight > 0 && n.update > 0 && (h.always_adapt || h.weight_decay != 0);
     return {.average = AdamMoments::at(h),
             .eps = float(h.eps),
-            .weight_decay = float(h.weight_decay),
+            .decay = {float(h.weight_decay), float(h.cautious ? 0.0 : h.weight_decay)},
             .inv_bias1 = float(1 / (1 - c.beta1_power)),
             .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power)),
             .step_size = float(h.lr * (adapts ? n.weight / n.update : 1.0))};
@@ -30,7 +31,8 @@ struct LAMB {
 
   AMP_MP_BOTH float direction(float w, float m, float v) const {
     // Adam's update with both biases corrected, plus the decoupled weight decay
-    return m * inv_bias1 / (sqrtf(v) * inv_bias2_root + eps) + weight_decay * w;
+    const float update = m * inv_bias1 / (sqrtf(v) * inv_bias2_root + eps);
+    return update + decay(update, w) * w;
   }
 
   AMP_MP_BOTH void operator()(float, float& w, float m, float v) const {

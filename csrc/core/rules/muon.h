@@ -7,10 +7,10 @@ namespace amp_mp {
 // The second half of Muon's step: w is decayed and moved along the orthogonal matrix `o`.
 struct MuonStep {
   static constexpr int kStates = 0, kSquares = 0;
-  float keep;  // 1 - lr weight_decay
+  Decay decay;
   float rate;  // lr times the factor of the matrix' shape
 
-  AMP_MP_BOTH void operator()(float o, float& w) const { w = w * keep - rate * o; }
+  AMP_MP_BOTH void operator()(float o, float& w) const { w = w * decay(o, w) - rate * o; }
 };
 
 // Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), in torch's form.
@@ -28,7 +28,7 @@ struct Muon {
     return {.momentum = float(h.momentum),
             .gain = float(1 - h.momentum),
             .nesterov = h.nesterov,
-            .step = {.keep = float(1 - h.lr * h.weight_decay), .rate = float(h.lr * h.trust)}};
+            .step = {.decay = Decay::at(h), .rate = float(h.lr * h.trust)}};
   }
 
   // Returns the direction.

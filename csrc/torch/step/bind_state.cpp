@@ -102,7 +102,7 @@ void bind_arrays(py::module_& m) {
         py::dict found;
         for (const KeptState& kept : layout_of(rule)->states) {
           const std::optional<HeldState> held = held_state(kept, state.ptr());
-          if (!held || !held->stored) continue;
+          if (!held || !held->stored || kept.of_rows) continue;
           const at::Tensor values =
               values_of(held->data.detach(), held->scales, native(held->stored->format));
           found[kept.name] = like(values, param.ptr());

@@ -40,8 +40,13 @@ void bind_step(py::module_& m) {
       .def(py::init([](Maybe scale, Maybe found_inf, double max_norm,
                        std::shared_ptr<ScaleUpdateTensors> scale_update,
                        std::shared_ptr<StepReports> reports) {
-             return DecideTensors{std::move(scale), std::move(found_inf), max_norm,
-                                  std::move(scale_update), std::move(reports)};
+             return DecideTensors{std::move(scale),
+                                  std::move(found_inf),
+                                  max_norm,
+                                  std::move(scale_update),
+                                  std::move(reports),
+                                  {},
+                                  {}};
            }),
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
            py::arg("max_norm") = 0.0, py::arg("scale_update") = py::none(),

@@ -104,21 +104,29 @@ void bind_stepper(py::module_& m) {
           [](Stepper& stepper, const py::list& rules, const py::list& groups,
              const py::dict& states, py::object scale, py::object found_inf, bool measure,
              std::optional<double> max_norm, std::shared_ptr<ScaleUpdateTensors> scale_update,
-             std::shared_ptr<Measured> measured, bool from_stock, const py::object& read) {
+             std::shared_ptr<Measured> measured, bool from_stock, const py::object& read,
+             double norm_limit, std::pair<double, double> spike) {
             Handing handing{std::move(scale),
                             std::move(found_inf),
                             max_norm,
                             std::move(scale_update),
                             std::move(measured),
                             measure,
-                            from_stock};
+                            from_stock,
+                            {norm_limit, spike.first, spike.second}};
             return stepper.step(rules, groups, states, handing, read);
           },
           py::arg("rules"), py::arg("groups"), py::arg("states"), py::kw_only(),
           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
           py::arg("measure") = false, py::arg("max_norm") = py::none(),
           py::arg("scale_update") = py::none(), py::arg("measured") = py::none(),
-          py::arg("from_stock") = false, py::arg("read") = py::none())
+          py::arg("from_stock") = false, py::arg("read") = py::none(), py::arg("norm_limit") = 0.0,
+          py::arg("spike") = std::pair(0.0, 0.0))
+      .def_property(
+          "norm_history", [](Stepper& stepper) { return stepper.log().norm_history(); },
+          [](Stepper& stepper, const std::optional<std::array<double, 4>>& numbers) {
+            stepper.log().set_norm_history(numbers);
+          })
       .def("measure", &Stepper::measure, py::arg("rules"), py::arg("groups"), py::arg("states"),
            py::arg("read") = py::none())
       .def("decide", &Stepper::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))

@@ -25,6 +25,15 @@ Bucket::Bucket(GroupRule rule, const at::Device& device, std::vector<Member> mem
   for (const Member& member : members_)
     pairs.append(py::make_tuple(member.param, groups[size_t(member.group)]));
   make_updates_ = layout().directions.attr("make")(pairs);
+  const std::vector<int64_t> offsets = slots_.offsets();
+  for (const KeptState& kept : layout().states)
+    for (size_t i = 0; kept.of_rows && i < members_.size(); ++i) {
+      const Member& member = members_[i];
+      PyObject* const moment = item_of(member.state.ptr(), kept.name.ptr());
+      row_norms_.add({offsets[i], member.local, member.param,
+                      py::reinterpret_borrow<py::object>(moment), groups[size_t(member.group)],
+                      kinds_[size_t(slots_.group(i))].shape.first});
+    }
 }
 
 // Sorts the members by their kinds and returns the number of each one's kind.
@@ -68,7 +77,9 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
   Slots::Lists lists;
   lists.device = device_;
   lists.groups = kinds;
-  const size_t states = layout().states.size();
+  const auto& kept_states = layout().states;
+  const auto states = size_t(std::count_if(kept_states.begin(), kept_states.end(),
+                                           [](const KeptState& s) { return !s.of_rows; }));
   lists.states.resize(states);
   lists.scales.resize(states);
   lists.formats.resize(states);
@@ -81,7 +92,7 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
     lists.params.push_back(member.local);
     lists.masters.push_back(masters.beside(member.local, member.state.ptr()));
     for (size_t k = 0; k < states; ++k) {
-      const KeptState& kept = layout().states[k];
+      const KeptState& kept = kept_states[k];  // those of rows are the last
       const std::optional<HeldState> held = held_state(kept, member.state.ptr());
       lists.states[k].push_back(held ? held->data : at::Tensor());
       lists.scales[k].push_back(held ? held->scales : at::Tensor());

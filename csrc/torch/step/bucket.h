@@ -2,6 +2,7 @@
 // Parameters of one device and rule that have state, and the slots that hold all their tensors.
 #include <memory>
 
+#include "torch/muon/row_norms.h"
 #include "torch/step/state.h"
 
 namespace amp_mp {
@@ -41,6 +42,8 @@ class Bucket {
 
   // Of a rule with directions: what turns them into updates; else None.
   const py::object& make_updates() const { return make_updates_; }
+  // Of a rule with numbers of rows: what normalises the updates afterwards; else it is empty.
+  const muon::RowNorms& row_norms() const { return row_norms_; }
 
  private:
   // Numbers that some members share: those of a group, and of matrices of a shape.
@@ -67,6 +70,7 @@ class Bucket {
   std::vector<py::object> keys_, seen_;
   std::vector<std::pair<int64_t, std::vector<py::object>>> options_;
   py::object make_updates_;
+  muon::RowNorms row_norms_;
 };
 
 }  // namespace amp_mp

@@ -7,15 +7,13 @@
 
 namespace amp_mp {
 
-using MakeUpdates = decltype(StepCallbacks::make_updates);
-
 // Other rules have none: `plan` is then the plan that was given.
 template <class Rule>
 class Directions {
  public:
   const std::vector<Slot>& plan;
 
-  Directions(const Slots&, const std::vector<Slot>& chosen, const MakeUpdates&, const at::Device&)
+  Directions(const Slots&, const std::vector<Slot>& chosen, const StepCallbacks&, const at::Tensor&)
       : plan(chosen) {}
   void add_to(NormInputs&) {}
 };
@@ -26,12 +24,13 @@ class Directions<Rule> {
  public:
   const std::vector<Slot>& plan;  // with memory for the directions
 
-  // `make_updates` turns them into updates.
-  Directions(const Slots& slots, const std::vector<Slot>& chosen, const MakeUpdates& make_updates,
-             const at::Device& device)
-      : plan(own_), own_(chosen), make_updates_(make_updates) {
+  // The callbacks turn them into updates.
+  Directions(const Slots& slots, const std::vector<Slot>& chosen, const StepCallbacks& callbacks,
+             const at::Tensor& verdict)
+      : plan(own_), own_(chosen), callbacks_(callbacks), verdict_(verdict) {
     const std::vector<int64_t> offsets = slots.offsets();
-    const auto options = at::TensorOptions().dtype(at::kBFloat16).device(device);
+    slots_ = offsets.size() - 1;
+    const auto options = at::TensorOptions().dtype(at::kBFloat16).device(verdict.device());
     const bool all = chosen.size() + 1 == offsets.size();
     memory_ = all ? at::empty({offsets.back()}, options) : at::zeros({offsets.back()}, options);
     auto* data = static_cast<bfloat16*>(memory_.mutable_data_ptr());
@@ -41,7 +40,7 @@ class Directions<Rule> {
   Directions(const Directions&) = delete;
 
   void add_to(NormInputs& inputs) {
-    if (!make_updates_) return;
+    if (!callbacks_.make_updates) return;
     inputs.gather = [](void* self) -> const Statistics* {
       static_cast<Directions*>(self)->update();
       return nullptr;
@@ -51,14 +50,20 @@ class Directions<Rule> {
 
  private:
   void update() {
-    const at::Tensor updates = make_updates_(memory_);
+    const at::Tensor updates = callbacks_.make_updates(memory_);
     TORCH_CHECK_VALUE(updates.numel() == memory_.numel(), "amp_mp: the updates (",
                       describe(updates), ") must be as many as the directions, ", memory_.numel());
     if (!updates.is_same(memory_)) memory_.copy_(updates);
+    if (!callbacks_.normalise) return;
+    std::vector<bool> has_gradient(slots_, false);
+    for (const Slot& slot : own_) has_gradient[size_t(slot.row)] = true;
+    callbacks_.normalise(memory_, verdict_, has_gradient);
   }
 
   std::vector<Slot> own_;
-  const MakeUpdates& make_updates_;
+  const StepCallbacks& callbacks_;
+  const at::Tensor& verdict_;
+  size_t slots_ = 0;
   at::Tensor memory_;
 };
 

@@ -1,6 +1,8 @@
 #pragma once
 // All of an optimizer's parameters, those with state in buckets; gathered again only where a script
 // has exchanged something since. Everything here needs the GIL.
+#include <unordered_map>
+
 #include "torch/step/bucket.h"
 
 namespace amp_mp {
@@ -41,8 +43,10 @@ py::object params_of(PyObject* group);
 // Raises ValueError unless there is a rule for each param_group.
 void check_rules(const std::vector<GroupRule>& rules, const py::list& groups);
 
-// The parameters of all param_groups in order, each with its label.
-std::vector<Member> members_of(const py::list& groups);
+// The parameters of all param_groups in order, each with its label; or only those that are keys of
+// a map.
+std::vector<Member> members_of(const py::list& groups,
+                               const std::unordered_map<PyObject*, size_t>* only = nullptr);
 
 // Raises unless a step can update the parameter. any_sharded: whether there are modules of
 // fully_shard, which gather parameters for a moment; only Python knows those.

@@ -24,7 +24,7 @@ Row row_of(const py::object& entry, at::ScalarType dtype) {
 }
 
 // What a state dict has of a parameter as its group stores it; empty where that has groups of
-// elements, or the parameter's dtype is none of the optimizers'.
+// elements or numbers of rows, or the parameter's dtype is none of the optimizers'.
 std::vector<Row> form_of(const RuleLayout& layout, PyObject* group, const at::Tensor& param) {
   static PyObject* const master = PyUnicode_InternFromString("master");
   const auto format_at = [&](PyObject* name) {
@@ -36,6 +36,7 @@ std::vector<Row> form_of(const RuleLayout& layout, PyObject* group, const at::Te
                         {layout.powers, at::kDouble, Kind::numbers},
                         {layout.own, at::kDouble, Kind::number}};
   for (const KeptState& kept : layout.states) {
+    if (kept.of_rows) return {};
     const Format format = format_named(format_at(kept.name.ptr()));
     for (const StoredFormat& stored : kept.formats) {
       if (stored.format != format) continue;

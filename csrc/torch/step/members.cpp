@@ -63,24 +63,23 @@ std::string param_label(PyObject* group, int64_t number, int64_t position) {
   return label + " (" + repr_of(owned(PySequence_GetItem(names, Py_ssize_t(position)))) + ")";
 }
 
-std::vector<Member> members_of(const py::list& groups) {
+std::vector<Member> members_of(const py::list& groups,
+                               const std::unordered_map<PyObject*, size_t>* only) {
   std::vector<Member> members;
+  int64_t index = -1;
   for (size_t number = 0; number < groups.size(); ++number) {
     PyObject* group = groups[number].ptr();
     const auto params = py::reinterpret_borrow<py::sequence>(params_of(group));
     for (size_t position = 0; position < params.size(); ++position) {
-      std::string label = param_label(group, int64_t(number), int64_t(position));
       py::object param = params[position];
+      ++index;
+      if (only && !only->contains(param.ptr())) continue;
+      std::string label = param_label(group, int64_t(number), int64_t(position));
       if (!is_tensor(param.ptr()))
         throw py::type_error(label + " must be a tensor, found " + repr_of(param));
       const bool dtensor = is_dtensor(param.ptr());
-      members.push_back({param,
-                         local_of(param.ptr()),
-                         dtensor,
-                         int64_t(number),
-                         int64_t(members.size()),
-                         std::move(label),
-                         {}});
+      members.push_back(
+          {param, local_of(param.ptr()), dtensor, int64_t(number), index, std::move(label), {}});
     }
   }
   return members;

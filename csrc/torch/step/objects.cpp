@@ -13,6 +13,8 @@ const PythonFunctions& python_functions() {
                                from(shards, "origin_of"),
                                from(shards, "shards_of"),
                                from(shards, "is_placed_as"),
+                               from(shards, "whole"),
+                               from(shards, "part_of_whole"),
                                from("amp_mp.sharding.gradients", "local_gradient"),
                                from("amp_mp.optim.step.params", "refuse_param"),
                                from("amp_mp.optim.state.schema", "layout_of"),
@@ -34,6 +36,23 @@ py::object fast_sequence(PyObject* object) {
   const bool is_sequence = PySequence_Check(object) && !PyUnicode_Check(object) &&
                            !PyBytes_Check(object) && !is_tensor(object);
   return is_sequence ? owned(PySequence_List(object)) : py::object();
+}
+
+py::object replaced(const py::object& nest, const Replace& replace, const std::string& name) {
+  const bool is_leaf = is_tensor(nest.ptr()) || py::isinstance<py::str>(nest);
+  if (!is_leaf && py::hasattr(nest, "items")) {
+    py::dict found;
+    for (const auto& [key, value] : py::dict(nest.attr("items")()))
+      found[key] = replaced(py::reinterpret_borrow<py::object>(value), replace,
+                            name + "[" + repr_of(key) + "]");
+    return found;
+  }
+  if (is_leaf || !py::isinstance<py::iterable>(nest)) return replace(nest, name);
+  py::list found;
+  for (const py::handle each : nest)
+    found.append(replaced(py::reinterpret_borrow<py::object>(each), replace,
+                          name + "[" + std::to_string(found.size()) + "]"));
+  return py::isinstance<py::tuple>(nest) ? py::object(py::tuple(found)) : py::object(found);
 }
 
 void set_item(PyObject* dict, const py::object& key, const py::object& value) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <string>
 
 #include "torch/checks.h"
@@ -15,7 +16,8 @@ namespace amp_mp {
 // Functions of the Python package that the native step calls for what is rare: DTensors, parameters
 // that it refuses, and values that `prepare` has kept.
 struct PythonFunctions {
-  py::object is_dtensor, like, origin_of, shards_of, is_placed_as, local_gradient;  // sharding
+  py::object is_dtensor, like, origin_of, shards_of, is_placed_as;  // sharding
+  py::object whole, part_of_whole, local_gradient;
   py::object refuse_param, layout_of, first_values;
 };
 const PythonFunctions& python_functions();
@@ -34,6 +36,12 @@ PyObject* item_of(PyObject* dict, PyObject* key);
 // A list or tuple as it is; of another sequence (nn.ParameterList), no tensor and no str, a list.
 // Null for anything else.
 py::object fast_sequence(PyObject* object);
+
+// A nest of lists, tuples, dicts and other iterables, of which only lists, tuples and dicts stay,
+// with what takes the place of each leaf. name: of the nest; a leaf's is "params[0]['weight']".
+using Replace = std::function<py::object(const py::object& leaf, const std::string& name)>;
+py::object replaced(const py::object& nest, const Replace& replace,
+                    const std::string& name = "params");
 
 void set_item(PyObject* dict, const py::object& key, const py::object& value);
 void drop_item(PyObject* dict, const py::object& key);  // if it is there

@@ -13,14 +13,9 @@ std::string text_at(const py::handle& entry, const char* name) {
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
   if (!is_plain(value.ptr())) {
-    static const py::object& other_rank =
-        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("other_rank"));
-    const py::object rank = other_rank(value);
-    if (!rank.is_none())
-      return "is the part of rank " + text_of(rank) +
-             ", which has saved it; load on each rank the file that the same rank has saved, or "
-             "use "
-             "amp_mp.checkpoint, which takes any number of ranks";
+    static const py::object& why_foreign =
+        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("why_foreign"));
+    if (const std::string wrong = text_of(why_foreign(value)); !wrong.empty()) return wrong;
   }
   const at::Tensor local = local_of(value.ptr());
   if (local.is_meta()) return "is on the meta device, without memory to copy; save its numbers";
@@ -29,8 +24,10 @@ std::string wrong_memory(const py::handle& value) {
   return local._is_zerotensor() ? "has no memory to copy; save it as a dense tensor" : "";
 }
 
-std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes) {
+std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes,
+                        bool of_rows = false) {
   const at::Tensor& own = THPVariable_Unpack(param.ptr());
+  if (of_rows && has_shape_of(t.sizes(), own.sizes(), true)) return "";
   std::vector<int64_t> wanted = own.sizes().vec();
   if (in_bytes) wanted.push_back(2);
   if (t.sizes() == at::IntArrayRef(wanted)) return "";
@@ -77,7 +74,7 @@ std::string wrong_tensor(const py::handle& entry, const py::handle& name, const 
   if (!is_shown)
     return "has dtype " + dtype + ", but " + repr_of(entry.attr("format")) + " is stored as " +
            text_of(shown);
-  return wrong_shape(t, param, py::cast<bool>(entry.attr("in_bytes")));
+  return wrong_shape(t, param, py::cast<bool>(entry.attr("in_bytes")), like == "row");
 }
 
 }  // namespace

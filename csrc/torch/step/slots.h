@@ -38,6 +38,7 @@ class Slots {
 
   int64_t size() const { return int64_t(own_.params.size()); }
   at::Device device() const { return device_; }
+  int64_t group(size_t i) const { return own_.groups[i]; }
   int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
   int states() const { return int(own_.states.size()); }
   // Elements of all slots before each slot, and of all.

@@ -2,9 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros.h>
 
 #include "torch/arguments.h"
 #include "torch/device.h"
+#include "torch/muon/row_norms.h"
 #include "torch/ops.h"
 
 namespace amp_mp {
@@ -37,7 +39,31 @@ void store(const KeptState& kept, const StoredFormat& stored, const Member& memb
   set_item(state, stored.scales, like(scales, param, shape));
 }
 
+// A number for each row of a parameter's matrices; rows are whole on a process.
+void make_rows(const KeptState& kept, PyObject* group, const Member& member) {
+  static PyObject* const flatten = PyUnicode_InternFromString("flatten");
+  PyObject* const param = member.param.ptr();
+  const at::IntArrayRef sizes = THPVariable_Unpack(param).sizes();
+  const bool flattened = truth_of(number_of(group, flatten), flatten);
+  const std::vector<int64_t> whole = muon::row_sizes(sizes, flattened),
+                             local = muon::row_sizes(member.local.sizes(), flattened);
+  if (member.is_dtensor) {
+    const auto counts =
+        py::cast<std::vector<int64_t>>(python_functions().shards_of(py::handle(param)));
+    for (size_t d = 0; d < sizes.size(); ++d)
+      TORCH_CHECK_VALUE(
+          counts[d] <= 1 || whole[d] == sizes[d], member.label, " of shape ", shape_text(sizes),
+          " is split along its columns over processes, and "
+          "normalize=\"rows\" needs whole rows; shard it along its first dimension, or "
+          "set normalize=None in its param_group");
+  }
+  const at::Tensor zeros = at::zeros(local, member.local.options().dtype(at::kFloat));
+  const py::object shape = member.is_dtensor ? py::object(py::tuple(py::cast(whole))) : py::none();
+  set_item(member.state.ptr(), kept.name, like(zeros, param, shape));
+}
+
 void make_state(const KeptState& kept, PyObject* group, const Member& member) {
+  if (kept.of_rows) return make_rows(kept, group, member);
   const StoredFormat& stored = stored_as(kept, stored_format(kept, group, member));
   const auto [data, scales] = new_arrays(stored.format, member.param.ptr());
   store(kept, stored, member, data, scales);
@@ -54,6 +80,14 @@ void make_state(const KeptState& kept, PyObject* group, const Member& member) {
 void bring(const KeptState& kept, const HeldState& held, PyObject* group, const Member& member) {
   const Format wanted = stored_format(kept, group, member);
   at::Tensor data, scales;
+  if (kept.of_rows) {
+    if (held.data.device() == member.local.device()) return;
+    PyObject* const old = item_of(member.state.ptr(), kept.name.ptr());
+    used_on_current_stream(held.data);
+    const py::tuple shape = py::cast(THPVariable_Unpack(old).sizes().vec());
+    return set_item(member.state.ptr(), kept.name,
+                    like(held.data.to(member.local.device()), member.param.ptr(), shape));
+  }
   if (held.stored->format == wanted &&
       (!held.scales.defined() || lies_like(held.data, member.local))) {
     data = placed(held.data, member.local);

@@ -26,6 +26,9 @@ std::optional<HeldState> held_state(const KeptState& kept, PyObject* state);
 
 bool is_held(const KeptState& kept, PyObject* state);
 
+// Whether a state has the shape that it needs beside a parameter.
+bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows);
+
 // Raises ValueError for state of another shape or placing, held twice, or lost after steps.
 void refuse_state(const RuleLayout& layout, const Member& member);
 

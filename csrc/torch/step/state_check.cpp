@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "torch/muon/row_norms.h"
 #include "torch/step/state.h"
 
 namespace amp_mp {
@@ -16,16 +17,23 @@ bool is_held(const KeptState& kept, PyObject* state) {
   });
 }
 
+bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows) {
+  if (!of_rows) return sizes == param;
+  return sizes == at::IntArrayRef(muon::row_sizes(param, false)) ||
+         sizes == at::IntArrayRef(muon::row_sizes(param, true));
+}
+
 void refuse_state(const RuleLayout& layout, const Member& member) {
   PyObject* state = member.state.ptr();
   if (PyDict_Size(state) == 0) return;
-  const auto check = [&](const py::object& entry) {
+  const auto check = [&](const py::object& entry, bool of_rows) {
     PyObject* held = item_of(state, entry.ptr());
     if (!is_tensor(held)) return;
     const at::Tensor &t = THPVariable_Unpack(held), &param = THPVariable_Unpack(member.param.ptr());
     TORCH_CHECK_VALUE(
-        t.sizes() == param.sizes(), member.label, " has shape ", shape_text(param.sizes()),
-        ", but its ", text_of(entry), " has shape ", shape_text(t.sizes()),
+        has_shape_of(t.sizes(), param.sizes(), of_rows), member.label, " has shape ",
+        shape_text(param.sizes()), ", but its ", text_of(entry), " has shape ",
+        shape_text(t.sizes()),
         ": a parameter of another shape starts from the beginning; drop its state with "
         "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
@@ -45,12 +53,12 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
       first = stored.entry.ptr();
     }
   }
-  for (const MasterEntry& master : layout.masters) check(master.entry);
+  for (const MasterEntry& master : layout.masters) check(master.entry, false);
   for (const KeptState& kept : layout.states) {
     PyObject* last = nullptr;
     for (const StoredFormat& stored : kept.formats)
       if (stored.entry.ptr() != last)
-        check(py::reinterpret_borrow<py::object>(last = stored.entry.ptr()));
+        check(py::reinterpret_borrow<py::object>(last = stored.entry.ptr()), kept.of_rows);
   }
   PyObject* step = item_of(state, layout.step.ptr());
   std::vector<std::string> missing;

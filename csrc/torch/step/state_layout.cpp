@@ -35,7 +35,8 @@ HyperNumber hyper_number(const std::string& name) {
       {"always_adapt", &Hyper::always_adapt},
       {"decoupled", &Hyper::decoupled},
       {"bias_correction", &Hyper::bias_correction},
-      {"reg_inside_moment", &Hyper::reg_inside_moment}};
+      {"reg_inside_moment", &Hyper::reg_inside_moment},
+      {"cautious", &Hyper::cautious}};
   HyperNumber row;
   for (const auto& [own, number] : doubles)
     if (name == own) row.number = number;
@@ -116,9 +117,10 @@ RuleLayout make_layout(const std::string& op, const py::list& states, const py::
   RuleLayout layout;
   layout.op = op;
   for (const py::handle row : states) {
-    const auto [name, initial, late, formats] =
-        py::cast<std::tuple<py::object, py::object, bool, py::list>>(row);
-    KeptState state{interned(name), initial.is_none() ? initial : interned(initial), late, {}};
+    const auto [name, initial, late, of_rows, formats] =
+        py::cast<std::tuple<py::object, py::object, bool, bool, py::list>>(row);
+    KeptState state{
+        interned(name), initial.is_none() ? initial : interned(initial), late, of_rows, {}};
     for (const py::handle each : formats) {
       const auto [format, dtype, entry, scales] =
           py::cast<std::tuple<std::string, py::object, py::object, py::object>>(each);

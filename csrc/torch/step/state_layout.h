@@ -17,11 +17,13 @@ struct StoredFormat {
   py::object entry, scales;  // scales: None for a format without groups
 };
 
-// A tensor that a rule keeps for every parameter, of the parameter's shape.
+// A tensor that a rule keeps for every parameter, of the parameter's shape or, of_rows, with one
+// number for each row of its matrices (muon/row_norms.h).
 struct KeptState {
   py::object name;
-  py::object initial;                 // the number of the param_group that fills a new one, or None
-  bool late;                          // a parameter that has taken steps may lack it
+  py::object initial;  // the number of the param_group that fills a new one, or None
+  bool late;           // a parameter that has taken steps may lack it
+  bool of_rows;
   std::vector<StoredFormat> formats;  // those under the state's own name come first
 };
 

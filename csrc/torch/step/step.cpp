@@ -53,14 +53,19 @@ DecideInputs decide_inputs(const DecideTensors& tensors, const at::Device& devic
   d.scale = optional_float(tensors.scale, device, "scale");
   d.found_inf = optional_float(tensors.found_inf, device, "found_inf");
   d.max_norm = tensors.max_norm;
+  d.limit = tensors.limit;
+  if (tensors.history) {
+    check_device(*tensors.history, device, {"history"});
+    d.limit.history = check_doubles<NormHistory>(*tensors.history, "history", 4);
+  }
   if (tensors.scale_update) d.scale_update = scale_update_of(*tensors.scale_update, device);
   if (tensors.reports) d.report_buffer = tensors.reports->buffer();
   return d;
 }
 
 Verdict decide_on_cpu(const Statistics* total, const DecideInputs& d) {
-  const Verdict v = decide(total, d.scale, d.found_inf, d.max_norm);
-  update_loss_scale(d.scale_update, v.found_inf != 0, v.max_abs);
+  const Verdict v = decide(total, d.scale, d.found_inf, d.max_norm, d.limit);
+  update_loss_scale(d.scale_update, v.found_inf == kOverflow, v.max_abs);
   return v;
 }
 
@@ -143,8 +148,9 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
       return callback(given);
     };
   };
-  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates)};
-  Directions<Rule> directions(slots, chosen, counted.make_updates, device);
+  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates),
+                                 callbacks.normalise};
+  Directions<Rule> directions(slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);

@@ -21,12 +21,15 @@ struct ScaleUpdateTensors {
 };
 
 // What a verdict is decided from besides statistics (plan.h, DecideInputs): scale and found_inf are
-// float32 tensors of one element on the verdict's device.
+// float32 tensors of one element on the verdict's device, history is the float64 [4] of a limit
+// that has one (core/norm_limit.h).
 struct DecideTensors {
   std::optional<at::Tensor> scale, found_inf;
   double max_norm = 0;
   std::shared_ptr<ScaleUpdateTensors> scale_update;
   std::shared_ptr<StepReports> reports;
+  NormLimit limit = {};
+  std::optional<at::Tensor> history = {};
 };
 
 // Fills `verdict`, float64 [5] (core/decide.h, Verdict). statistics: of measure; only the last row
@@ -50,6 +53,10 @@ struct StepCallbacks {
   // each in its weight's order in memory, zeros for a slot without a gradient. Returns the updates
   // in the same places; the tensor may be the one that it was given.
   std::function<at::Tensor(const at::Tensor& directions)> make_updates;
+  // Called after make_updates: NorMuon's second half, in place. has_gradient: of each slot.
+  std::function<void(const at::Tensor& updates, const at::Tensor& verdict,
+                     const std::vector<bool>& has_gradient)>
+      normalise = {};
 };
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. With

@@ -1,9 +1,17 @@
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 
 #include "torch/device.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {
+namespace {
+
+const Verdict& verdict_on_cpu(const at::Tensor& verdict) {
+  return *reinterpret_cast<const Verdict*>(verdict.const_data_ptr<double>());
+}
+
+}  // namespace
 
 at::Tensor StepLog::verdict_on(const at::Device& device) {
   if (!memory_.defined() || memory_.device() != device)
@@ -37,41 +45,65 @@ void StepLog::add(const at::Tensor& verdict, bool measured) {
   verdict_ = verdict;
   measured_ = measured;
   ++count_;
+  if (reports_ || !verdict.is_cpu()) return;
+  const double found = verdict_on_cpu(verdict).found_inf;
+  counts_.skipped_in_a_row = found != 0 ? counts_.skipped_in_a_row + 1 : 0;
+  counts_.overflows += found == kOverflow;
+  counts_.spikes += found == kSpike;
+}
+
+std::optional<StepReport> StepLog::report(bool wait) const {
+  if (reports_) return reports_->newest(wait);
+  return StepReport{uint64_t(count_),         verdict_on_cpu(verdict_), 0,
+                    counts_.skipped_in_a_row, counts_.overflows,        counts_.spikes};
 }
 
 py::object StepLog::newest(bool wait) const {
   if (!verdict_.defined()) return py::none();
-  Verdict v;
-  int64_t number = count_;
-  if (reports_) {
-    std::optional<StepReport> found;
-    {
-      const py::gil_scoped_release release;
-      found = reports_->newest(wait);
-    }
-    if (!found) return py::none();
-    v = found->verdict;
-    number = int64_t(found->seal);
-  } else {
-    v = *reinterpret_cast<const Verdict*>(verdict_.const_data_ptr<double>());
+  std::optional<StepReport> found;
+  {
+    const py::gil_scoped_release release;
+    found = report(wait);
   }
+  if (!found) return py::none();
+  const Verdict& v = found->verdict;
   const auto if_measured = [&](double x) -> py::object {
     return measured_ ? py::object(py::float_(x)) : py::none();
   };
-  return py::make_tuple(number, v.found_inf != 0, if_measured(v.norm), if_measured(v.max_abs),
-                        v.scale);
+  return py::make_tuple(found->seal, v.found_inf != 0, if_measured(v.norm), if_measured(v.max_abs),
+                        v.scale, found->overflows, found->spikes);
 }
 
-py::object StepLog::skipped() {
+py::object StepLog::skipped() const {
   if (!verdict_.defined() || is_capturing(verdict_.device())) return py::none();
-  if (!reports_) {
-    const Verdict& v = *reinterpret_cast<const Verdict*>(verdict_.const_data_ptr<double>());
-    skipped_ = v.found_inf != 0 ? skipped_ + 1 : 0;
-    return skipped_ ? py::object(py::make_tuple(count_, skipped_, v.scale)) : py::none();
-  }
-  const std::optional<StepReport> found = reports_->newest(false);
+  const std::optional<StepReport> found = report(false);
   if (!found || !found->skipped_in_a_row) return py::none();
-  return py::make_tuple(found->seal, found->skipped_in_a_row, found->verdict.scale);
+  const Verdict& v = found->verdict;
+  return py::make_tuple(found->seal, found->skipped_in_a_row, v.scale, v.norm,
+                        v.found_inf == kSpike);
+}
+
+at::Tensor StepLog::history_on(const at::Device& device) {
+  if (history_.defined() && history_.device() == device) return history_;
+  check_may_allocate(device);
+  if (!history_.defined()) set_norm_history(std::array<double, 4>{});
+  return history_ = history_.to(device);
+}
+
+py::object StepLog::norm_history() const {
+  if (!history_.defined()) return py::none();
+  at::Tensor here;
+  {
+    const py::gil_scoped_release release;
+    here = history_.cpu();
+  }
+  const double* found = here.const_data_ptr<double>();
+  return py::make_tuple(found[0], found[1], found[2], found[3]);
+}
+
+void StepLog::set_norm_history(const std::optional<std::array<double, 4>>& numbers) {
+  history_.reset();
+  if (numbers) history_ = at::tensor(at::ArrayRef<double>(*numbers), at::kDouble);
 }
 
 }  // namespace amp_mp

@@ -25,12 +25,16 @@ std::optional<StepReport> read(const StepReport& report) {
 
 }  // namespace
 
+void check_may_allocate(const at::Device& device) {
+  TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
+              " allocates memory, which a CUDA graph cannot; take a step before capturing");
+}
+
 #ifdef AMP_MP_WITH_CUDA
 
 StepReports::StepReports(const at::Device& device) : device_(device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
-  TORCH_CHECK(!is_capturing(device), "amp_mp: the first step on ", device,
-              " allocates memory, which a CUDA graph cannot; take a step before capturing");
+  check_may_allocate(device);
   counts_ = at::zeros({sizeof(StepCounts)}, at::TensorOptions().dtype(at::kByte).device(device));
   const c10::OptionalDeviceGuard guard(device);
   // Never freed: a step that is queued, or replayed later, may still write to it.

@@ -9,6 +9,9 @@
 
 namespace amp_mp {
 
+// Raises while a CUDA graph is being captured, since its memory is not kept.
+void check_may_allocate(const at::Device& device);
+
 class StepReports {
  public:
   // `device` is a CUDA device. Raises while a CUDA graph is being captured, since it allocates.

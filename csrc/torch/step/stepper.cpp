@@ -82,8 +82,10 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
                   Measurement* found, const DecideTensors* inputs, bool measures,
                   Measurement* weights, const py::object& sum_updates, Interrupt* kept) {
   const Apply apply = operator_named(bucket.layout().op);
-  const StepCallbacks callbacks = {callback(sum_updates, kept),
-                                   callback(bucket.make_updates(), kept)};
+  StepCallbacks callbacks = {
+      callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
+  if (!bucket.row_norms().is_empty())
+    callbacks.normalise = [&](const auto&... given) { bucket.row_norms().normalise(given...); };
   const py::gil_scoped_release release;
   apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
 }
@@ -179,10 +181,11 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
   const bool scale_is_here =
       is_tensor(handing.scale.ptr()) && THPVariable_Unpack(handing.scale.ptr()).device() == device;
   const bool updates_scale = handing.scale_update && scale_is_here && one_device;
-  const DecideTensors inputs = {
-      scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
-      handing.max_norm.value_or(0.0), updates_scale ? handing.scale_update : nullptr,
-      log_.reports_on(device)};
+  DecideTensors inputs = {scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
+                          handing.max_norm.value_or(0.0),
+                          updates_scale ? handing.scale_update : nullptr, log_.reports_on(device)};
+  inputs.limit = handing.limit;
+  if (handing.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);

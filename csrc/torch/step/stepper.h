@@ -1,6 +1,7 @@
 #pragma once
 // The one door of an optimizer's step: gathers its tensors, then measures, decides and applies.
 // Python gives it the param_groups and the state as they are, and does the collectives of shards.
+#include <array>
 #include <mutex>
 
 #include "torch/step/callback.h"
@@ -24,6 +25,7 @@ struct Handing {
   std::shared_ptr<ScaleUpdateTensors> scale_update;
   std::shared_ptr<Measured> measured;
   bool measure = false, from_stock = false;
+  NormLimit limit = {};  // without its history, which is the log's
 };
 
 // The decisions of an optimizer's steps. On CUDA the device writes them to host memory
@@ -36,20 +38,31 @@ class StepLog {
   // Decides by statistics, at a scale, and counts it as a step.
   at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale);
   void add(const at::Tensor& verdict, bool measured);
-  // (number, found_inf, norm, max_abs, scale) of the last step, or of the last that has reached the
-  // host; norm and max_abs are None where nothing was measured. None before the first step.
+  // (number, skipped, norm, max_abs, scale, overflows, spikes) of the last step, or of the last
+  // that has reached the host; norm and max_abs are None where nothing was measured. overflows and
+  // spikes: steps skipped so far. None before the first step.
   py::object newest(bool wait) const;
-  // (number, steps skipped in a row, scale) where the newest step on the host was skipped, else
-  // None. Call once after every step that may be skipped; never waits.
-  py::object skipped();
+  // (number, steps skipped in a row, scale, norm, whether for its norm) where the newest step on
+  // the host was skipped, else None; never waits.
+  py::object skipped() const;
+  // What a limit knows of the norms so far (core/norm_limit.h, NormHistory): on the device of the
+  // steps, and as numbers, None where no step has needed it; to get them waits for the device.
+  at::Tensor history_on(const at::Device& device);
+  py::object norm_history() const;
+  void set_norm_history(const std::optional<std::array<double, 4>>& numbers);
   const at::Tensor& verdict() const { return verdict_; }
   int64_t count() const { return count_; }
   const std::shared_ptr<StepReports>& reports() const { return reports_; }
 
  private:
+  // Of the last step, or the last that has reached the host; there has been one.
+  std::optional<StepReport> report(bool wait) const;
+
   at::Tensor verdict_, memory_;
   std::shared_ptr<StepReports> reports_;
-  int64_t count_ = 0, skipped_ = 0;
+  at::Tensor history_;
+  StepCounts counts_ = {};  // of steps on a CPU
+  int64_t count_ = 0;
   bool measured_ = false;
 };
 

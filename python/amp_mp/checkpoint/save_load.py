@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
-from amp_mp.model.float32_state_dict import refuse_swapped
+from amp_mp.optim.state.masters import refuse_swapped
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.wrappers.larc import without_larc
 

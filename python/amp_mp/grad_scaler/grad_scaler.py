@@ -127,7 +127,9 @@ class GradScaler(torch.amp.GradScaler):
         if measures and verdict is not None and stepper.native.count > steps:
             if handed.scale_updated:
                 self._updates.stepped(stepper.native.reports)
-            state["found_inf_per_device"] = {verdict.device: verdict[0]}
+            # 2 is a norm above the limit, which is none of the scale's business.
+            found = verdict[0] if own.skip_norm_above is None else verdict[0] % 2
+            state["found_inf_per_device"] = {verdict.device: found}
             state["max_abs_per_device"] = {verdict.device: verdict[3]}
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()

@@ -1,30 +1,17 @@
 """A model's float32 weights: read from its optimizer's masters, and loaded into them."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.original_values import drop_original, original_of
+from amp_mp.model.original_values import original_of
 from amp_mp.model.sharded import local_part
-from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state.masters import master_of, set_master
-from amp_mp.sharding.shards import is_dtensor, like, local_of, other_rank
-
-swapped: set[int] = set()  # ids of the parameters that hold averages now
-
-
-def refuse_swapped(tensors: Iterable[Tensor], what: str) -> None:
-    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
-    if swapped and not swapped.isdisjoint(map(id, tensors)):
-        raise RuntimeError(
-            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
-            "after the block"
-        )
+from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state.masters import master_of, refuse_swapped
+from amp_mp.sharding.shards import is_dtensor, like, local_of, why_foreign
 
 
 def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
@@ -73,32 +60,15 @@ def load_float32_state_dict(
     raises what it does; ValueError for another rank's DTensors, TypeError for no optimizer.
     """
     for name, value in state_dict.items():
-        if (rank := other_rank(value)) is not None:
-            raise ValueError(
-                f"state_dict: {name!r} is the part of rank {rank}, which has saved it; load on "
-                "each rank the file that the same rank has saved, or use amp_mp.checkpoint; "
-                "nothing was loaded"
-            )
+        if wrong := why_foreign(value):
+            raise ValueError(f"state_dict: {name!r} {wrong}; nothing was loaded")
     refuse_swapped(model.parameters(), "load_float32_state_dict()")
-    apart, fused = masters_apart(optimizer), getattr(optimizer, "optimizer", optimizer)
+    own = {*masters_apart(optimizer), *(p for g in optimizer.param_groups for p in g["params"])}
     result = model.load_state_dict(state_dict, strict=strict)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in apart and name in state_dict:
-            local_of(apart[param]).copy_(local_part(state_dict[name], param))
-            drop_original(param, forget=True)
-    if apart or not isinstance(fused, FusedOptimizer):
-        return result
-    pairs = zip(fused.param_groups, stepper_of(fused).group_rules(), strict=True)
-    stepped = {param: pair for pair in pairs for param in pair[0]["params"]}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param.dtype not in LOW_PRECISION or param not in stepped or name not in state_dict:
-            continue
-        (group, rule), state = stepped[param], fused.state[param]
-        _C.init_state(rule, group, param, state)
-        weight, loaded = local_of(param), local_part(state_dict[name], param)
-        values = torch.empty_like(weight, dtype=torch.float32).copy_(loaded)
-        if group["master"] != "none":
-            set_master(group["master"], param, state, values)
-            drop_original(param, forget=True)
-    stepper_of(fused).forget()
+    named = model.named_parameters(remove_duplicate=False)
+    low = {n: p for n, p in named if n in state_dict and p.dtype in LOW_PRECISION and p in own}
+    if hasattr(optimizer, "masters"):
+        with optimizer.masters(low) as masters:
+            for name, master in masters.items():
+                local_of(master).copy_(local_part(state_dict[name], low[name]))
     return result

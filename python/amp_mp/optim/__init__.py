@@ -10,6 +10,7 @@ from amp_mp.optim.adaptive import Adadelta, Adagrad, Adamax, Lion, RMSprop
 from amp_mp.optim.base import FusedOptimizer, forget
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.muon.muon import Muon
+from amp_mp.optim.qk_clip import qk_clip_
 from amp_mp.optim.sgd import LARS, SGD
 from amp_mp.optim.state.memory_report import MemoryReport
 
@@ -17,4 +18,5 @@ from amp_mp.optim.state.memory_report import MemoryReport
 __all__ = [
     "LAMB", "LARS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "FusedOptimizer",
     "Lion", "MemoryReport", "Muon", "NAdam", "NovoGrad", "RAdam", "RMSprop", "forget",
+    "qk_clip_",
 ]

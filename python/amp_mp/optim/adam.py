@@ -10,7 +10,8 @@ from amp_mp.optim.rule import OwnNumber, Rule, State, numbers, same_in_all_group
 
 MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
 AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact", late=True))
-NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
+COUPLED = numbers("lr", "betas", "eps", "weight_decay")
+NUMBERS = COUPLED + numbers("cautious")
 RADAM_NUMBERS = NUMBERS + numbers(decoupled_weight_decay="decoupled")
 NADAM_NUMBERS = RADAM_NUMBERS + numbers(momentum_decay="momentum")
 
@@ -31,6 +32,8 @@ class AdamW(FusedOptimizer):
         eps: added to the denominator. Default 1e-8.
         weight_decay: the weights shrink by lr times this at each step. Default 0.01.
         amsgrad: use the largest v so far in the last line (Reddi et al. 2018). Default False.
+        cautious: decay only where update * weight >= 0, by the float32 master (Chen et al.,
+            "Cautious weight decay", 2025, algorithm 1). Default False.
 
     State: exp_avg (m), exp_avg_sq (v), beta_powers, and max_exp_avg_sq with amsgrad.
     """
@@ -45,10 +48,12 @@ class AdamW(FusedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
+        *,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "amsgrad": amsgrad}, options)
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "cautious": cautious}, options)
 
     def _rule(self) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""
@@ -71,7 +76,7 @@ class Adam(AdamW):
     State: as AdamW's.
     """
 
-    _rules = (Rule("adam_", NUMBERS, MOMENTS), Rule("amsgrad_adam_", NUMBERS, AMSGRAD_STATES))
+    _rules = (Rule("adam_", COUPLED, MOMENTS), Rule("amsgrad_adam_", COUPLED, AMSGRAD_STATES))
 
     def __init__(
         self,
@@ -83,7 +88,8 @@ class Adam(AdamW):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super(AdamW, self).__init__(params, {**defaults, "amsgrad": amsgrad}, options)
 
 
 class NAdam(FusedOptimizer):
@@ -103,6 +109,7 @@ class NAdam(FusedOptimizer):
         weight_decay: what is added to the gradient, times the weight. Default 0.
         momentum_decay: how fast mu_t grows from beta1 / 2 to beta1. Default 4e-3.
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
+        cautious: with decoupled_weight_decay, as AdamW's. Default False.
 
     State: exp_avg (m), exp_avg_sq (v), mu_product (p_t, one number per tensor) and beta_powers.
     """
@@ -118,11 +125,13 @@ class NAdam(FusedOptimizer):
         weight_decay: float = 0.0,
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
+        *,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         own = {"momentum_decay": momentum_decay, "decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, {**defaults, **own}, options)
+        super().__init__(params, {**defaults, **own, "cautious": cautious}, options)
 
 
 class RAdam(FusedOptimizer):
@@ -146,6 +155,7 @@ class RAdam(FusedOptimizer):
         eps: added to the root of v. Default 1e-8.
         weight_decay: what is added to the gradient, times the weight. Default 0.
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
+        cautious: with decoupled_weight_decay, as AdamW's. Default False.
 
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
@@ -160,8 +170,10 @@ class RAdam(FusedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        *,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own = {"decoupled_weight_decay": decoupled_weight_decay}
+        own = {"decoupled_weight_decay": decoupled_weight_decay, "cautious": cautious}
         super().__init__(params, {**defaults, **own}, options)

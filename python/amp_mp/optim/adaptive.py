@@ -186,11 +186,12 @@ class Lion(FusedOptimizer):
         lr: learning rate. Default 1e-4.
         betas: decay rates of the direction c and of the average m. Default (0.9, 0.99).
         weight_decay: the weights shrink by lr times this at each step. Default 0.
+        cautious: as AdamW's. Default False.
 
     State: exp_avg (m).
     """
 
-    _rules = (Rule("lion_", numbers("lr", "betas", "weight_decay"), (EXP_AVG,)),)
+    _rules = (Rule("lion_", numbers("lr", "betas", "weight_decay", "cautious"), (EXP_AVG,)),)
 
     def __init__(
         self,
@@ -198,7 +199,9 @@ class Lion(FusedOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "cautious": cautious}
         super().__init__(params, defaults, options)

@@ -7,6 +7,7 @@ in state/, work during the backward pass in backward/, and the update itself in 
 import sys
 from abc import ABC
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +25,12 @@ from amp_mp.optim.state.saving import shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.params import param_infos, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.
-PICKLED = "max_grad_norm check_overflow process_groups _amp_scaling _own_defaults _chosen"
+PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow process_groups"
+PICKLED += " _amp_scaling _own_defaults _chosen"
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -49,11 +52,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         how single states are stored.
         """
         kinds = kinds_of(self._rules)
-        choosable = tuple(name for name, kind in kinds.items() if kind != "exact")
+        choosable = tuple(name for name, kind in kinds.items() if kind not in ("exact", "row"))
         check_options(type(self).__name__, choosable, options)
         check_group({**defaults, **options})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
+        self.skip_norm_above = options.get("skip_norm_above")
+        self.raise_after_skips = options.get("raise_after_skips")
         self.check_overflow = options.get("check_overflow", False)
         self.process_groups = checked_groups(options.get("process_groups"))
         self._amp_scaling = options.get("amp_scaling", True)
@@ -62,6 +67,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         stored = resolve(options.get("memory"), self._chosen, kinds)
         shared = {"maximize": False, "rounding": "nearest", "seed": 0}
         defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
+        if isinstance(self.skip_norm_above, NormSpike):
+            defaults["norm_history"] = (0.0,) * 4
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._make_stepper()
         super().__init__(params, defaults)
@@ -70,7 +77,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Adds the shared arguments to what help() shows: the docstring and the signature."""
         super().__init_subclass__()
         kinds = kinds_of(getattr(cls, "_rules", ()))
-        choosable = [name for name, kind in kinds.items() if kind != "exact"]
+        choosable = [name for name, kind in kinds.items() if kind not in ("exact", "row")]
         cls.__signature__ = full_signature(cls, choosable)  # type: ignore[attr-defined]
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{_C.shared_arguments()}"
@@ -152,6 +159,24 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
 
+    def masters(self, params: Any = None) -> AbstractContextManager[Any]:
+        """Float32 masters, to be read and written in a `with` block: docs/between_steps.md.
+
+            with optimizer.masters(layer.weight) as master:
+                master.mul_(0.99)  # layer.weight.mul_(0.99) would be rounded
+
+        params: a parameter, or a list or dict of them; by default a list of all. In their places
+        are float32 copies of the masters, or of the values where there is no master, laid out and
+        sharded as the parameters. The end of the block, in which gradients are off, stores the
+        elements that were written, master and parameter, in place; after an exception nothing.
+
+        Raises TypeError or ValueError naming what is not a parameter of the optimizer; RuntimeError
+        in inference mode, AveragedModel.swap and another block with the parameter, for a step in
+        the block, and at its end for a parameter that was written itself.
+        """
+        own = self._stepper
+        return own.masters.edit(params, own.group_rules(), self.param_groups, self.state)
+
     def attach(
         self,
         model: nn.Module,
@@ -214,8 +239,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
         16-bit integers (entries `remainder16` and `NAME_ue8m8`) are shown as their bytes, uint8
         with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. All
-        tensors share the state's memory, as torch's do. Post-hooks see them so.
+        tensors share the state's memory, as torch's do. Post-hooks see them so. With a NormSpike
+        param_groups have norm_history, and the device is waited for.
         """
+        self._show_history()
         return shown_state(self, self._rules, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,10 +256,18 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
+        self._stepper.masters.refuse("load_state_dict()")
         load, formats = super().load_state_dict, tuple(self._chosen)
         rules = self._rules, self._rules_of, self._group_rules
         load_state(self, *rules, formats, state_dict, load)
         self._stepper.forget()
+        self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
+
+    def _show_history(self) -> None:
+        """Writes what a NormSpike knows into the param_groups, for files."""
+        if (known := self._stepper.native.norm_history) is not None:
+            for group in self.param_groups:
+                group["norm_history"] = known
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state dict for the optimizer of torch.optim with the same name and float32 weights.
@@ -244,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return torch_state_dict(self, self._group_rules(), own)
 
     def last_report(self, wait: bool = False) -> StepReport | None:
-        """What the last step did: number, skipped, grad_norm, max_abs, loss_scale; None before it.
+        """What the last step did, None before it; and how many steps were skipped for what.
 
         wait: wait for the device until the last step's report is on the host. Otherwise the report
         is of the last step that has arrived there.
@@ -280,12 +315,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         super().__setstate__(state)
         if "_stepper" not in vars(self):  # being unpickled
             self._make_stepper()
+            self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
         self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
+        self._show_history()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}
 
 

@@ -4,14 +4,14 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp.optim.adam import MOMENTS, NUMBERS
+from amp_mp.optim.adam import COUPLED, MOMENTS, NUMBERS
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Number, OwnNumber, Rule, numbers
 
 LAMB_NUMBERS = NUMBERS + numbers("always_adapt")
 NOVOGRAD_NUMBERS = (
-    *(*NUMBERS, *numbers("bias_correction", "reg_inside_moment")),
+    *(*COUPLED, *numbers("bias_correction", "reg_inside_moment")),
     Number("dampening", "betas", 0, when="grad_averaging"),
 )
 LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
@@ -33,6 +33,8 @@ class LAMB(FusedOptimizer):
         weight_decay: what is added to the update, times the weight. Default 0.01.
         always_adapt: False leaves out the ratio in groups without weight decay, as Apex does.
             Default True.
+        cautious: weight_decay w is added only where its sign is that of the rest of r, as AdamW's.
+            Default False.
 
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
@@ -48,10 +50,12 @@ class LAMB(FusedOptimizer):
         weight_decay: float = 1e-2,
         *,
         always_adapt: bool = True,
+        cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "always_adapt": always_adapt}, options)
+        own = {"always_adapt": always_adapt, "cautious": cautious}
+        super().__init__(params, {**defaults, **own}, options)
 
 
 class NovoGrad(FusedOptimizer):

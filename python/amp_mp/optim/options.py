@@ -11,6 +11,7 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.state.formats import ROUNDINGS
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.text_table import warn
 
@@ -23,6 +24,8 @@ class Options(TypedDict, total=False):
     maximize: bool
     max_grad_norm: float | None
     check_overflow: bool
+    skip_norm_above: float | NormSpike | None
+    raise_after_skips: int | None
     amp_scaling: bool
     process_groups: Any
     memory: Preset | None
@@ -42,7 +45,9 @@ class Options(TypedDict, total=False):
     sum: str | None
 
 
-WHOLE = ("max_grad_norm", "check_overflow", "amp_scaling", "process_groups")
+# Attributes of an optimizer by the same names.
+LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
+WHOLE = (*LIMITS, "check_overflow", "amp_scaling", "process_groups")
 # Accepted without effect, and left out of signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
@@ -56,6 +61,7 @@ NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
 FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
+FLAGS |= {"cautious"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
 
 
@@ -72,10 +78,13 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         )
     if options.get("differentiable"):
         raise ValueError("differentiable=True is not supported; use the optimizer of torch.optim")
-    max_grad_norm = options.get("max_grad_norm")
-    _check_number("max_grad_norm", 1.0 if max_grad_norm is None else max_grad_norm)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
+    for limit in LIMITS:
+        value = options.get(limit)
+        if value is None or (limit == "skip_norm_above" and isinstance(value, NormSpike)):
+            continue
+        _check_number(limit, value)
+        if not value > 0:  # type: ignore[operator]
+            raise ValueError(f"{limit} must be positive or None, found {value!r}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -93,10 +102,13 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in NOT_NEGATIVE:
         if not float(group.get(name, 0.0)) >= 0:
             raise ValueError(f"{name} must not be negative, found {group[name]!r}")
+    if group.get("cautious") and not group.get("decoupled_weight_decay", True):
+        raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, found {betas!r}")
     decays = {"betas[0]": betas[0], "betas[1]": betas[1], "alpha": group.get("alpha", 0.0)}
+    decays["beta2"] = group.get("beta2", 0.0)
     for name, value in decays.items():
         _check_number(name, value)
         if not 0 <= value < 1:
@@ -110,6 +122,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         if decay >= 0.9999:
             raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
         warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
+    history = group.get("norm_history", (0.0,) * 4)
+    if not isinstance(history, tuple | list) or len(history) != 4:
+        raise ValueError(f"norm_history must be four numbers, found {history!r}")
+    for value in history:
+        _check_number("norm_history", value)
     check_muon(group)
     dampens = group.get("nesterov") and "dampening" in group  # Muon's groups have none
     if dampens and (group.get("momentum", 1) <= 0 or group["dampening"] != 0):
@@ -157,6 +174,8 @@ def check_muon(group: Mapping[str, Any]) -> None:
         )
     if "ns_steps" not in group:
         return
+    if group.get("normalize") not in (None, "rows"):
+        raise ValueError(f'normalize must be None or "rows", found {group["normalize"]!r}')
     _C.ns_iterations(dict(group))
     if group.get("adjust_lr_fn") not in ADJUSTMENTS:
         known = ", ".join(repr(each) for each in ADJUSTMENTS)

@@ -18,7 +18,8 @@ class State:
     """A tensor that a rule keeps for every parameter, of the parameter's shape.
 
     kind says what the tensor holds, and so how it may be stored (state/formats.py): "moment" is an
-    average of gradients, "square" an average or sum of squares, "exact" is float32 always.
+    average of gradients, "square" an average or sum of squares, "exact" is float32 always, "row" is
+    float32, one number for each row of the parameter's matrices.
     initial names the number of the param_group that fills a new tensor; None fills it with zeros.
     late says that a parameter which has taken steps may lack it: a setting switches it on.
     """

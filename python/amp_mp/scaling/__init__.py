@@ -2,9 +2,10 @@
 
 A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
 csrc/core/scale.h, so that a policy runs on the host or on a device. `overflows` counts overflows in
-a row and warns.
+a row and warns. `NormSpike` is a limit for norms, which no policy sees.
 """
 
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.policies import (
     AdaptiveGradScale,
     Backoff,
@@ -22,6 +23,6 @@ Policy = ScalePolicy
 
 # fmt: off
 __all__ = [
-    "AdaptiveGradScale", "Backoff", "Hysteresis", "LogMax", "LogNormal", "Policy", "ScalePolicy",
-    "Static", "Tolerance", "from_state_dict", "make_policy",
+    "AdaptiveGradScale", "Backoff", "Hysteresis", "LogMax", "LogNormal", "NormSpike", "Policy",
+    "ScalePolicy", "Static", "Tolerance", "from_state_dict", "make_policy",
 ]

@@ -36,15 +36,19 @@ class OverflowWatch:
         self.at_scale = self.at_scale + 1 if scale == self.scale else 1
         self.scale = scale
 
-    def warn_of_skips(self, name: str, describe: Callable[[], str]) -> None:
-        """Warns once in a run of overflows, at SKIPS steps skipped by `name`."""
+    def warn_of_skips(self, name: str, describe: Callable[[], str], spike: str = "") -> None:
+        """Warns once in a run of skipped steps, at SKIPS steps skipped by `name`.
+
+        spike: what is wrong where the last was not for an overflow.
+        """
         if self.in_a_row < SKIPS or self.warned == self.since:
             return
         self.warned = self.since
+        what = spike or "gradients are inf or NaN"
         warn(
             f"{name} has skipped {self.in_a_row} steps in a row, since step {self.since}: "
-            "gradients are inf or NaN, nothing is updated, and training stands still. The "
-            f"gradients concerned, of this step:\n{describe()}"
+            f"{what}, nothing is updated, and training stands still."
+            + ("" if spike else f" The gradients concerned, of this step:\n{describe()}")
         )
 
     def update(

@@ -162,19 +162,22 @@ def part_of_whole(value: Tensor, param: Tensor) -> Tensor:
     return value.contiguous()
 
 
-def other_rank(tensor: Any) -> int | None:
-    """The process that has pickled a DTensor, where it is another than this one; else None.
+def why_foreign(tensor: Any) -> str:
+    """What is wrong with a DTensor of a file that another process has pickled; else empty.
 
-    An unpickled DTensor has that process's part, which is placed as this process's part would be.
+    It has that process's part, which is placed as this process's part would be.
     """
     if not is_dtensor(tensor):
-        return None
+        return ""
     import torch.distributed as dist
 
     rank = getattr(tensor.device_mesh, "_rank", None)
     if rank is None or not dist.is_initialized() or rank == dist.get_rank():
-        return None
-    return int(rank)
+        return ""
+    return (
+        f"is the part of rank {rank}, which has saved it; load on each rank the file that the same "
+        "rank has saved, or use amp_mp.checkpoint"
+    )
 
 
 def split_groups(tensor: Any) -> list[Any]:

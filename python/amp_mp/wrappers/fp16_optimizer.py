@@ -1,6 +1,7 @@
 """FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,10 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         warn("inspect_master_grad_data: the last backward overflowed: look at .overflow before")
         return None
 
+    def masters(self, params: Any = None) -> AbstractContextManager[Any]:
+        """As FusedOptimizer.masters, for the model's parameters; also around torch's optimizers."""
+        return self._masters.edit(params)
+
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
@@ -189,6 +194,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         return result
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
+        self._masters.blocks.refuse("step()")
         if closure is None:
             self._check_backward()
         self._called_backward = False

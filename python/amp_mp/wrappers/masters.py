@@ -14,13 +14,14 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.original_values import take_original
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.rule import Rule
+from amp_mp.optim.state.masters import MasterBlocks, master_of
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
-from amp_mp.sharding.shards import like, local_of, other_rank
+from amp_mp.sharding.shards import like, local_of, why_foreign
 from amp_mp.wrappers import gradients
 
 
@@ -33,6 +34,7 @@ class Masters:
 
     def __init__(self, optimizer: Optimizer, enabled: bool = True) -> None:
         self._optimizer, self.enabled, self.stale = optimizer, enabled, False
+        self.blocks = MasterBlocks()
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
@@ -203,6 +205,20 @@ class Masters:
         self._rounded = {m: m._version for _, m in self.pairs()}
         self.stale = False
 
+    @contextmanager
+    def edit(self, params: Any) -> Iterator[Any]:
+        """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
+        pairs, own = self.pairs(), self._optimizer.param_groups
+        groups = [{**group, "master": "float32"} for group in own]
+        written = [(p, m) for p, m in pairs if self._rounded.get(m) != m._version]
+        gradients.copy_all_(written, saturate=True)
+        for group in groups:
+            group["params"] = [*map(self.model_param, group["params"])]
+        states = {param: {"master": master} for param, master in pairs}
+        with self.blocks.edit(params, [Rule("sgd_", ())] * len(groups), groups, states) as masters:
+            yield masters
+        self._rounded |= {m: m._version for _, m in pairs}
+
     # Snapshots.
 
     @torch.no_grad()
@@ -217,12 +233,8 @@ class Masters:
 
     def check(self, saved: list[list[Tensor]]) -> None:
         """Raises ValueError if a snapshot of the masters has other groups or shapes."""
-        for rank in [other_rank(value) for values in saved for value in values]:
-            if rank is not None:
-                raise ValueError(
-                    f"state_dict: fp32_from_fp16 has the masters' parts of rank {rank}; load on "
-                    "each rank the file that the same rank has saved; nothing was loaded"
-                )
+        if wrong := next(filter(None, map(why_foreign, chain(*saved))), ""):
+            raise ValueError(f"state_dict: fp32_from_fp16 {wrong}; nothing was loaded")
         both = saved, self.fp32_from_fp16_groups
         shapes, own = ([[tuple(m.shape) for m in group] for group in x] for x in both)
         if shapes != own:
@@ -231,11 +243,12 @@ class Masters:
                 f"this optimizer has {own}; nothing was loaded"
             )
 
-    @torch.no_grad()
     def load(self, saved: list[list[Tensor]]) -> None:
-        """Copies a checked snapshot into the masters."""
-        for master, value in zip(chain(*self.fp32_from_fp16_groups), chain(*saved), strict=True):
-            master.copy_(value)
+        """Copies a checked snapshot into the masters, and their rounded values into the model."""
+        self.refresh()  # the snapshot may come from an optimizer that keeps masters otherwise
+        with self.edit([param for param, _ in self.pairs()]) as masters:
+            for master, value in zip(masters, chain(*saved), strict=True):
+                master.copy_(value)
 
 
 class FusedMasters(Masters):
@@ -248,12 +261,16 @@ class FusedMasters(Masters):
         self._max_norm: float | None = None  # to which the next step clips
         self._measured: _C.Measured | None = None  # statistics of the gradients as they are now
         super().__init__(optimizer)
+        self.blocks = stepper_of(optimizer).masters
+
+    def edit(self, params: Any) -> Any:
+        """See FusedOptimizer.masters."""
+        return self._optimizer.masters(params)
 
     def refresh(self) -> None:
         """Makes the whole state of every trainable parameter; TypeError as in Masters."""
         self.refuse_dtypes()
-        own, rules = self._optimizer, stepper_of(self._optimizer).group_rules()
-        _C.init_states(rules, own.param_groups, own.state)
+        self._optimizer.init_state()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -327,24 +344,7 @@ class FusedMasters(Masters):
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """The masters in the optimizer's snapshot, so that a file has each of them once."""
-        found = []
-        for saved, params in zip(optimizer["param_groups"], self.groups(), strict=True):
-            states = [optimizer["state"].get(index, {}) for index in saved["params"]]
-            live = self._optimizer.state  # the snapshot shows remainders as bytes
-            masters = [
-                state["master"] if "master" in state else master_of(p, live.get(p, {}))
-                for p, state in zip(params, states, strict=True)
-                if p.dtype in LOW_PRECISION
-            ]
-            found.append([m for m in masters if m is not None])
-        return found
-
-    @torch.no_grad()
-    def load(self, saved: list[list[Tensor]]) -> None:
-        """As in Masters; writes the parameters too, which become the rounded masters."""
-        self.refresh()  # the snapshot may come from an optimizer that keeps no masters of its own
-        groups = self._optimizer.param_groups
-        for group, pairs, values in zip(groups, self.grouped_pairs(), saved, strict=True):
-            for (param, master), value in zip(pairs, values, strict=True):
-                master.copy_(value)
-                set_master(group["master"], param, self._optimizer.state[param], master)
+        indices = chain(*(group["params"] for group in optimizer["param_groups"]))
+        states = (optimizer["state"].get(index, {}) for index in indices)
+        saved = dict(zip(chain(*self.groups()), states, strict=True))
+        return [[saved[p].get("master", m) for p, m in pairs] for pairs in self.grouped_pairs()]

@@ -37,6 +37,7 @@ class OptimizerAround(torch.optim.Optimizer):
     add_param_group: Any = shown("optimizer.add_param_group")
     state_dict: Any = shown("optimizer.state_dict")
     load_state_dict: Any = shown("optimizer.load_state_dict")
+    masters: Any = shown("optimizer.masters")
     zero_grad: Any = shown("optimizer.zero_grad")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -197,11 +197,13 @@ struct Model {
 
   std::vector<Hyper> hypers() const {
     std::vector<Hyper> list;
-    for (int64_t g = 0; g <= count() / per_group; ++g)
+    for (int64_t g = 0; g <= count() / per_group; ++g) {
       list.push_back({1e-3 * double(g + 1), 0.9, 0.999, g % 7 == 3 ? 0 : 1e-8,
                       g % 3 == 2 ? 0 : 0.01, 0.9, 0.1, 0.01, 1e-3,
                       uint64_t(g + 1) * 0x123456789ABCDEFu, g % 3 == 1, g % 2 == 1, g % 4 < 2,
                       g % 5 == 2, g % 4 == 1});
+      list.back().cautious = g % 3 == 0;
+    }
     return list;
   }
 };

@@ -27,6 +27,7 @@ class Release(Attachment):
     def __init__(
         self, stepper: Stepper, model: nn.Module, scaler: Scaler | None, clip: str
     ) -> None:
+        refuse_norm_limit(stepper.optimizer)
         super().__init__(stepper)
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip
@@ -83,11 +84,13 @@ class Release(Attachment):
                 param.grad = kept
 
     def _step(self, param: Tensor) -> None:
+        self._stepper.masters.refuse("a backward pass that steps (release=True)")
         self._locate()
         info = self._infos.get(param)
         if info is None:
             return
         optimizer, device = self._optimizer, local_of(param).device
+        refuse_norm_limit(optimizer)
         is_shard = is_dtensor(param)
         if is_shard:
             refuse_shards(self._stepper, self.scaler, self._clip)
@@ -271,6 +274,15 @@ class PreviousNorm:
         before = torch.full_like(verdict[2], -1.0) if self.norm is None else self.norm
         _C.used_on_current_stream([before])  # of another step's stream, and dropped here
         self.norm = torch.where(verdict[0] != 0, before, verdict[2])
+
+
+def refuse_norm_limit(optimizer: Any) -> None:
+    """Raises ValueError where a step would depend on the norm of gradients still to come."""
+    if optimizer.skip_norm_above is not None:
+        raise ValueError(
+            "release=True: skip_norm_above needs the norm of all gradients before the first weight "
+            "changes; attach with measure=True, or leave it out"
+        )
 
 
 def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:

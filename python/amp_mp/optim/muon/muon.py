@@ -1,6 +1,7 @@
 """Muon, with AdamW for what is no matrix; the rules are csrc/core/rules/muon.h and adam.h."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -19,14 +20,15 @@ from amp_mp.text_table import aligned
 
 # The numbers of Muon's groups that AdamW's do not have.
 ITERATIONS = ("ns_coefficients", "ns_steps", "ns_dtype")
-OWN = ("momentum", "nesterov", *ITERATIONS, "adjust_lr_fn", "split", "flatten")
+SHAPES = (*ITERATIONS, "adjust_lr_fn", "split", "flatten")
+OWN = ("momentum", "nesterov", "normalize", "beta2", *SHAPES)
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 MUON = Rule(
     "muon_",
-    numbers("lr", "weight_decay", "momentum", "nesterov"),
+    numbers("lr", "weight_decay", "momentum", "nesterov", "cautious"),
     (State("momentum_buffer", "moment"),),
     directions=Directions(
-        (*OWN[2:], "use_muon"),
+        (*SHAPES, "use_muon"),
         check_muon,
         refuse_shape,
         shape_of,
@@ -34,6 +36,7 @@ MUON = Rule(
         make_updates,
     ),
 )
+NORMUON = replace(MUON, states=(*MUON.states, State("second_momentum_buffer", "row", late=True)))
 ADAMW = Rule("adamw_", OF_ADAMW, MOMENTS)
 
 
@@ -66,6 +69,10 @@ class Muon(FusedOptimizer):
             with which rates and decays of AdamW fit. Default None.
         ns_dtype: of the products, torch.bfloat16, float16 or float32; their result is rounded to
             bfloat16. Default torch.bfloat16.
+        normalize: "rows" divides each row of NewtonSchulz(d) by the root of its running mean square
+            and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
+        beta2: decay rate of these mean squares. Default 0.95.
+        cautious: of both rules, as AdamW's. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
         matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
             to update whatever their modules are. Default None.
@@ -75,10 +82,11 @@ class Muon(FusedOptimizer):
 
     A param_group may have use_muon, split (as above) and flatten (True makes one matrix of more
     dimensions). params may be a torch.nn.Module.
-    State: momentum_buffer (m); with use_muon=False exp_avg, exp_avg_sq and beta_powers as AdamW's.
+    State: momentum_buffer (m); with normalize second_momentum_buffer, float32, a number for each
+    row; with use_muon=False exp_avg, exp_avg_sq and beta_powers as AdamW's.
     """
 
-    _rules = (MUON, ADAMW)
+    _rules = (MUON, NORMUON, ADAMW)
 
     def __init__(
         self,
@@ -93,6 +101,9 @@ class Muon(FusedOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
+        normalize: str | None = None,
+        beta2: float = 0.95,
+        cautious: bool = False,
         others: Mapping[str, Any] | None = None,
         matrices: Iterable[str] | None = None,
         not_matrices: Iterable[str] | None = None,
@@ -118,13 +129,9 @@ class Muon(FusedOptimizer):
         defaults = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{
-                "ns_dtype": ns_dtype,
-                "adjust_lr_fn": adjust_lr_fn,
-                "use_muon": True,
-                "split": 1,
-                "flatten": False,
-            },
+            **{"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn},
+            **{"use_muon": True, "split": 1, "flatten": False},
+            **{"normalize": normalize, "beta2": beta2, "cautious": cautious},
         }
         super().__init__(params, defaults, options)
 
@@ -133,7 +140,8 @@ class Muon(FusedOptimizer):
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        return (MUON if group.get("use_muon", True) else ADAMW,)
+        of_matrices = NORMUON if group.get("normalize") else MUON
+        return (of_matrices if group.get("use_muon", True) else ADAMW,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every fused optimizer; ValueError, by name, for what is no matrix.

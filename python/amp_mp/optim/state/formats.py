@@ -23,7 +23,8 @@ MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 # What a master, and a state of each kind (rule.py, State), may be stored as.
-KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES, "exact": ("float32",)}
+KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
+KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
 # The dtype of a state's data, and of a split master's remainders with its name.
 DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}

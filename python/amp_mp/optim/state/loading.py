@@ -130,6 +130,9 @@ def _restored(
             state[name] = whole(value).to(local.device, copy=True)
         elif entry.state == "master":
             masters[name] = value
+        elif entry.like == "row":
+            own = part(value, param).to(local.device, torch.float32, copy=True)
+            state[name] = like(own, param, tuple(value.shape))
         elif entry.like == "param":
             wanted, seed = group[entry.state], int(group["seed"])
             here = _part_of(entry, saved, param)

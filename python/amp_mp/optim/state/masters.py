@@ -1,11 +1,15 @@
-"""Float32 masters of low-precision parameters, and what a parameter's first one is made of."""
+"""Float32 masters of low-precision parameters: where they begin, and blocks that edit them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.schema import MASTER_ROWS
 
 _masters = _C.Masters(MASTER_ROWS)  # whose signatures say what these do
@@ -26,3 +30,41 @@ class FirstValues:
 
 
 first_values = FirstValues(take=lambda param: None, tensors_of=lambda param: ())
+swapped: set[int] = set()  # ids of the parameters that hold averages now
+
+
+def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
+    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
+    if swapped and not swapped.isdisjoint(map(id, tensors)):
+        raise RuntimeError(
+            f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
+            "after the block"
+        )
+
+
+class MasterBlocks:
+    """The blocks of an optimizer's `masters` that have not ended."""
+
+    def __init__(self) -> None:
+        self._open: list[_C.EditedMasters] = []
+
+    def refuse(self, what: str) -> None:
+        """Raises RuntimeError inside of a block."""
+        if self._open:
+            raise RuntimeError(
+                f"{what} inside of a block of masters(), whose end would overwrite the result; do "
+                "it after the block"
+            )
+
+    @contextmanager
+    def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
+        """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
+        block = _C.EditedMasters(rules, groups, state, params, self._open)
+        refuse_swapped(block.params, "masters()")
+        self._open.append(block)
+        try:
+            with torch.no_grad():
+                yield block.masters
+        finally:
+            self._open.remove(block)
+        block.store()

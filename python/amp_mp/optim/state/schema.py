@@ -40,7 +40,8 @@ class Entry(NamedTuple):
     dtype: of the tensor in `optimizer.state`; None: float32, bfloat16 or float16.
     shown: the dtype in a state dict; None: any floating-point dtype is read. Where it differs from
     `dtype` the state dict shows bytes (as_bytes).
-    like: what has the same shape: "param", "scale" (a number for each group) or "number".
+    like: what has the same shape: "param", "scale" (a number for each group), "row" (one for each
+    row of the parameter's matrices) or "number".
     scale: the entry of the scales; "" without groups.
     """
 
@@ -133,7 +134,7 @@ def schema_of(rules: tuple[Rule, ...]) -> Schema:
                 can = ", ".join(KINDS[kind])
                 refused[row.name] = f"is stored as {row.format!r}, but can be {can} only"
                 continue
-            found.append(row)
+            found.append(row._replace(like="row") if kind == "row" else row)
             if row.scale:
                 dtype = NATIVE_FORMATS[row.format]["rest_dtype"]
                 found.append(Entry(row.scale, name, row.format, dtype, dtype, "scale"))
@@ -169,7 +170,7 @@ def layout_of(rule: Rule) -> _C.RuleLayout:
         rows = {row.format: row for row in rows_of(state.name)}
         stored = ((f, dtype, rows.get(f, rows[""])) for f, dtype in DTYPES.items())
         formats = [(f, dtype, row.name, row.scale or None) for f, dtype, row in stored]
-        states.append((state.name, state.initial, state.late, formats))
+        states.append((state.name, state.initial, state.late, state.kind == "row", formats))
     own = rule.own or OwnNumber("layer", 0.0)
     options = () if rule.directions is None else rule.directions.options
     return _C.RuleLayout(

@@ -11,10 +11,12 @@ from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
+from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
 from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.replaced import ReplacedCheck
 
@@ -23,10 +25,12 @@ class StepReport(NamedTuple):
     """What one step did."""
 
     number: int  # of the step, from 1
-    skipped: bool  # a gradient was inf or NaN, and nothing was changed
+    skipped: bool  # a gradient was inf or NaN, or the norm too large, and nothing was changed
     grad_norm: float | None  # 2-norm of the true gradients before clipping; None if not measured
     max_abs: float | None  # largest finite true |g|; None if not measured
     loss_scale: float  # that the gradients carried
+    overflows: int  # steps skipped so far, with this one, for an inf or NaN
+    spikes: int  # steps skipped so far, with this one, for a norm that skip_norm_above refuses
 
 
 class Hooks:
@@ -90,7 +94,7 @@ class Stepper:
         self.rules, self.rules_of = rules, rules_of
         self.handed: Handed | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.hooks = Hooks()
+        self.masters, self.hooks = MasterBlocks(), Hooks()
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
 
@@ -119,13 +123,15 @@ class Stepper:
 
     def run(self, optimizer: Any) -> None:
         """Measures, decides and applies; or ends the iteration, where backward has stepped."""
+        self.masters.refuse("step()")
         handed, attachment = self._handed_now(optimizer), self.attachment
         if attachment is not None and attachment.releases:
             if self.hooks.replaced.is_due():
                 self.hooks.check_replaced(optimizer.param_groups)
             attachment.finish(handed)
             return
-        max_norm = optimizer.max_grad_norm
+        max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
+        spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
         self.hooks.process_groups = optimizer.process_groups
         handed.scale_updated, skipped = self.native.step(
             self.group_rules(),
@@ -133,12 +139,14 @@ class Stepper:
             optimizer.state,
             scale=handed.scale,
             found_inf=handed.found_inf,
-            measure=handed.measure or max_norm is not None or optimizer.check_overflow,
+            measure=handed.measure or self.needs_norm or optimizer.check_overflow,
             max_norm=handed.max_norm or max_norm,
             scale_update=handed.scale_update,
             measured=handed.measured,
             from_stock=handed.from_stock,
             read=None if attachment is None else attachment.read,
+            norm_limit=0.0 if spike[0] else float(limit or 0),
+            spike=spike,
         )
         if skipped is not None:
             groups = optimizer.param_groups
@@ -163,11 +171,16 @@ class Stepper:
         found_inf = getattr(optimizer, "found_inf", None)
         return Handed(scale, found_inf, from_stock=found_inf is not None)
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the optimizer's own arguments need the norm of all gradients."""
+        optimizer = self.optimizer
+        return optimizer.max_grad_norm is not None or optimizer.skip_norm_above is not None
+
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
-        optimizer = self.optimizer
-        clips = optimizer.max_grad_norm is not None
-        return clips or optimizer.check_overflow or any(r.needs_norms for r in self.group_rules())
+        checks = self.needs_norm or self.optimizer.check_overflow
+        return checks or any(r.needs_norms for r in self.group_rules())
 
     def measure(self) -> _C.Measured:
         """Reads the gradients once, for a step that is handed the result."""
@@ -188,16 +201,26 @@ class Stepper:
         found = self.attachment.totals() if self.releases else self.measure().totals()
         return found
 
-    def warn(self, skipped: tuple[int, int, float] | None, describe: Callable[..., str]) -> None:
-        """Warns where steps are skipped again and again.
+    def warn(self, skipped: tuple[Any, ...] | None, describe: Callable[..., str]) -> None:
+        """Warns where steps are skipped again and again; RuntimeError after raise_after_skips.
 
-        skipped: the step, how many in a row, and the scale, as the native step returns them.
-        describe: says which gradients are inf or NaN, given the scale they carry.
+        skipped: what the native step returns. describe: says which gradients are inf or NaN, given
+        the scale they carry.
         """
-        if skipped is not None:
-            self._watch.steps, self._watch.in_a_row, scale = skipped
-            name = type(self.optimizer).__name__
-            self._watch.warn_of_skips(name, lambda: describe(scale))
+        if skipped is None:
+            return
+        optimizer, watch = self.optimizer, self._watch
+        watch.steps, watch.in_a_row, scale, norm, is_spike = skipped
+        name, limit = type(optimizer).__name__, optimizer.raise_after_skips
+        spike = f"the gradients' norm, now {norm:g}, is above skip_norm_above" if is_spike else ""
+        if limit is not None and watch.in_a_row >= limit:
+            what = spike or "gradients are inf or NaN"
+            raise RuntimeError(
+                f"{name} has skipped {watch.in_a_row} steps in a row, since step {watch.since}, "
+                f"and raise_after_skips is {limit}: {what}. The weights are those of before; go on "
+                "from an earlier checkpoint, with a lower learning rate, other data or other limits"
+            )
+        watch.warn_of_skips(name, lambda: describe(scale), spike)
 
 
 def check_formats(rule: Rule, group: Group, index: int) -> None:

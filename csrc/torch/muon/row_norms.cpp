@@ -1,0 +1,75 @@
+#include "torch/muon/row_norms.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "torch/step/objects.h"
+
+namespace amp_mp::muon {
+namespace {
+
+constexpr double kEps = 1e-10;  // as the authors' code
+
+// The numbers of every process, of numbers for each row here: [rows, 2].
+at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& member) {
+  if (!is_dtensor(member.param.ptr())) return rows;
+  const auto with_two = [](at::IntArrayRef sizes) {
+    std::vector<int64_t> two = sizes.vec();
+    two.back() = 2;
+    return two;
+  };
+  const at::Tensor own = rows.view(with_two(local_of(member.moment.ptr()).sizes()));
+  const at::IntArrayRef sizes = THPVariable_Unpack(member.moment.ptr()).sizes();
+  const py::object placed = like(own, member.param.ptr(), py::cast(with_two(sizes)));
+  return py::cast<at::Tensor>(python_functions().whole(placed)).reshape({-1, 2});
+}
+
+void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::Tensor& keeps) {
+  const at::Tensor held = local_of(member.moment.ptr()), moment = held.view({-1, 1});
+  const auto beta2 = py::cast<double>(member.group["beta2"]);
+  const at::Tensor square = rows.to(at::kDouble).square().mean(1, true);
+  const at::Tensor moved = moment * beta2 + square.to(at::kFloat) * (1 - beta2);
+  const at::Tensor next = at::where(keeps, moment, moved);
+  const at::Tensor scale = (next.sqrt() + kEps).reciprocal();
+  const at::Tensor sums = at::cat({square, square * scale.to(at::kDouble).square()}, 1);
+  const at::Tensor all = of_all_processes(sums, member).view({-1, member.rows, 2}).sum(1);
+  const at::Tensor before = all.select(1, 0), after = all.select(1, 1);
+  at::Tensor ratio = at::where(after.gt(0), before / after, 1.0).sqrt().to(at::kFloat);
+  ratio = ratio.unsqueeze(1).expand({-1, member.rows}).reshape({-1, 1});
+  if (is_dtensor(member.param.ptr())) {
+    const at::Tensor whole = ratio.view(THPVariable_Unpack(member.moment.ptr()).sizes());
+    const py::object part = python_functions().part_of_whole(whole, member.param);
+    ratio = py::cast<at::Tensor>(part).reshape({-1, 1});
+  }
+  rows.mul_(scale * ratio);
+  moment.copy_(next);
+}
+
+}  // namespace
+
+std::vector<int64_t> row_sizes(at::IntArrayRef sizes, bool flattened) {
+  std::vector<int64_t> found = sizes.vec();
+  for (size_t d = flattened || sizes.size() > 3 ? 1 : sizes.size() - 1; d < sizes.size(); ++d)
+    found[d] = 1;
+  return found;
+}
+
+void RowNorms::normalise(const at::Tensor& updates, const at::Tensor& verdict,
+                         const std::vector<bool>& has_gradient) const {
+  const py::gil_scoped_acquire acquire;
+  const at::NoGradGuard no_grad;
+  const at::Tensor skips = verdict.select(0, 0).ne(0), always = at::ones_like(skips);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    const at::Tensor& local = member.local;
+    if (!has_gradient[i] && !is_dtensor(member.param.ptr())) continue;
+    at::Tensor own = updates.slice(0, member.begin, member.begin + local.numel());
+    if (!local.is_contiguous()) own = own.as_strided(local.sizes(), local.strides());
+    const int64_t count = local_of(member.moment.ptr()).numel();
+    const at::Tensor rows = own.reshape({count, count > 0 ? local.numel() / count : 0});
+    normalise_rows(rows, member, has_gradient[i] ? skips : always);
+    if (rows.const_data_ptr() != own.const_data_ptr()) own.copy_(rows.view(own.sizes()));
+  }
+}
+
+}  // namespace amp_mp::muon

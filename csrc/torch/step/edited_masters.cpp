@@ -1,0 +1,209 @@
+#include "torch/step/edited_masters.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
+#include <c10/core/InferenceMode.h>
+
+#include <unordered_map>
+
+#include "torch/device.h"
+#include "torch/ops.h"
+#include "torch/step/original_values.h"
+
+namespace amp_mp {
+namespace {
+
+py::dict state_in(const py::dict& states, const py::object& param) {
+  PyObject* found = item_of(states.ptr(), param.ptr());
+  return found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
+}
+
+at::Tensor values_in(const py::object& edited) { return local_of(edited.ptr()).detach(); }
+
+}  // namespace
+
+EditedMasters::Seen::Seen(const at::Tensor& t) : tensor(t) {
+  if (!t.defined()) return;
+  memory = t.const_data_ptr();
+  version = t._version();
+}
+
+bool EditedMasters::Seen::is_still(const at::Tensor& now) const {
+  if (!now.defined() || !tensor.defined()) return now.defined() == tensor.defined();
+  return now.is_same(tensor) && now.const_data_ptr() == memory && now._version() == version;
+}
+
+EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
+                             const py::object& params,
+                             const std::vector<std::shared_ptr<EditedMasters>>& open)
+    : states_(states) {
+  TORCH_CHECK(!c10::InferenceMode::is_enabled(),
+              "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
+              "use torch.no_grad()");
+  static PyObject* const master = PyUnicode_InternFromString("master");
+  std::vector<std::string> names;
+  const auto collect = [&](const py::object& leaf, const std::string& name) {
+    params_.append(leaf);
+    names.push_back(name);
+    return leaf;
+  };
+  py::list all;
+  for (const py::handle group : groups)
+    if (params.is_none()) all.attr("extend")(params_of(group.ptr()));
+  const py::object nest = replaced(params.is_none() ? all : params, collect);
+  std::unordered_map<PyObject*, size_t> places;  // of each parameter in edits_
+  for (const py::handle param : params_) places.emplace(param.ptr(), SIZE_MAX);
+  std::vector<Member> members = members_of(groups, &places);
+  for (size_t i = 0; i < members.size(); ++i) places[members[i].param.ptr()] = i;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!is_tensor(params_[i].ptr()))
+      throw py::type_error(
+          names[i] + " must be one of the optimizer's parameters, found " + repr_of(params_[i]) +
+          "; pass a parameter, or a list or dict of them: dict(model.named_parameters())");
+    TORCH_CHECK_VALUE(places[params_[i].ptr()] < members.size(), names[i], ", a tensor of shape ",
+                      shape_text(THPVariable_Unpack(params_[i].ptr()).sizes()),
+                      ", is not one of this optimizer's parameters");
+  }
+  for (const auto& block : open)
+    for (const Edit& other : block->edits_)
+      TORCH_CHECK(!places.contains(other.member.param.ptr()), other.member.label,
+                  " is in a block of masters() that has not ended; write it there");
+  const std::vector<GroupRule> group_rules = rules_of(rules);
+  check_rules(group_rules, groups);
+  const bool any_sharded = count_sharded_modules() > 0;
+  for (Member& member : members) {
+    const Layout& layout = group_rules[size_t(member.group)].layout;
+    member.state = state_in(states, member.param);
+    refuse_param(member, any_sharded);
+    refuse_state(*layout, member);
+    const py::object group = groups[size_t(member.group)];
+    const auto format = py::cast<std::string>(py::handle(number_of(group.ptr(), master)));
+    const bool has_master = format != "none" && is_low_precision(member.local);
+    edits_.push_back({std::move(member), layout, group, {}, has_master, {}, {}, {}});
+  }
+  for (Edit& edit : edits_) {
+    edit.weight = Seen(edit.member.local);
+    edit.beside = Seen(beside(edit));
+    edit.before = Seen(read(edit));
+    edit.values = like(edit.before.tensor, edit.member.param.ptr());
+  }
+  for (const py::handle param : params_) values_.append(edits_[places[param.ptr()]].values);
+  size_t next = 0;
+  masters_ = replaced(
+      nest, [&](const py::object&, const std::string&) -> py::object { return values_[next++]; });
+}
+
+at::Tensor EditedMasters::beside(const Edit& edit) const {
+  if (!edit.has_master) return {};
+  return Masters(edit.layout->masters)
+      .beside(edit.member.local, state_in(states_, edit.member.param).ptr());
+}
+
+at::Tensor EditedMasters::read(const Edit& edit) const {
+  const at::NoGradGuard no_grad;
+  const py::object& param = edit.member.param;
+  const at::Tensor weight = local_of(param.ptr()).detach();
+  if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
+  const Masters masters(edit.layout->masters);
+  const at::Tensor found = masters.values(weight, state_in(states_, param).ptr());
+  if (found.defined()) return found;
+  const auto kept = py::cast<Tensors>(python_functions().first_values.attr("tensors_of")(param));
+  for (const at::Tensor& each : kept) used_on_current_stream(each);
+  return kept.empty() ? copy_as(weight, at::kFloat, weight) : decode_original(weight, kept);
+}
+
+at::Tensor EditedMasters::changes(const Edit& edit) const {
+  const at::Tensor before = read(edit);
+  return values_in(edit.values).view(at::kInt).ne(before.view(at::kInt));
+}
+
+bool EditedMasters::is_written(const Edit& edit, const at::Tensor& changed) const {
+  const bool counted = !edit.before.is_still(local_of(edit.values.ptr()));
+  const bool waits = changed.is_cpu() || (edit.has_master && !beside(edit).defined() && !counted);
+  return waits ? changed.any().item<bool>() : counted;
+}
+
+void EditedMasters::check(const Edit& edit) const {
+  const at::Tensor local = local_of(edit.member.param.ptr());
+  const std::string& label = edit.member.label;
+  TORCH_CHECK(edit.weight.is_still(local) && edit.beside.is_still(beside(edit)), label,
+              " or its state was written inside of a block of masters(); write the master alone, "
+              "or the parameter after the block; nothing was stored");
+  const at::Tensor now = values_in(edit.values);
+  TORCH_CHECK(now.scalar_type() == at::kFloat && now.sizes() == local.sizes() &&
+                  now.device() == local.device(),
+              "the master of ", label, " was float32 of shape ", shape_text(local.sizes()), " on ",
+              local.device(), " and is now ", describe(now),
+              "; write it in place; nothing was "
+              "stored");
+}
+
+void EditedMasters::store() {
+  const at::NoGradGuard no_grad;
+  std::vector<PyObject*> now, before;
+  replaced(masters_, [&](const py::object& leaf, const std::string&) {
+    now.push_back(leaf.ptr());
+    return leaf;
+  });
+  for (const py::handle value : values_) before.push_back(value.ptr());
+  TORCH_CHECK(now == before,
+              "a master was exchanged for another object inside of a block of masters(); write it "
+              "in place, as in master.copy_(...); nothing was stored");
+  for (const Edit& edit : edits_) check(edit);
+  for (Edit& edit : edits_) {  // making state may raise, so it comes before anything is stored
+    if (!edit.has_master || beside(edit).defined() || !is_written(edit, changes(edit))) continue;
+    refuse_new_state({edit.member.local.device()});
+    if (!item_of(states_.ptr(), edit.member.param.ptr()))
+      states_[edit.member.param] = edit.member.state;
+    clocks_of({{edit.layout.get(), edit.group.ptr(), &edit.member}});
+    init_state(*edit.layout, edit.group.ptr(), edit.member);
+  }
+  for (Edit& edit : edits_) store(edit);
+}
+
+void EditedMasters::store(Edit& edit) const {
+  const at::Tensor weight = edit.member.local.detach(), values = values_in(edit.values);
+  const at::Tensor changed = changes(edit);
+  const bool written = is_written(edit, changed);
+  // Elsewhere than on a CPU the host may not know: `.data` advances no version counter.
+  if (!written && (weight.is_cpu() || (edit.has_master && !beside(edit).defined()))) return;
+  used_on_current_stream(values);
+  const auto put = [&](const at::Tensor& to, const at::Tensor& made) {
+    at::Tensor uncounted = to.variable_data();
+    at::where_out(uncounted, changed, made, uncounted);
+    if (written) bump_version(to);
+  };
+  if (!edit.has_master) {
+    at::Tensor rounded = values;
+    if (is_low_precision(weight))
+      copy_({rounded = at::empty_like(weight)}, {values}, std::nullopt, 1.0, /*saturate=*/true);
+    put(weight, rounded);
+  } else {
+    const Masters masters(edit.layout->masters);
+    const py::dict state = state_in(states_, edit.member.param);
+    masters.follow(edit.member.param.ptr(), weight, state.ptr());
+    const at::Tensor second = masters.beside(weight, state.ptr());
+    const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(second);
+    const bool whole = second.scalar_type() == at::kFloat;
+    store_values(values, whole ? rest : rounded, whole ? rounded : rest,
+                 *format_of_master(weight, second));
+    put(weight, rounded);
+    put(second, rest);
+  }
+  if (written && edit.member.is_dtensor)
+    bump_version(THPVariable_Unpack(edit.member.param.ptr()));  // its shard has advanced alone
+}
+
+void bind_edited_masters(py::module_& m) {
+  py::class_<EditedMasters, std::shared_ptr<EditedMasters>>(m, "EditedMasters")
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::object&,
+                    const std::vector<std::shared_ptr<EditedMasters>>&>(),
+           py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"),
+           py::arg("open"))
+      .def_property_readonly("params", &EditedMasters::params)
+      .def_property_readonly("masters", &EditedMasters::masters)
+      .def("store", py::overload_cast<>(&EditedMasters::store));
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,201 @@
+"""Muon with normalize="rows": NorMuon."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import array, random, raw_bytes
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp import _C
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, int]]] = {
+    "tall": ((48, 32), {}, (48, 32)),
+    "wide": ((8, 96), {}, (8, 96)),
+    "blocks": ((96, 32), {"split": 3}, (32, 32)),
+    "stack": ((4, 16, 24), {}, (16, 24)),
+    "convolution": ((12, 4, 3, 3), {"flatten": True}, (12, 36)),
+}
+
+
+def orthogonal(grad: Tensor, matrix: tuple[int, int]) -> Tensor:
+    """The orthogonal updates of a gradient without momentum, bfloat16 [n, rows, columns]."""
+    stack = grad.to(torch.bfloat16).reshape(-1, *matrix).clone()
+    _C.orthogonalise_(stack, COEFFICIENTS, 5, 1e-7)
+    return stack
+
+
+def normuon(o: np.ndarray, v: np.ndarray, beta2: float, real: type) -> tuple[np.ndarray, Any]:
+    """Li et al. 2025: normalised updates and v. Squares are summed in float64."""
+    square = np.square(o.astype(np.float64)).mean(-1)
+    v = v * real(beta2) + square.astype(real) * real(1 - beta2)
+    scale = real(1) / (np.sqrt(v) + real(1e-10))
+    after = (square * np.square(scale.astype(np.float64))).sum(-1, keepdims=True)
+    ratio = np.sqrt(square.sum(-1, keepdims=True) / after).astype(real)
+    return o.astype(real) * (scale * ratio)[..., None], v
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).bfloat16().float().numpy()
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_steps_are_the_reference_bit_for_bit_and_the_paper(device: str, case: str) -> None:
+    shape, options, matrix = SHAPES[case]
+    start = random(int(np.prod(shape)), 1).reshape(shape)
+    param = nn.Parameter(torch.from_numpy(start.copy()).to(device))
+    group = {"params": [param], **options}
+    own: dict[str, Any] = {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0, "normalize": "rows"}
+    optimizer = amp.optim.Muon([group], adjust_lr_fn="match_rms_adamw", **own)
+    rate = np.float32(0.5 * 0.2 * np.sqrt(max(matrix)))
+    w, v = start.copy(), np.zeros((start.size // np.prod(matrix), matrix[0]), np.float32)
+    v64 = v.astype(np.float64)
+    for step in range(4):
+        grad = torch.from_numpy(random(start.size, 5 + step).reshape(shape)).to(device)
+        grad[0] *= 100  # rows of very different size
+        o = orthogonal(grad, matrix)
+        o32 = o.float().cpu().numpy()
+        u, v = normuon(o32, v, 0.95, np.float32)
+        paper, v64 = normuon(o32.astype(np.float64), v64, 0.95, np.float64)
+        before = w
+        w = w - rate * rounded(u).reshape(shape)
+        param.grad = grad
+        optimizer.step()
+        assert np.array_equal(array(param), w)
+        found = optimizer.state[param]["second_momentum_buffer"]
+        assert np.array_equal(array(found).reshape(v.shape), v)
+        assert np.abs(u - paper).max() <= 4e-6 * np.abs(paper).max()
+        assert np.linalg.norm(paper, axis=(1, 2)) == pytest.approx(
+            np.linalg.norm(o32, axis=(1, 2)), rel=1e-6
+        )
+        moved = (before - w) / rate
+        # what bfloat16 keeps of an update
+        assert np.abs(moved - paper.reshape(shape)).max() <= 2**-8 * np.abs(paper).max()
+    assert found.dtype == torch.float32
+    sizes = [*shape[: -1 if len(shape) < 4 else 1], *[1] * (1 if len(shape) < 4 else 3)]
+    assert list(found.shape) == sizes
+
+
+def test_rows_move_alike(device: str) -> None:
+    """What NorMuon is for: updates of Muon differ from row to row, these do not."""
+    spread = []
+    for normalize in (None, "rows"):
+        param = nn.Parameter(torch.zeros(64, 16, device=device))
+        optimizer = amp.optim.Muon([param], lr=1.0, weight_decay=0.0, normalize=normalize)
+        for step in range(30):
+            param.grad = torch.from_numpy(random(1024, step).reshape(64, 16)).to(device)
+            param.grad[:8] *= 20
+            before = param.detach().clone()
+            optimizer.step()
+        sizes = (param.detach() - before).norm(dim=1)
+        spread.append(float(sizes.max() / sizes.min()))
+    assert spread[1] < spread[0] / 1.5
+
+
+def model_with(device: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).to(device)
+    amp.prepare(model, torch.bfloat16)
+    options: Any = {"lr": 0.02, "normalize": "rows", "max_grad_norm": 1.0, "memory": "lean"}
+    return model, amp.optim.Muon(model, matrices=["*.weight"], **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for number, param in enumerate(model.parameters()):
+            values = torch.from_numpy(random(param.numel(), 10 * step + number))
+            param.grad = values.to(param.device, param.dtype).view(param.shape)
+        optimizer.step()
+
+
+def bytes_of(model: nn.Module, optimizer: Any) -> Any:
+    return raw_bytes([[p.detach() for p in model.parameters()], optimizer.state_dict()["state"]])
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
+def test_a_resumed_run_has_the_same_bits(device: str, way: str) -> None:
+    model, optimizer = model_with(device)
+    train(model, optimizer, range(3))
+    if way == "deepcopy":
+        twin, other = copy.deepcopy((model, optimizer))
+    else:
+        twin, other = model_with(device)
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, range(3, 6))
+    assert bytes_of(model, optimizer) == bytes_of(twin, other)
+
+
+def test_a_skipped_step_and_a_missing_gradient_leave_the_rows(device: str) -> None:
+    model, optimizer = model_with(device)
+    train(model, optimizer, range(2))
+    before = bytes_of(model, optimizer)
+    first = next(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    first.grad[0, 0] = float("inf")
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert bytes_of(model, optimizer) == before
+    kept = optimizer.state[first]["second_momentum_buffer"].clone()
+    others = optimizer.state[model[2].weight]["second_momentum_buffer"].clone()
+    train(model, optimizer, range(5, 6))
+    assert not torch.equal(optimizer.state[first]["second_momentum_buffer"], kept)
+    kept = optimizer.state[first]["second_momentum_buffer"].clone()
+    first.grad = None
+    optimizer.step()
+    assert torch.equal(optimizer.state[first]["second_momentum_buffer"], kept)
+    assert not torch.equal(optimizer.state[model[2].weight]["second_momentum_buffer"], others)
+
+
+def test_a_run_of_muon_may_go_on_with_rows(device: str) -> None:
+    param = nn.Parameter(torch.ones(8, 16, device=device))
+    plain = amp.optim.Muon([param])
+    param.grad = torch.ones_like(param)
+    plain.step()
+    assert "second_momentum_buffer" not in plain.state[param]
+    rows = amp.optim.Muon([param], normalize="rows")
+    state = plain.state_dict()
+    state["param_groups"][0]["normalize"] = "rows"
+    rows.load_state_dict(state)
+    rows.step()
+    held = rows.state[param]["second_momentum_buffer"]
+    assert held.shape == (8, 1)
+    assert (held > 0).all()
+    state = rows.state_dict()
+    state["state"][0]["second_momentum_buffer"] = torch.ones(16, 1)
+    with pytest.raises(ValueError, match=r"second_momentum_buffer.*has shape \(16, 1\)"):
+        rows.load_state_dict(state)
+    rows.state[param]["second_momentum_buffer"] = torch.ones(4, 1, device=device)
+    with pytest.raises(ValueError, match="second_momentum_buffer has shape"):
+        rows.step()
+
+
+def test_a_transposed_weight_has_the_same_rows(device: str) -> None:
+    values, grad = random(512, 1).reshape(16, 32), random(512, 2).reshape(16, 32)
+    found = []
+    for transposed in (False, True):
+        made = torch.from_numpy(values.copy()).to(device)
+        param = nn.Parameter(made.t().contiguous().t() if transposed else made)
+        param.grad = torch.from_numpy(grad.copy()).to(device).as_strided((16, 32), (32, 1))
+        optimizer = amp.optim.Muon([param], normalize="rows")
+        optimizer.step()
+        found.append((array(param), array(optimizer.state[param]["second_momentum_buffer"])))
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    params = [nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(ValueError, match="normalize must be None or"):
+        amp.optim.Muon(params, normalize="columns")
+    with pytest.raises(ValueError, match=r"beta2 must be in \[0, 1\), found 1"):
+        amp.optim.Muon(params, normalize="rows", beta2=1)
+    with pytest.raises(TypeError, match="second_momentum_buffer"):
+        amp.optim.Muon(params, second_momentum_buffer="bfloat16")  # type: ignore[call-arg]
