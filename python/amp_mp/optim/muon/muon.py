@@ -129,8 +129,8 @@ class Muon(FusedOptimizer):
         defaults = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn},
-            **{"use_muon": True, "split": 1, "flatten": False},
+            **{"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "use_muon": True},
+            **{"split": 1, "flatten": False},
             **{"normalize": normalize, "beta2": beta2, "cautious": cautious},
         }
         super().__init__(params, defaults, options)
