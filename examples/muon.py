@@ -31,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quintic": {"ns_coefficients": "quintic"},
     "polar_express, 5 steps": {"ns_coefficients": "polar_express", "ns_steps": 5},
     "polar_express": {"ns_coefficients": "polar_express"},
+    "NorMuon": {"normalize": "rows"},
+    "cautious": {"cautious": True},
 }
 STYLES = ("-", "-.", "--", ":")
 
