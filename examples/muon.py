@@ -31,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quintic": {"ns_coefficients": "quintic"},
     "polar_express, 5 steps": {"ns_coefficients": "polar_express", "ns_steps": 5},
     "polar_express": {"ns_coefficients": "polar_express"},
+    "NorMuon": {"normalize": "rows"},
+    "cautious": {"cautious": True},
 }
 STYLES = ("-", "-.", "--", ":")
 
@@ -67,25 +69,22 @@ def measurements(trainer: Trainer, baseline: Trainer) -> dict[str, float]:
     return {
         "validation_loss": run.validation[-1][1],
         "steps_to_baseline": there[0] if there else float("inf"),
-        "seconds": statistics.median(run.step_seconds),
     }
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> Table:
     """One row for each way of training; means over the seeds, and their least and largest."""
-    columns = ("", "validation loss", "least to largest", "steps to AdamW's last loss", "ms a step")
+    columns = ("", "validation loss", "least to largest", "steps to AdamW's last loss")
     result = Table(*columns, caption="losses are nats per byte", caption_justify="left")
     for name, runs in results.items():
-        losses, steps, seconds = (
-            [run[key] for run in runs]
-            for key in ("validation_loss", "steps_to_baseline", "seconds")
+        losses, steps = (
+            [run[key] for run in runs] for key in ("validation_loss", "steps_to_baseline")
         )
         result.add_row(
             name,
             f"{statistics.mean(losses):.4f}",
             f"{min(losses):.4f} to {max(losses):.4f}",
             f"{statistics.mean(steps):.0f}",
-            f"{1e3 * statistics.mean(seconds):.0f}",
         )
     return result
 
