@@ -190,27 +190,25 @@ def measure(tensors: Tensors) -> Tensor:
     """float64 [n + 1, 3]: sum of squares, largest finite |x|, non-finite count; last: total."""
 
 def orthogonalise_(
-    stack: Tensor,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    *,
-    stack_bytes: int = ...,
+    stack: Tensor, group: dict[str, Any], factor: float = 1.0, *, stack_bytes: int = ...
 ) -> None:
     """Newton-Schulz of each matrix of a bfloat16 stack: csrc/torch/muon/orthogonalise.h."""
+
+def ns_iterations(group: dict[str, Any]) -> list[list[float]]:
+    """A param_group's polynomials, or ValueError: csrc/torch/muon/newton_schulz.h."""
 
 class WholeMatrices:
     """Makes updates of directions where this process has all of each matrix; same file.
 
-    One each for the parameters: the memory here, the param_group, and the shape of its matrices,
-    None for a parameter that is not for this object.
+    One each for the parameters: the memory here, the param_group, and the blocks of its matrices,
+    (count, rows, columns, factor), None for a parameter that is not for this object.
     """
 
     def __init__(
         self,
         locals: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
-        shapes: Sequence[tuple[int, int] | None],
+        blocks: Sequence[Sequence[tuple[int, int, int, float]] | None],
     ) -> None: ...
     def __call__(self, directions: Tensor) -> Tensor:
         """The same tensor, with updates in place of the directions."""

@@ -181,7 +181,7 @@ def resumed(kind: Any, dtype: torch.dtype) -> tuple[bool, str, bool]:
 def test_fp16_optimizer_resumes_from_the_same_ranks_file(kind: Any, dtype: torch.dtype) -> None:
     for rank, (same, refused, all_dtensors) in enumerate(on_ranks(2, resumed, kind, dtype)):
         assert same
-        assert f"parts of rank {1 - rank}" in refused
+        assert f"part of rank {1 - rank}" in refused
         assert all_dtensors or kind is amp.optim.AdamW
 
 

@@ -20,10 +20,13 @@ HEADS, SIZE, INPUTS = 6, 3, 8  # 18 rows: processes divide them inside of heads
 KINDS = ("rows", "tensor parallel")
 
 
-def network() -> nn.ModuleDict:
-    torch.manual_seed(0)
-    rows = {"q": HEADS * SIZE, "k": 2 * SIZE, "o": 1}
-    return nn.ModuleDict({name: nn.Linear(INPUTS, n) for name, n in rows.items()})
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = nn.Linear(INPUTS, HEADS * SIZE)
+        self.k = nn.Linear(INPUTS, 2 * SIZE)
+        self.o = nn.Linear(INPUTS, 1)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def edited(kind: str, memory: str) -> dict[str, Any]:
     """What an edit, QK-Clip and steps before and after leave, put together."""
-    model: Any = network()
+    model: Any = Network()
     if kind == "rows":
         fully_shard(model)
     elif kind == "tensor parallel":
@@ -52,7 +55,7 @@ def edited(kind: str, memory: str) -> dict[str, Any]:
                 assert master.shape == named[name].shape
                 master.mul_(1 + 2**-10).add_(2**-12)
         logits = torch.tensor([90.0, 130.0, 110.0, 400.0, 101.0, 250.0])
-        found[f"gamma {moment}"] = amp.optim.qk_clip_(optimizer, model["q"], model["k"], logits)
+        found[f"gamma {moment}"] = amp.optim.qk_clip_(optimizer, model.q, model.k, logits)
         with optimizer.masters(named) as masters:
             found |= {f"{name} {moment}": whole(m) for name, m in masters.items()}
         for name, param in named.items():

@@ -38,28 +38,46 @@ if LARGE:
     SPLITS += [("fsdp", 1), ("columns fsdp", 4)]
 
 
-def groups_of(model: Any) -> list[dict[str, Any]]:
+# Numbers of each of the three groups below.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {"split": 3}, {}),
+    "unequal blocks": (
+        {"ns_coefficients": "polar_express", "adjust_lr_fn": "sqrt"},
+        {"split": (50, 30, 8, 8), "adjust_lr_fn": "match_rms_adamw", "ns_coefficients": "cans"},
+        {"split": (16, 48), "ns_coefficients": [(3.0, -3.0, 1.0), (1.5, -0.5, 0.0)]},
+    ),
+    "other dtypes": (
+        {"ns_dtype": torch.float32, "ns_coefficients": "deepseek"},
+        {"ns_dtype": torch.float16, "split": (32, 16, 16, 32), "adjust_lr_fn": "sqrt"},
+        {"ns_dtype": torch.float32, "ns_steps": 2, "eps": 1e-7},
+    ),
+}
+
+
+def groups_of(model: Any, options: str) -> list[dict[str, Any]]:
     params = list(model.parameters())
+    matrices, blocks, flat = OPTIONS[options]
     return [
-        {"params": [p for p in params if p.dim() < 4 and p.shape[-2] != 96]},
-        {"params": [p for p in params if p.shape[-2] == 96], "split": 3},
-        {"params": [p for p in params if p.dim() == 4], "flatten": True, "lr": 0.01},
+        {"params": [p for p in params if p.dim() < 4 and p.shape[-2] != 96], **matrices},
+        {"params": [p for p in params if p.shape[-2] == 96], **blocks},
+        {"params": [p for p in params if p.dim() == 4], "flatten": True, "lr": 0.01, **flat},
     ]
 
 
-def compare(layout: str, memories: list[str]) -> list[str]:
+def compare(layout: str, memories: list[str], options: str = "") -> list[str]:
     found = []
     for dtype in (LOW, torch.float32):
         for memory in memories:
             runs: list[Any] = []
             for model in (shard(Bag(SHAPES, dtype), layout), Bag(SHAPES, dtype)):
-                optimizer = amp.optim.Muon(groups_of(model), lr=0.02, memory=memory, seed=3)
+                groups = groups_of(model, options)
+                optimizer = amp.optim.Muon(groups, lr=0.02, memory=memory, seed=3)
                 params = list(model.parameters())
                 for step in range(4):
                     set_grads(params, 100 * step)
                     optimizer.step()
                 runs += [params, optimizer]
-            found += [f"{memory}, {dtype}: {text}" for text in differences(*runs)]
+            found += [f"{memory}, {dtype}, {options}: {text}" for text in differences(*runs)]
     return found
 
 
@@ -72,23 +90,41 @@ def test_matrices_have_the_bits_of_one_process(layout: str, world: int) -> None:
         assert rank == []
 
 
+OTHERS = [o for o in OPTIONS if o]
+LAYOUTS = [("fsdp", 2), ("fsdp", 4), ("rows", 2), ("rows fsdp", 4)]
+CASES = [(*layout, options) for layout in LAYOUTS for options in OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "options"), CASES if LARGE else tiered(CASES, [CASES[2], CASES[5]])
+)
+def test_every_option_has_the_bits_of_one_process(layout: str, world: int, options: str) -> None:
+    for rank in on_ranks(world, compare, layout, ["exact"], options, limit_s=200):
+        assert rank == []
+
+
 def products(layout: str) -> list[list[int]]:
     """The shapes of the stacks that this rank makes orthogonal in a step."""
     seen: list[list[int]] = []
-    kept = sharded.orthogonalise_
+    kept, whole = sharded.orthogonalise_, sharded.WholeMatrices
 
     def watched(stack: Tensor, *rest: Any) -> None:
         seen.append(list(stack.shape))
         kept(stack, *rest)
 
+    def gathered(tensors: list[Tensor], *rest: Any) -> Any:
+        if len(tensors) == 1:
+            seen.append(list(tensors[0].shape))
+        return whole(tensors, *rest)
+
     model = shard(Bag([(32, 64)] * 8 + [(4, 16, 16)], torch.float32), layout)
     optimizer = amp.optim.Muon(model.parameters())
     set_grads(list(model.parameters()), 1)
-    sharded.orthogonalise_ = watched
+    sharded.orthogonalise_, sharded.WholeMatrices = watched, gathered
     try:
         optimizer.step()
     finally:
-        sharded.orthogonalise_ = kept
+        sharded.orthogonalise_, sharded.WholeMatrices = kept, whole
     return seen
 
 

@@ -33,7 +33,7 @@ def test_an_optimizer_shows_torchs_names_and_few_of_its_own(kind: str) -> None:
     optimizer = getattr(amp.optim, kind)([param], lr=0.1)
     shown = {name for name in dir(optimizer) if not name.startswith("_")}
     assert shown >= OWN
-    own = {"momentum_form"} if kind == "SGD" else set()
+    own = {"SGD": {"momentum_form"}, "Muon": {"param_summary"}}.get(kind, set())
     assert shown - set(dir(torch.optim.AdamW([param]))) == OWN | own
 
 

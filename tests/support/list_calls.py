@@ -45,7 +45,7 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (
             _C.orthogonalise_,
-            {"stack": stack, "coefficients": (3.4, -4.7, 2.0), "steps": 5, "eps": 1e-7},
+            {"stack": stack, "group": numbers, "factor": 0.5},
         ),
         (
             whole,
@@ -53,7 +53,7 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
                 "directions": fuzz.tensor((64,), torch.bfloat16),
                 "locals": [param, fuzz.tensor((4, 8))],
                 "groups": [numbers, numbers],
-                "shapes": [(4, 8), (4, 8)],
+                "blocks": [[(1, 4, 8, 1.0)], [(1, 3, 8, 1.0), (1, 1, 8, 0.5)]],
             },
         ),
         (

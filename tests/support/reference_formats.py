@@ -121,6 +121,7 @@ def _encode_log8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
     with np.errstate(invalid="ignore"):
         bad = ~(most < 31 / 32 * 2.0**128) | np.signbit(groups).any(axis=1)
         _, exponent = np.frexp(most * 32 / 31)  # the power of two above it
+        exponent = np.where(most == 0, -97, exponent)
     scales = np.where(bad, 1, np.clip(exponent + 127, 30, 255)).astype(np.uint8)
     with np.errstate(invalid="ignore"):
         part = groups / np.exp2(scales.astype(np.float64) - 127)[:, None]

@@ -20,12 +20,13 @@ struct MuonStep {
 struct Muon {
   static constexpr int kStates = 2, kSquares = 0;
   static constexpr bool kDirection = true;
-  float gain;  // 1 - momentum
+  float momentum, gain;  // gain: 1 - momentum
   bool nesterov;
   MuonStep step;
 
   static AMP_MP_BOTH Muon at(const Hyper& h, const Clock&) {
-    return {.gain = float(1 - h.momentum),
+    return {.momentum = float(h.momentum),
+            .gain = float(1 - h.momentum),
             .nesterov = h.nesterov,
             .step = {.decay = Decay::at(h), .rate = float(h.lr * h.trust)}};
   }
@@ -33,9 +34,14 @@ struct Muon {
   // Returns the direction.
   AMP_MP_BOTH float advance(float g, float& m) const {
     // move the momentum towards the gradient
-    m = m + gain * (g - m);
+    m = towards(g, m);
     // look ahead by as much again
-    return select(nesterov, m + gain * (g - m), m);
+    return select(nesterov, towards(g, m), m);
+  }
+
+  // momentum m + (1 - momentum) g from the nearer end, as torch.lerp: with momentum 0 it is g.
+  AMP_MP_BOTH float towards(float g, float m) const {
+    return select(gain < .5f, m + gain * (g - m), g - momentum * (g - m));
   }
 };
 

@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cmath>
+
 namespace amp_mp::muon {
 namespace {
 
@@ -20,60 +22,104 @@ at::Tensor add_product(const at::Tensor& sum, const at::Tensor& a, const at::Ten
   return a.dim() == 2 ? at::addmm(sum, a, b, beta, alpha) : at::baddbmm(sum, a, b, beta, alpha);
 }
 
-void orthogonalise_part(const at::Tensor& stack, const std::array<double, 3>& coefficients,
-                        int64_t steps, double eps) {
-  const auto [a, b, c] = coefficients;
+at::Tensor norm_of(const at::Tensor& x, double order) {
+  return at::linalg_vector_norm(x, order, at::IntArrayRef{-2, -1}, true);
+}
+
+// Divides each matrix by the power of two below its largest |element|. That is exact, so the bits
+// of what follows are those without it wherever no square vanishes or overflows.
+void scale_elements_(const at::Tensor& x) {
+  constexpr int kExponent = 0x7F80, kLeastNormal = 0x0080;  // bits of a bfloat16
+  const at::Tensor largest = norm_of(x, INFINITY);
+  const at::Tensor power = largest.view(at::kShort).bitwise_and_(kExponent);
+  x.div_(power.clamp_min_(kLeastNormal).view(at::kBFloat16));
+}
+
+// x divided by its norm, in the dtype of the products: no singular value is above 1.
+at::Tensor normalised(const at::Tensor& x, const NewtonSchulz& how) {
+  constexpr double kLeastNorm = 0x1p-126;  // of zeros
+  const bool any_size = how.eps == 0;
+  if (any_size) scale_elements_(x);
+  const double least = any_size ? kLeastNorm : how.eps;
+  if (how.dtype == at::kBFloat16) return x.div_(norm_of(x, 2).clamp_min(least));
+  const at::Tensor wide = x.to(at::kFloat);
+  return (wide / norm_of(wide, 2).clamp_min(least)).to(how.dtype);
+}
+
+void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double factor) {
   const at::Tensor own = stack.size(0) == 1 ? stack[0] : stack;
   const bool is_tall = own.size(-2) > own.size(-1);
-  at::Tensor x = is_tall ? own.mT() : own;
-  const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef{-2, -1}, true);
-  x.div_(norm.clamp_min(eps));  // no singular value is above 1
-  for (int64_t step = 0; step < steps; ++step) {
+  at::Tensor x = normalised(is_tall ? own.mT() : own, how);
+  for (size_t step = 0; step < how.iterations.size(); ++step) {
+    const double scale = step + 1 == how.iterations.size() ? factor : 1;
+    const auto [a, b, c] = how.iterations[step];
     const at::Tensor gram = product(x, x.mT());
-    const at::Tensor polynomial = add_product(gram, gram, gram, b, c);
-    x = add_product(x, polynomial, x, a);
+    const at::Tensor polynomial = add_product(gram, gram, gram, scale * b, scale * c);
+    x = add_product(x, polynomial, x, scale * a);
   }
-  if (steps > 0) own.copy_(is_tall ? x.mT() : x);
+  if (how.iterations.empty() && factor != 1) x.mul_(factor);
+  if (!how.iterations.empty() || how.dtype != at::kBFloat16) own.copy_(is_tall ? x.mT() : x);
 }
 
 }  // namespace
 
-void orthogonalise_(const at::Tensor& stack, const std::array<double, 3>& coefficients,
-                    int64_t steps, double eps, int64_t stack_bytes) {
+void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& how, double factor,
+                    int64_t stack_bytes) {
   TORCH_CHECK_VALUE(stack.defined() && stack.dim() == 3 && stack.scalar_type() == at::kBFloat16,
                     "stack must be bfloat16 [n, rows, columns]");
-  TORCH_CHECK_VALUE(steps >= 0 && steps < 100, "steps must be of [0, 100), found ", steps);
+  if (stack.numel() == 0) return;
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t count = stack.size(0), rows = stack.size(1), columns = stack.size(2);
-  int64_t most = std::max<int64_t>(1, stack_bytes / std::max<int64_t>(1, 2 * rows * columns));
-  if (stack.is_cpu() && std::min(rows, columns) >= kLargeOnCpu) most = 1;
+  const int64_t bytes = int64_t(c10::elementSize(how.dtype)) * rows * columns;
+  int64_t most = std::max<int64_t>(1, stack_bytes / bytes);
+  const bool is_large = std::min(rows, columns) >= kLargeOnCpu;
+  if (stack.is_cpu() && (is_large || how.dtype != at::kBFloat16)) most = 1;
   for (int64_t begin = 0; begin < count; begin += most)
-    orthogonalise_part(stack.narrow(0, begin, std::min(most, count - begin)), coefficients, steps,
-                       eps);
+    orthogonalise_part(stack.narrow(0, begin, std::min(most, count - begin)), how, factor);
 }
+
+namespace {
+
+// Makes each of the matrices' blocks orthogonal, in place.
+void make_blocks(const at::Tensor& own, const WholeMatrices::Blocks& blocks,
+                 const NewtonSchulz& how) {
+  int64_t rows = 0, at = 0;
+  for (const auto& [count, own_rows, columns, factor] : blocks) rows += count * own_rows;
+  const at::Tensor whole = own.reshape({-1, rows, std::get<2>(blocks.at(0))});
+  for (const auto& [count, own_rows, columns, factor] : blocks) {
+    const at::Tensor part = whole.narrow(1, at, count * own_rows);
+    const at::Tensor stack = part.reshape({-1, own_rows, columns});
+    orthogonalise_(stack, how, factor);
+    if (stack.const_data_ptr() != part.const_data_ptr()) part.copy_(stack.view(part.sizes()));
+    at += count * own_rows;
+  }
+  if (whole.const_data_ptr() != own.const_data_ptr()) own.copy_(whole.view(own.sizes()));
+}
+
+}  // namespace
 
 WholeMatrices::WholeMatrices(const std::vector<at::Tensor>& locals,
                              const std::vector<py::dict>& groups,
-                             const std::vector<std::optional<Shape>>& shapes) {
-  TORCH_CHECK_VALUE(groups.size() == locals.size() && shapes.size() == locals.size(),
-                    "locals, groups and shapes must be equally long");
+                             const std::vector<std::optional<Blocks>>& blocks) {
+  TORCH_CHECK_VALUE(groups.size() == locals.size() && blocks.size() == locals.size(),
+                    "locals, groups and blocks must be equally long");
   int64_t at = 0;
   for (size_t i = 0; i < locals.size(); ++i) {
     const at::Tensor& local = locals[i];
     TORCH_CHECK_VALUE(local.defined(), "locals[", i, "] is None; a tensor is needed");
     const int64_t begin = at;
     at += local.numel();
-    if (!shapes[i] || begin == at) continue;
+    if (!blocks[i] || begin == at) continue;
     Run* last = runs_.empty() || runs_.back().end != begin ? nullptr : &runs_.back();
     if (!local.is_contiguous())
       runs_.push_back(
-          {begin, at, *shapes[i], groups[i], local.sizes().vec(), local.strides().vec()});
+          {begin, at, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec()});
     else if (last && last->strides.empty() && last->group.is(groups[i]) &&
-             last->matrix == *shapes[i])
+             last->blocks == *blocks[i])
       last->end = at;
     else
-      runs_.push_back({begin, at, *shapes[i], groups[i], {}, {}});
+      runs_.push_back({begin, at, *blocks[i], groups[i], {}, {}});
   }
 }
 
@@ -81,27 +127,30 @@ at::Tensor WholeMatrices::make_updates(const at::Tensor& directions) const {
   for (const Run& run : runs_) {
     at::Tensor own = directions.slice(0, run.begin, run.end);
     if (!run.strides.empty()) own = own.as_strided(run.sizes, run.strides);
-    const at::Tensor stack = own.reshape({-1, run.matrix.first, run.matrix.second});
-    const auto coefficients = py::cast<std::array<double, 3>>(run.group["ns_coefficients"]);
-    const auto steps = py::cast<int64_t>(run.group["ns_steps"]);
-    const auto eps = py::cast<double>(run.group["eps"]);
-    {
-      const py::gil_scoped_release release;
-      orthogonalise_(stack, coefficients, steps, eps);
-    }
-    if (stack.const_data_ptr() != own.const_data_ptr()) own.copy_(stack.view(own.sizes()));
+    const NewtonSchulz how = newton_schulz_of(run.group);
+    const py::gil_scoped_release release;
+    make_blocks(own, run.blocks, how);
   }
   return directions;
 }
 
 void bind(py::module_& m) {
-  m.def("orthogonalise_", &orthogonalise_, py::arg("stack"), py::arg("coefficients"),
-        py::arg("steps"), py::arg("eps"), py::kw_only(), py::arg("stack_bytes") = kStackBytes,
-        py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "orthogonalise_",
+      [](const at::Tensor& stack, const py::dict& group, double factor, int64_t stack_bytes) {
+        const NewtonSchulz how = newton_schulz_of(group);
+        const py::gil_scoped_release release;
+        orthogonalise_(stack, how, factor, stack_bytes);
+      },
+      py::arg("stack"), py::arg("group"), py::arg("factor") = 1.0, py::kw_only(),
+      py::arg("stack_bytes") = kStackBytes);
+  m.def(
+      "ns_iterations", [](const py::dict& group) { return newton_schulz_of(group).iterations; },
+      py::arg("group"));
   py::class_<WholeMatrices>(m, "WholeMatrices")
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<py::dict>&,
-                    const std::vector<std::optional<WholeMatrices::Shape>>&>(),
-           py::arg("locals"), py::arg("groups"), py::arg("shapes"))
+                    const std::vector<std::optional<WholeMatrices::Blocks>>&>(),
+           py::arg("locals"), py::arg("groups"), py::arg("blocks"))
       .def("__call__", &WholeMatrices::make_updates, py::arg("directions"));
 }
 

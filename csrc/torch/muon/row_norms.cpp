@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <numeric>
+
 #include "torch/step/objects.h"
 
 namespace amp_mp::muon {
@@ -24,6 +26,13 @@ at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& memb
   return py::cast<at::Tensor>(python_functions().whole(placed)).reshape({-1, 2});
 }
 
+// The rows of the blocks that keep their norms; equal blocks are matrices like any others.
+std::vector<int64_t> blocks_of(const RowNorms::Member& member) {
+  const py::object split = member.group["split"];
+  if (py::isinstance<py::int_>(split)) return {member.rows};
+  return py::cast<std::vector<int64_t>>(split);
+}
+
 void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::Tensor& keeps) {
   const at::Tensor held = local_of(member.moment.ptr()), moment = held.view({-1, 1});
   const auto beta2 = py::cast<double>(member.group["beta2"]);
@@ -32,10 +41,16 @@ void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::T
   const at::Tensor next = at::where(keeps, moment, moved);
   const at::Tensor scale = (next.sqrt() + kEps).reciprocal();
   const at::Tensor sums = at::cat({square, square * scale.to(at::kDouble).square()}, 1);
-  const at::Tensor all = of_all_processes(sums, member).view({-1, member.rows, 2}).sum(1);
-  const at::Tensor before = all.select(1, 0), after = all.select(1, 1);
-  at::Tensor ratio = at::where(after.gt(0), before / after, 1.0).sqrt().to(at::kFloat);
-  ratio = ratio.unsqueeze(1).expand({-1, member.rows}).reshape({-1, 1});
+  const std::vector<int64_t> blocks = blocks_of(member);
+  const int64_t height = std::accumulate(blocks.begin(), blocks.end(), int64_t(0));
+  const at::Tensor matrices = of_all_processes(sums, member).view({-1, height, 2});
+  Tensors ratios;
+  for (const at::Tensor& block : matrices.split_with_sizes(blocks, 1)) {
+    const at::Tensor all = block.sum(1), before = all.select(1, 0), after = all.select(1, 1);
+    const at::Tensor found = at::where(after.gt(0), before / after, 1.0).sqrt().to(at::kFloat);
+    ratios.push_back(found.unsqueeze(1).expand({-1, block.size(1)}));
+  }
+  at::Tensor ratio = at::cat(ratios, 1).reshape({-1, 1});
   if (is_dtensor(member.param.ptr())) {
     const at::Tensor whole = ratio.view(THPVariable_Unpack(member.moment.ptr()).sizes());
     const py::object part = python_functions().part_of_whole(whole, member.param);

@@ -16,7 +16,7 @@ std::vector<int64_t> row_sizes(at::IntArrayRef sizes, bool flattened);
 class RowNorms {
  public:
   // A parameter whose updates lie at `begin`: its memory here, its second moment, float32 of
-  // row_sizes, its param_group, and how many rows a matrix has.
+  // row_sizes, its param_group, and how many rows a matrix, or each of its equal blocks, has.
   struct Member {
     int64_t begin;
     at::Tensor local;

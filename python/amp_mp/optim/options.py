@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.state.formats import ROUNDINGS
 from amp_mp.scaling.norm_spike import NormSpike
@@ -61,7 +62,7 @@ RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some opt
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
 FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
 FLAGS |= {"cautious"}
-ADJUSTMENTS = (None, "original", "match_rms_adamw")
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
@@ -165,18 +166,17 @@ def check_muon(group: Mapping[str, Any]) -> None:
         if not isinstance(group.get(name, False), bool):
             raise ValueError(f"{name} must be True or False, found {group[name]!r}")
     split = group.get("split", 1)
-    if isinstance(split, bool) or not isinstance(split, int) or split < 1:
-        raise ValueError(f"split must be a whole number of at least 1, found {split!r}")
+    counts = split if isinstance(split, tuple | list) and split else (split,)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
+        raise ValueError(
+            "split must be a whole number of at least 1, how many equal blocks there are, or a "
+            f"tuple of such numbers, the rows of each block; found {split!r}"
+        )
     if "ns_steps" not in group:
         return
     if group.get("normalize") not in (None, "rows"):
         raise ValueError(f'normalize must be None or "rows", found {group["normalize"]!r}')
-    coefficients, steps = group.get("ns_coefficients"), group["ns_steps"]
-    listed = coefficients if isinstance(coefficients, tuple | list) else ()
-    if len(listed) != 3 or not all(isinstance(c, Real) for c in listed):
-        raise ValueError(f"ns_coefficients must be three numbers, found {coefficients!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ValueError(f"ns_steps must be a whole number of [0, 100), found {steps!r}")
+    _C.ns_iterations(dict(group))
     if group.get("adjust_lr_fn") not in ADJUSTMENTS:
         known = ", ".join(repr(each) for each in ADJUSTMENTS)
         raise ValueError(f"adjust_lr_fn must be one of {known}; found {group['adjust_lr_fn']!r}")

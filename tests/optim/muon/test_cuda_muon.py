@@ -64,10 +64,10 @@ class Training:
         return raw_bytes([[p.detach() for p in self.params], state, self.scaler.state_dict()])
 
 
-# Three shapes: a norm, its least value, a division, five times three products, and a copy. Of the
-# products of stacks two copy what they add to; one matrix alone needs none. A GPU may cut a product
-# into two kernels.
-OF_TORCH = 3 * (3 + 1) + 5 * (2 * (3 + 2) + 3)
+# Three shapes: the largest element, its power of two and a division by it; a norm, its least value
+# and a division; five times three products, and a copy. Of the products of stacks two copy what
+# they add to; one matrix alone needs none. A GPU may cut a product into two kernels.
+OF_TORCH = 3 * (4 + 3 + 1) + 5 * (2 * (3 + 2) + 3)
 # The directions' memory lives for one step. Where the allocator has it elsewhere than in the last
 # step, one launch uploads the new addresses.
 UPLOADS = (0, 1)

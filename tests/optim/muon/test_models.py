@@ -101,7 +101,8 @@ def test_the_last_linear_layer_is_the_output_where_none_has_the_name_of_one() ->
 
 def test_convolutions_are_chosen_by_name_alone_and_flattened() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    assert names_of(amp.optim.Muon(model), True) == set()
+    with pytest.raises(ValueError, match=r"output layers: \['3.weight'\]\).*matrices="):
+        amp.optim.Muon(model)
     optimizer = amp.optim.Muon(model, matrices=["1.weight"], lr=0.02)
     flat = nn.Parameter(model[1].weight.detach().flatten(1).clone())
     other = amp.optim.Muon([flat], lr=0.02)
@@ -124,7 +125,17 @@ def test_convolutions_are_chosen_by_name_alone_and_flattened() -> None:
         ({"matrices": ["*.bias"]}, r"norm.bias.*shape \(32,\) is no matrix"),
         ({"others": {"lr": -1.0}}, "others: lr must not be negative"),
         ({"ns_steps": 100}, "ns_steps must be"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three"),
+        ({"ns_steps": True}, "ns_steps must be None or a whole number"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"'quintic', three finite numbers.*\(1.0, 2.0\)"),
+        ({"ns_coefficients": (1.0, 2.0, math.nan)}, "ns_coefficients must be"),
+        ({"ns_coefficients": [(1.0, 2.0, 3.0), (1.0, 2.0)]}, "ns_coefficients must be"),
+        ({"ns_coefficients": []}, "ns_coefficients must be"),
+        ({"ns_coefficients": "fast"}, "ns_coefficients must be 'cans', 'deepseek'.*'fast'"),
+        ({"ns_dtype": torch.float64}, "ns_dtype must be torch.bfloat16.*found torch.float64"),
+        ({"ns_dtype": "bfloat16"}, "ns_dtype must be torch.bfloat16"),
+        ({"split": {"*.qkv.weight": (64, 31)}}, r"qkv.weight.*has 96 rows.*\(64, 31\) 95"),
+        ({"split": {"*.qkv.weight": (96, 0)}}, r"split must be .* rows of each block; found"),
+        ({"split": {"*.qkv.weight": ()}}, r"split must be .* rows of each block; found"),
         ({"adjust_lr_fn": "spectral"}, "adjust_lr_fn must be one of"),
         ({"momentum": -0.1}, "momentum must not be negative"),
     ],
@@ -261,9 +272,8 @@ def test_many_matrices_of_a_shape_are_a_few_products(device: str) -> None:
 def test_large_stacks_are_cut() -> None:
     whole = torch.randn(5, 16, 16).bfloat16()
     cut = whole.clone()
-    numbers = (3.4445, -4.775, 2.0315), 5, 1e-7
-    _C.orthogonalise_(whole, *numbers)
-    _C.orthogonalise_(cut, *numbers, stack_bytes=2 * 2 * 16 * 16)
+    _C.orthogonalise_(whole, {})
+    _C.orthogonalise_(cut, {}, stack_bytes=2 * 2 * 16 * 16)
     assert torch.equal(whole, cut)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_muon
 import rules
 import torch
 from helpers import DTYPES, array, assert_same, on, random, raw_bytes
@@ -35,15 +36,16 @@ class ExpectedMuon(Expected):
     def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
         self.clock.tick(0, 0)
         numbers, f = self.numbers, np.float32
-        gain = f(1 - numbers["momentum"])
+        of_rule = {name: numbers[name] for name in ("momentum", "nesterov")}
         g, m = grad.reshape(-1) * multiplier, self.states["momentum_buffer"]
-        m = m + gain * (g - m)
-        direction = m + gain * (g - m) if numbers["nesterov"] else m
+        m, direction = reference_muon.muon_direction(g, m, **of_rule)
         self.states["momentum_buffer"] = self._kept("momentum_buffer", m)
         update = self.orthogonal(torch.from_numpy(direction).view(self.shape))
         rows, columns = self.shape[-2:]
         factor = math.sqrt(max(1, rows / columns))
-        if numbers.get("adjust_lr_fn") == "match_rms_adamw":
+        if numbers.get("adjust_lr_fn") == "sqrt":
+            factor = math.sqrt(rows / columns)
+        elif numbers.get("adjust_lr_fn") == "match_rms_adamw":
             factor = 0.2 * math.sqrt(max(rows, columns))
         keep = f(1 - numbers["lr"] * numbers["weight_decay"])
         self._store(self.master * keep - f(numbers["lr"] * factor) * update)
@@ -118,8 +120,9 @@ def test_weights_alone_are_rounded_stochastically(device: str, weight: str) -> N
         {"nesterov": False},
         {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
         {"adjust_lr_fn": "original", "ns_steps": 2},
+        {"adjust_lr_fn": "sqrt", "momentum": 0.4},
         {"momentum": 0.0, "ns_steps": 7},
-        {"ns_steps": 0},
+        {"ns_steps": 0, "eps": 1e-7},
     ],
 )
 def test_all_numbers_count(device: str, numbers: dict[str, Any]) -> None:
@@ -148,7 +151,7 @@ UNIT = 2**-8
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torch_s_within_bfloat16(adjust: str | None, nesterov: bool) -> None:
-    ours, theirs = pairs_of(SHAPES[:5])
+    ours, theirs = pairs_of([*SHAPES[:5], (260, 300)])
     numbers = {"lr": 0.02, "adjust_lr_fn": adjust, "nesterov": nesterov}
     own = amp.optim.Muon(ours, **numbers)
     stock = torch.optim.Muon(theirs, **numbers)
@@ -163,6 +166,7 @@ def test_muon_is_torch_s_within_bfloat16(adjust: str | None, nesterov: bool) -> 
             if adjust != "match_rms_adamw":
                 factor = math.sqrt(max(1, rows / columns))
             assert (p - q).abs().max() <= 4 * UNIT * 0.02 * factor
+            assert (p - q).norm() <= 0.02 * (q - old).norm()
             assert (p - old).abs().max() > 20 * UNIT * 0.02 * factor / math.sqrt(max(p.shape))
             with torch.no_grad():
                 q.copy_(p)

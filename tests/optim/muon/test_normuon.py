@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import amp_mp as amp
 from amp_mp import _C
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, int]]] = {
     "tall": ((48, 32), {}, (48, 32)),
     "wide": ((8, 96), {}, (8, 96)),
@@ -27,7 +26,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, int]]] = {
 def orthogonal(grad: Tensor, matrix: tuple[int, int]) -> Tensor:
     """The orthogonal updates of a gradient without momentum, bfloat16 [n, rows, columns]."""
     stack = grad.to(torch.bfloat16).reshape(-1, *matrix).clone()
-    _C.orthogonalise_(stack, COEFFICIENTS, 5, 1e-7)
+    _C.orthogonalise_(stack, {})
     return stack
 
 
@@ -80,6 +79,26 @@ def test_steps_are_the_reference_bit_for_bit_and_the_paper(device: str, case: st
     assert found.dtype == torch.float32
     sizes = [*shape[: -1 if len(shape) < 4 else 1], *[1] * (1 if len(shape) < 4 else 3)]
     assert list(found.shape) == sizes
+
+
+def test_unequal_blocks_are_normalised_as_matrices_of_their_own(device: str) -> None:
+    """Rows of 64, 16 and 16 of a fused weight."""
+    options: Any = {"lr": 0.5, "normalize": "rows", "adjust_lr_fn": "match_rms_adamw"}
+    start = torch.from_numpy(random(96 * 32, 1).reshape(96, 32)).to(device)
+    fused = nn.Parameter(start.clone())
+    parts = [nn.Parameter(part.clone()) for part in start.split((64, 16, 16))]
+    first = amp.optim.Muon([{"params": [fused], "split": (64, 16, 16)}], **options)
+    second = amp.optim.Muon(parts, **options)
+    for step in range(3):
+        fused.grad = torch.from_numpy(random(96 * 32, 5 + step).reshape(96, 32)).to(device)
+        for param, part in zip(parts, fused.grad.split((64, 16, 16)), strict=True):
+            param.grad = part.clone()
+        first.step()
+        second.step()
+    rows = [second.state[param]["second_momentum_buffer"] for param in parts]
+    assert torch.equal(first.state[fused]["second_momentum_buffer"], torch.cat(rows))
+    # The smaller blocks' factor, 1 / sqrt(2) of the first's, is rounded with their updates.
+    torch.testing.assert_close(fused, torch.cat(parts), rtol=0, atol=3 * 0.5 * 2**-8)
 
 
 def test_rows_move_alike(device: str) -> None:

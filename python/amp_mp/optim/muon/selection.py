@@ -1,7 +1,7 @@
 """Which parameters of a model are matrices for Muon, and which are for AdamW."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,22 +13,29 @@ NOT_MATRICES = (
     *(nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
     *(nn.modules.batchnorm._NormBase, nn.RNNBase, CONVOLUTIONS),
 )
-# The same in other libraries' modules, and positions and tokens that are plain parameters.
-NOT_MATRIX_NAME = re.compile(r"embed|position|pos_|token|norm", re.IGNORECASE)
-# Output layers are known by these names, outside of lists of blocks.
-HEADS = ("lm_head", "head", "heads", "output", "classifier", "logits", "score", "unembed")
+# The same in other libraries' modules; and what is a plain parameter that is added, multiplied or
+# looked up: positions, tokens, gains, Mamba's A_log and D. Searched in "type.name".
+NOT_MATRIX_NAME = re.compile(
+    r"embed|position|pos_|token|norm|\.[^.]*(scale|gain|bias)|\.(pos|cls|A_log|D)(\.|$)",
+    re.IGNORECASE,
+)
+# Output layers are known by these names outside of lists of blocks, and by the second kind if they
+# are the model's own.
+HEAD = re.compile(r"(.*_)?(heads?|classifier)|output|logits|score|unembed|embed_out|qa_outputs")
+OWN_HEAD = re.compile(r"(.*_)?out(put)?s?")
 
 Named = tuple[str, Tensor]
 Patterns = Iterable[str] | str | None
 
 
 def muon_groups(
-    model: nn.Module, matrices: Patterns, not_matrices: Patterns, split: Mapping[str, int] | None
+    model: nn.Module, matrices: Patterns, not_matrices: Patterns, split: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """A model's parameters as param_groups: Muon's, and one of AdamW's.
 
     Matrices that are split, and flattened ones, have groups of their own. Raises ValueError naming
-    a pattern that matches nothing, or a parameter that two patterns disagree about.
+    a pattern that matches nothing, or a parameter that two patterns disagree about, and where no
+    matrix is left for Muon.
     """
     named = dict(model.named_parameters())
     chosen = _matching(named, matrices, "matrices")
@@ -37,10 +44,18 @@ def muon_groups(
         raise ValueError(f"{both[0]!r} matches patterns of both matrices and not_matrices")
     owners = _owners(model)
     heads = _heads(model)
-    groups: dict[tuple[int, bool], list[Named]] = {}
+    groups: dict[tuple[Any, bool], list[Named]] = {}
     others: list[Named] = []
-    own = {n for n, p in named.items() if _is_matrix(n, p, owners[id(p)], heads)}
+    own = {n for n, p in named.items() if _is_matrix(p, owners[id(p)], heads)}
     own = (own | chosen) - refused
+    if not own:
+        ends = [
+            n for n, p in named.items() if p.dim() > 1 and {m for m, _ in owners[id(p)]} & heads
+        ]
+        raise ValueError(
+            f"Muon finds no matrix in the model (output layers: {ends}); name those that it is to "
+            'update, Muon(model, matrices=["*.weight"]), or take AdamW'
+        )
     blocks = _blocks(named, own, split or {})
     for name, param in named.items():
         if name not in own:
@@ -48,11 +63,11 @@ def muon_groups(
             continue
         flatten = any(isinstance(module, CONVOLUTIONS) for module, _ in owners[id(param)])
         groups.setdefault((blocks.get(name, 1), flatten), []).append((name, param))
-    found: list[dict[str, Any]] = [
+    made: list[dict[str, Any]] = [
         {"params": params, "use_muon": True, "split": split, "flatten": flatten}
         for (split, flatten), params in groups.items()
     ]
-    return [*found, {"params": others, "use_muon": False}] if others else found
+    return [*made, {"params": others, "use_muon": False}] if others else made
 
 
 def _matching(names: Iterable[str], patterns: Patterns, argument: str) -> set[str]:
@@ -66,8 +81,8 @@ def _matching(names: Iterable[str], patterns: Patterns, argument: str) -> set[st
     return found
 
 
-def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, int]) -> dict[str, int]:
-    blocks: dict[str, int] = {}
+def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, Any]) -> dict[str, Any]:
+    blocks: dict[str, Any] = {}
     for pattern, count in split.items():
         for name in sorted(_matching(named, [pattern], "split")):
             if name not in own:
@@ -75,46 +90,76 @@ def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, int]) -> di
                     f"split: {pattern!r} matches {name!r}, which AdamW updates; name it in "
                     "matrices, or change the pattern"
                 )
-            blocks[name] = count
+            blocks[name] = tuple(count) if isinstance(count, list) else count
     return blocks
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that have each parameter, and its name there; a parametrized weight's module."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for param in module._parameters.values():
+        outer, inside, tensor = f".{name}".partition(".parametrizations.")
+        owner = model.get_submodule(outer[1:]) if inside else module
+        for own, param in module._parameters.items():
             if param is not None:
-                owners.setdefault(id(param), []).append((module, name))
+                owners.setdefault(id(param), []).append((owner, f"{tensor}.{own}".lstrip(".")))
     return owners
 
 
-def _is_matrix(
-    name: str, param: Tensor, owners: list[tuple[nn.Module, str]], heads: set[int]
-) -> bool:
-    if param.dim() not in (2, 3) or id(param) in heads:
+def _is_matrix(param: Tensor, owners: list[tuple[nn.Module, str]], heads: set[nn.Module]) -> bool:
+    if param.dim() not in (2, 3) or min(param.shape) < 2:
         return False
-    for module, _ in owners:
-        if isinstance(module, NOT_MATRICES):
+    for module, own in owners:
+        if isinstance(module, NOT_MATRICES) or module in heads:
             return False
         plain = isinstance(module, nn.Linear | nn.MultiheadAttention)
-        kind = type(module).__name__
-        if not plain and NOT_MATRIX_NAME.search(f"{kind}.{name.rpartition('.')[2]}"):
+        if not plain and NOT_MATRIX_NAME.search(f"{type(module).__name__}.{own}"):
             return False
     return True
 
 
-def _heads(model: nn.Module) -> set[int]:
-    """The ids of output layers' weights.
+def _heads(model: nn.Module) -> set[nn.Module]:
+    """The output layers.
 
-    Those of linear layers that share an embedding's weight or have a name of HEADS outside of any
-    list; if there is none, that of the last linear layer.
+    Linear layers that share an embedding's weight or have an output layer's name; if there is none,
+    those that end the model.
     """
-    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    tables = {id(embedding.weight) for embedding in embeddings}
-    found = {id(m.weight) for _, m in linear if id(m.weight) in tables}
-    for name, module in linear:
-        parts = name.split(".")
-        if parts[-1] in HEADS and not any(part.isdigit() for part in parts):
-            found.add(id(module.weight))
-    return found or {id(module.weight) for _, module in linear[-1:]}
+    tables = {id(p) for embedding in embeddings for p in embedding.parameters()}
+    found: set[nn.Module] = {
+        m for m in linear.values() if any(id(p) in tables for p in m.parameters())
+    }
+    for name, module in linear.items():
+        outer, _, own = name.rpartition(".")
+        if own.isdigit() and isinstance(model.get_submodule(outer), nn.ModuleList):
+            outer, _, own = outer.rpartition(".")  # heads.0, heads.1
+        above = [part for part in outer.split(".") if part not in ("", "module", "_orig_mod")]
+        if any(part.isdigit() for part in (*above, own)):
+            continue
+        if HEAD.fullmatch(own) or (not above and OWN_HEAD.fullmatch(own)):
+            found.add(module)
+    return found or set(_last(model, {m.in_features for m in linear.values()}))
+
+
+def _last(module: nn.Module, taken: set[int]) -> Sequence[nn.Module]:
+    """The linear layers that end a module; `taken`: how many features linear layers take.
+
+    Of a module's own those whose results no linear layer takes, whole or in two or three parts;
+    else the last, or those that end the last module inside. Lists of blocks are not looked into.
+    """
+    if isinstance(module, nn.Linear):
+        return [module]
+    inner = [
+        child
+        for child in module.children()
+        if not isinstance(child, nn.ModuleList)
+        and any(isinstance(each, nn.Linear) for each in child.modules())
+    ]
+    ends = [
+        child
+        for child in inner
+        if isinstance(child, nn.Linear)
+        and not any(child.out_features == parts * n for n in taken for parts in (1, 2, 3))
+    ]
+    return ends or (_last(inner[-1], taken) if inner else [])

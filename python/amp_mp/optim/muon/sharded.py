@@ -1,7 +1,7 @@
 """Matrices that are split over processes: each is made orthogonal whole, by one of them."""
 
-from collections.abc import Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, cycle, groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_mp._C import WholeMatrices, orthogonalise_
-from amp_mp.optim.muon.matrices import shape_of
+from amp_mp.optim.muon.matrices import blocks_of
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
 from amp_mp.sharding.shards import like, local_of, part, split_groups
 
@@ -38,7 +38,7 @@ def make_updates(members: Members) -> MakeUpdates:
     whole = WholeMatrices(
         [local_of(param) for param, _ in members],
         [group for _, group in members],
-        [None if i in elsewhere else shape_of(group, p) for i, (p, group) in enumerate(members)],
+        [None if i in elsewhere else blocks_of(group, p) for i, (p, group) in enumerate(members)],
     )
     if not elsewhere:
         return whole
@@ -85,22 +85,32 @@ class Piece(NamedTuple):
     size: int
 
 
-def _pieces(param: Tensor, member: int, matrix: Shape, ranks: int) -> list[list[Piece]]:
-    """The pieces of each of a parameter's matrices, in the order of ranks and so of elements."""
-    size = prod(matrix)
+class Matrix(NamedTuple):
+    """A matrix, its numbers, and its pieces in the order of ranks and so of elements."""
+
+    shape: Shape
+    factor: float
+    group: Group
+    pieces: list[Piece]
+
+
+def _matrices(param: Tensor, group: Group, member: int, ranks: int) -> Iterator[Matrix]:
+    """Those that a parameter consists of, in the order of their elements."""
     rows, row = param.shape[0], prod(param.shape[1:])
-    chunk = -(-rows // ranks) * row  # as torch splits rows
-    total = rows * row
-    found = []
-    for number in range(total // size if size else 0):
-        begin, own = number * size, []
+    chunk, total, end = -(-rows // ranks) * row, rows * row, 0  # as torch splits rows
+    shapes = [
+        (b.rows, b.columns, b.factor) for b in blocks_of(group, param) for _ in range(b.number)
+    ]
+    for own_rows, columns, factor in cycle(shapes):
+        begin, end, pieces = end, end + own_rows * columns, []
+        if begin == end or end > total:
+            return
         for rank in range(ranks):
             first = min(rank * chunk, total)
-            low, high = max(begin, first), min(begin + size, min(first + chunk, total))
+            low, high = max(begin, first), min(end, min(first + chunk, total))
             if low < high:
-                own.append(Piece(member, rank, low - first, high - low))
-        found.append(own)
-    return found
+                pieces.append(Piece(member, rank, low - first, high - low))
+        yield Matrix((own_rows, columns), factor, group, pieces)
 
 
 class Exchange:
@@ -114,38 +124,36 @@ class Exchange:
         """indices: of the members that are split over the process group."""
         self._group, ranks, self._rank = group, group.size(), group.rank()
         offsets = _offsets(members)
-        shapes = {i: shape_of(members[i][1], members[i][0]) for i in indices}
-        matrices = [m for i in indices for m in _pieces(members[i][0], i, shapes[i], ranks)]
-        owners = self._owners(matrices, shapes)
+        matrices = [m for i in indices for m in _matrices(*members[i], i, ranks)]
+        owners = self._owners(matrices)
         # What this process sends, in the order of owners, and gets, in the order of senders; each
         # in the order of matrices.
-        sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m if p.rank == self._rank]
+        sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m.pieces]
+        sent = [(owner, piece) for owner, piece in sent if piece.rank == self._rank]
         sent.sort(key=lambda each: each[0])
         self._from = [(offsets[p.member] + p.at, p.size) for _, p in sent]
         self._sent = [sum(p.size for o, p in sent if o == rank) for rank in range(ranks)]
         own = [matrix for n, matrix in enumerate(matrices) if owners[n] == self._rank]
-        got = sorted((p for matrix in own for p in matrix), key=lambda piece: piece.rank)
+        got = sorted((p for matrix in own for p in matrix.pieces), key=lambda piece: piece.rank)
         self._received = [sum(p.size for p in got if p.rank == rank) for rank in range(ranks)]
         ends = accumulate((p.size for p in got), initial=0)
         places = {p: slice(at, at + p.size) for p, at in zip(got, ends, strict=False)}
-        # Matrices of one shape with the same numbers, and where their pieces are in what it gets.
-        self._stacks: list[tuple[Shape, Group, list[slice]]] = []
-        kinds = {i: (shapes[i], id(members[i][1])) for i in indices}
-        for (shape, _), run in groupby(own, lambda matrix: kinds[matrix[0].member]):
-            pieces = [p for matrix in run for p in matrix]
-            numbers = members[pieces[0].member][1]
-            self._stacks.append((shape, numbers, [places[p] for p in pieces]))
+        # The first of matrices of one kind, and where the pieces of all are in what it gets.
+        self._stacks: list[tuple[Matrix, list[slice]]] = []
+        for _, run in groupby(own, lambda m: (m.shape, m.factor, id(m.group))):
+            alike = list(run)
+            self._stacks.append((alike[0], [places[p] for m in alike for p in m.pieces]))
 
-    def _owners(self, matrices: list[list[Piece]], shapes: dict[int, Shape]) -> list[int]:
+    def _owners(self, matrices: list[Matrix]) -> list[int]:
         work = [0] * self._group.size()
         owners = [0] * len(matrices)
 
         def cost(number: int) -> int:
-            rows, columns = sorted(shapes[matrices[number][0].member])
+            rows, columns = sorted(matrices[number].shape)
             return rows * rows * (2 * columns + rows)
 
         for number in sorted(range(len(matrices)), key=lambda n: (-cost(n), n)):
-            held = matrices[number]
+            held = matrices[number].pieces
             owner = held[0].rank if len(held) == 1 else work.index(min(work))
             owners[number] = owner
             work[owner] += cost(number)
@@ -157,10 +165,10 @@ class Exchange:
         sent = torch.cat(mine) if mine else directions[:0]
         received = sent.new_empty(sum(self._received))
         self._send(received, sent, self._received, self._sent)
-        for shape, group, places in self._stacks:
+        for kind, places in self._stacks:
             own = [received[place] for place in places]
-            stack = torch.cat(own).view(-1, *shape)
-            orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            stack = torch.cat(own).view(-1, *kind.shape)
+            orthogonalise_(stack, kind.group, kind.factor)
             made = stack.flatten().split_with_sizes([piece.numel() for piece in own])
             torch._foreach_copy_(own, list(made))
         self._send(sent, received, self._sent, self._received)
@@ -192,7 +200,6 @@ class Gathering:
             own = directions[at : at + local.numel()].view(local.shape)
             given: Any = like(own, param)
             whole = given.full_tensor().contiguous()
-            stack = whole.view(-1, *shape_of(group, param))
-            orthogonalise_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            WholeMatrices([whole], [group], [blocks_of(group, param)])(whole.view(-1))
             own.copy_(part(whole, param))
         return directions

@@ -212,15 +212,16 @@ class Stepper:
         optimizer, watch = self.optimizer, self._watch
         watch.steps, watch.in_a_row, scale, norm, is_spike = skipped
         name, limit = type(optimizer).__name__, optimizer.raise_after_skips
-        spike = f"the gradients' norm, now {norm:g}, is above skip_norm_above"
-        what = spike if is_spike else "gradients are inf or NaN"
+        what = "gradients are inf or NaN"
+        if is_spike:
+            what = f"the gradients' norm, now {norm:g}, is above skip_norm_above"
         if limit is not None and watch.in_a_row >= limit:
             raise RuntimeError(
                 f"{name} has skipped {watch.in_a_row} steps in a row, since step {watch.since}, "
                 f"and raise_after_skips is {limit}: {what}. The weights are those of before; go on "
                 "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
-        watch.warn_of_skips(name, lambda: describe(scale), spike if is_spike else "")
+        watch.warn_of_skips(name, lambda: describe(scale), what if is_spike else "")
 
 
 def check_formats(rule: Rule, group: Group, index: int) -> None:
