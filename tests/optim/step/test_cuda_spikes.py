@@ -1,4 +1,4 @@
-"""Spikes on a GPU: no launch and no wait more than clipping takes, in CUDA graphs too."""
+"""Spikes on a GPU: no kernel and no wait more than clipping takes, in CUDA graphs too."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def cuda(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("limit", [3.0, NormSpike(6, 10)])
-def test_a_spike_costs_no_launch_and_no_wait(limit: Any) -> None:
+@pytest.mark.parametrize("limit", [1000.0, NormSpike(6, 10)])
+def test_a_spike_costs_no_kernel_and_no_wait(limit: Any) -> None:
     training = Training(skip_norm_above=limit, raise_after_skips=5)
     for _ in range(8):
         training.fill(0, False)
@@ -32,8 +32,8 @@ def test_a_spike_costs_no_launch_and_no_wait(limit: Any) -> None:
             param.grad.mul_(factor)
         with watching() as seen:
             training.step()
-        assert (seen.kernels, seen.others, seen.waits) == (3, 0, 0)
-        assert training.optimizer.step_was_skipped == (skips and limit != 3.0) or limit == 3.0
+        assert (seen.kernels, seen.waits) == (3, 0)
+        assert training.optimizer.step_was_skipped == skips
     report = training.optimizer.last_report(wait=True)
     assert report is not None
     assert report.overflows == 0
@@ -45,7 +45,7 @@ def test_replays_of_a_graph_learn() -> None:
     training = Training(skip_norm_above=NormSpike(6, 10))
     for _ in range(6):
         training.fill(0, False)
-        training.step()
+        training.optimizer.step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     training.fill(0, False)
