@@ -89,8 +89,9 @@ __device__ __forceinline__ void make_rules(const Plan& plan, int first,
   }
 }
 
+// A long plan keeps two slots in registers: left to itself the compiler would spill some.
 template <class Plan>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
     decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
                        DecideInputs inputs, bool decides, bool reports, bool has_ticked,
                        Verdict* verdict, NormInputs norms, RuleName rule, void* slot_rules) {

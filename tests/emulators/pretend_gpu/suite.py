@@ -64,6 +64,7 @@ FILES = {
     "optim/state/test_masters": 60,
     "optim/test_qk_clip": 20,
     "optim/step/test_cuda_edited_masters": 16,
+    "optim/step/test_cuda_spikes": 4,
     "optim/test_optim": 50,
     "optim/test_optim_errors": 5,
     "optim/test_steps_of_nothing": 23,
@@ -116,6 +117,7 @@ ON_A_GPU = [
     "optim/step/test_cuda_edited_masters",
     "optim/step/test_cuda_first_step",
     "optim/step/test_cuda_sharded_step",
+    "optim/step/test_cuda_spikes",
     "optim/step/test_cuda_step",
     "optim/step/test_cuda_tables",
 ]

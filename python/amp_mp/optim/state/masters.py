@@ -46,11 +46,11 @@ class MasterBlocks:
     """The blocks of an optimizer's `masters` that have not ended."""
 
     def __init__(self) -> None:
-        self._open: list[_C.EditedMasters] = []
+        self.open: list[_C.EditedMasters] = []
 
     def refuse(self, what: str) -> None:
         """Raises RuntimeError inside of a block."""
-        if self._open:
+        if self.open:
             raise RuntimeError(
                 f"{what} inside of a block of masters(), whose end would overwrite the result; do "
                 "it after the block"
@@ -59,12 +59,12 @@ class MasterBlocks:
     @contextmanager
     def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
-        block = _C.EditedMasters(rules, groups, state, params, self._open)
+        block = _C.EditedMasters(rules, groups, state, params, self.open)
         refuse_swapped(block.params, "masters()")
-        self._open.append(block)
+        self.open.append(block)
         try:
             with torch.no_grad():
                 yield block.masters
         finally:
-            self._open.remove(block)
+            self.open.remove(block)
         block.store()

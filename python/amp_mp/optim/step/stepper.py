@@ -123,7 +123,8 @@ class Stepper:
 
     def run(self, optimizer: Any) -> None:
         """Measures, decides and applies; or ends the iteration, where backward has stepped."""
-        self.masters.refuse("step()")
+        if self.masters.open:
+            self.masters.refuse("step()")
         handed, attachment = self._handed_now(optimizer), self.attachment
         if attachment is not None and attachment.releases:
             if self.hooks.replaced.is_due():
@@ -131,6 +132,7 @@ class Stepper:
             attachment.finish(handed)
             return
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
+        checks = optimizer.check_overflow
         spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
         self.hooks.process_groups = optimizer.process_groups
         handed.scale_updated, skipped = self.native.step(
@@ -139,7 +141,7 @@ class Stepper:
             optimizer.state,
             scale=handed.scale,
             found_inf=handed.found_inf,
-            measure=handed.measure or self.needs_norm or optimizer.check_overflow,
+            measure=handed.measure or checks or (max_norm, limit) != (None, None),
             max_norm=handed.max_norm or max_norm,
             scale_update=handed.scale_update,
             measured=handed.measured,
@@ -171,15 +173,11 @@ class Stepper:
         found_inf = getattr(optimizer, "found_inf", None)
         return Handed(scale, found_inf, from_stock=found_inf is not None)
 
-    @property
-    def needs_norm(self) -> bool:
-        """Whether the optimizer's own arguments need the norm of all gradients."""
-        optimizer = self.optimizer
-        return optimizer.max_grad_norm is not None or optimizer.skip_norm_above is not None
-
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
-        checks = self.needs_norm or self.optimizer.check_overflow
+        optimizer = self.optimizer
+        limits = optimizer.max_grad_norm, optimizer.skip_norm_above
+        checks = optimizer.check_overflow or limits != (None, None)
         return checks or any(r.needs_norms for r in self.group_rules())
 
     def measure(self) -> _C.Measured:
