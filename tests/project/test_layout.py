@@ -32,7 +32,7 @@ FOLDER_LINES = {
     "diagnose": 1267,
     "grad_scaler": 467,
     "integrations": 40,
-    "model": 1315,
+    "model": 1317,
     "nn": 598,
     "optim": 3885,
     "scaling": 454,

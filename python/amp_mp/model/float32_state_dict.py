@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.original_values import original_of
+from amp_mp.model.original_values import drop_original, original_of
 from amp_mp.model.sharded import local_part
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.masters import master_of, refuse_swapped
@@ -67,6 +67,8 @@ def load_float32_state_dict(
     result = model.load_state_dict(state_dict, strict=strict)
     named = model.named_parameters(remove_duplicate=False)
     low = {n: p for n, p in named if n in state_dict and p.dtype in LOW_PRECISION and p in own}
+    for param in low.values():  # or a tie that equals them would keep torch's rounding
+        drop_original(param, forget=True)
     if hasattr(optimizer, "masters"):
         with optimizer.masters(low) as masters:
             for name, master in masters.items():
