@@ -216,6 +216,30 @@ def test_a_matrix_has_the_same_bits_in_any_stack(
     assert torch.equal(stack, torch.cat(alone))
 
 
+def follow_blocks(weight: Tensor, whole: Any, apart: list[Any], each: Any, units: int) -> None:
+    """Three steps of a matrix in blocks and of its blocks as matrices.
+
+    The first block has the same bits. The others' rates are of other shapes, and go into the last
+    polynomial, whose numbers are rounded once more. units: of bfloat16, that they may differ by.
+    """
+    sizes = [len(param) for param in apart]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        grad = torch.randn(weight.shape, generator=generator).to(weight.device)
+        weight.grad = grad.clone()
+        for param, own in zip(apart, grad.split(sizes), strict=True):
+            param.grad = own.clone()
+        before = weight.detach().clone()
+        whole.step()
+        each.step()
+        wanted = torch.cat([p.detach() for p in apart])
+        assert (weight - wanted).abs().max() <= units * UNIT * (wanted - before).abs().max()
+        whole_ones = sum(n for n in sizes if n == sizes[0])
+        assert torch.equal(weight[:whole_ones], wanted[:whole_ones])
+        with torch.no_grad():
+            weight.copy_(wanted)
+
+
 @pytest.mark.parametrize("adjust", ["original", "sqrt", "match_rms_adamw"])
 @pytest.mark.parametrize("in_groups", [True, False])
 def test_unequal_blocks_are_matrices_with_rates_of_their_own(
@@ -231,22 +255,7 @@ def test_unequal_blocks_are_matrices_with_rates_of_their_own(
         whole = amp.optim.Muon([{"params": [weight], "split": [*sizes]}], **options)
     else:
         whole = amp.optim.Muon(model, matrices="*", split={"qkv.*": sizes}, **options)
-    each = amp.optim.Muon(apart, **options)
-    for step in range(3):
-        grad = torch.randn(96, 24, generator=torch.Generator().manual_seed(step)).to(device)
-        weight.grad = grad.clone()
-        for param, own in zip(apart, grad.split(sizes), strict=True):
-            param.grad = own.clone()
-        before = weight.detach().clone()
-        whole.step()
-        each.step()
-        wanted = torch.cat([p.detach() for p in apart])
-        change = (wanted - before).abs().max()
-        # Rates of other shapes go into the last polynomial, whose numbers are rounded once more.
-        assert (weight - wanted).abs().max() <= 2 * UNIT * change
-        assert torch.equal(weight[:64], wanted[:64])
-        with torch.no_grad():
-            weight.copy_(wanted)
+    follow_blocks(weight, whole, apart, amp.optim.Muon(apart, **options), 2)
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
@@ -257,20 +266,7 @@ def test_unequal_blocks_are_normalised_for_themselves(device: str, adjust: str) 
     apart = [nn.Parameter(each.clone()) for each in weight.detach().split(sizes)]
     options: dict[str, Any] = {"lr": 0.02, "adjust_lr_fn": adjust, "normalize": "rows"}
     whole = amp.optim.Muon([{"params": [weight], "split": sizes}], **options)
-    each = amp.optim.Muon(apart, **options)
-    for step in range(3):
-        grad = torch.randn(64, 24, generator=torch.Generator().manual_seed(step)).to(device)
-        weight.grad = grad.clone()
-        for param, own in zip(apart, grad.split(sizes), strict=True):
-            param.grad = own.clone()
-        before = weight.detach().clone()
-        whole.step()
-        each.step()
-        wanted = torch.cat([p.detach() for p in apart])
-        assert (weight - wanted).abs().max() <= 4 * UNIT * (wanted - before).abs().max()
-        assert torch.equal(weight[:40], wanted[:40])
-        with torch.no_grad():
-            weight.copy_(wanted)
+    follow_blocks(weight, whole, apart, amp.optim.Muon(apart, **options), 4)
 
 
 def test_unequal_blocks_of_stacks_and_transposed_memory(device: str) -> None:
