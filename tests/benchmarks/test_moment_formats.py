@@ -61,6 +61,7 @@ def test_a_formats_results_do_not_depend_on_which_others_run() -> None:
     assert alone["micro"] == together["micro"]
 
 
+@pytest.mark.full
 def test_second_moments_follow_a_tenfold_drop_also_with_8_bits_and_beta2_of_999() -> None:
     """A store that leans by 2e-4 to one side would make them a fifth too small or too large."""
     formats = [FORMATS[name] for name in ("lean", "micro")]

@@ -34,8 +34,8 @@ KINDS += [("exact", None), ("micro", None)]  # float32 parameters, whose moments
 NAMES = [f"{preset} {str(dtype).removeprefix('torch.')}" for preset, dtype in KINDS]
 
 
-# Of the 12 kinds each is read into four others and from four, at any distance in KINDS.
-READ = [(a, NAMES[(n + m) % len(KINDS)]) for n, a in enumerate(NAMES) for m in (0, 1, 4, 6)]
+# Of the 12 kinds each is read into two others and from two.
+READ = [(a, NAMES[(n + m) % len(KINDS)]) for n, a in enumerate(NAMES) for m in (1, 4)]
 
 
 @pytest.mark.parametrize(("before", "after"), tiered(itertools.product(NAMES, NAMES), READ))

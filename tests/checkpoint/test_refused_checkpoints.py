@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import make, network, train
 from everything import error_of, everything
+from tiers import in_turn, tiered
 from torch import nn
 
 import amp_mp as amp
@@ -85,8 +87,10 @@ def refused(path: Path, model: nn.Module, optimizer: Any, words: str, **more: An
     train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("steps", "target"),
+    tiered(itertools.product((0, 2), TARGETS), [(0, "AdamW"), *((2, t) for t in TARGETS)]),
+)
 def test_a_file_loads_and_steps_or_changes_nothing(steps: int, target: str, files: Files) -> None:
     for source in SOURCES:
         path = files.of(written, f"{source}, {steps} steps", source, steps)
@@ -146,8 +150,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "tiny", "micro"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    ("case", "target"), in_turn(WRONG, ["torch", "float32", "exact", "lean", "tiny", "micro"])
+)
 def test_a_damaged_value_is_refused_by_name(case: str, target: str, files: Files) -> None:
     values, words = WRONG[case]
     path = files.of(changed, case, **values)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import raw_bytes
 from interrupting import interrupted, lines_of
+from tiers import full
 from torch import nn
 
 import amp_mp as amp
@@ -112,7 +113,7 @@ def test_a_step_is_taken_or_not(kind: str) -> None:
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD, tiny"])
+@pytest.mark.parametrize("kind", [full("AdamW"), "SGD, tiny"])
 def test_a_state_dict_is_loaded_or_not(kind: str) -> None:
     source = Training(*KINDS[kind])
     source.step()

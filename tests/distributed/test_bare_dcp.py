@@ -121,7 +121,7 @@ ROUTES += [(("columns fsdp", 4), ("fsdp", 1)), (("fsdp", 1), ("columns fsdp", 4)
 def test_directories_between_numbers_of_processes(
     saved: tuple[str, int], loaded: tuple[str, int], way: str, tmp_path: Path
 ) -> None:
-    for preset in PRESETS if LARGE else ("exact", "micro"):
+    for preset in PRESETS if LARGE else ("micro",):
         path = str(tmp_path / preset)
         on_ranks(saved[1], save, saved[0], preset, path, way)
         assert on_ranks(loaded[1], load, loaded[0], preset, path, way) == [[]] * loaded[1], preset
@@ -143,7 +143,8 @@ def load_other(preset: str, path: str) -> tuple[str, bool]:
 def test_the_file_of_one_format_is_no_file_of_another(tmp_path: Path) -> None:
     for saved in PRESETS:
         on_ranks(2, save, "fsdp", saved, str(tmp_path / saved), "sharded")
-    for saved, loaded in itertools.permutations(PRESETS, 2):
+    ways = itertools.permutations(PRESETS, 2) if LARGE else itertools.pairwise(PRESETS)
+    for saved, loaded in ways:
         for message, same in on_ranks(2, load_other, loaded, str(tmp_path / saved)):
             assert "Missing key in checkpoint state_dict: optimizer.state.p" in message
             assert same

@@ -9,7 +9,7 @@ import pytest
 import torch
 from layouts import Net, digests, disagreements, local, noise, shard
 from ranks import on_ranks
-from tiers import tiered
+from tiers import full, tiered
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -26,10 +26,10 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
     return net(x).float().square().mean()
 
 
-def released(layout: str) -> list[str]:
+def released(layout: str, presets: list[str]) -> list[str]:
     """Where a net whose gradients are released parts from one that is stepped at the end."""
     found = []
-    for preset in PRESETS:
+    for preset in presets:
         runs = []
         for release in (False, True):
             net = shard(Net(LOW), layout)
@@ -47,9 +47,12 @@ def released(layout: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "world"), tiered(SPLITS, SPLITS[1:2]))
-def test_release_is_the_step_at_the_end(layout: str, world: int) -> None:
-    for rank in on_ranks(world, released, layout):
+@pytest.mark.parametrize(
+    ("layout", "world", "presets"),
+    [("hsdp", 4, ["exact", "micro"]), *(full((*split, PRESETS)) for split in SPLITS)],
+)
+def test_release_is_the_step_at_the_end(layout: str, world: int, presets: list[str]) -> None:
+    for rank in on_ranks(world, released, layout, presets):
         assert rank == []
 
 

@@ -26,11 +26,10 @@ class Script(NamedTuple):
     """What differs from this process's."""
 
 
-# torch's optimizers import torch._dynamo, which takes as long as torch itself. The loops end early
-# in a script's process, so that the script is the last thing that runs there: its exception, its
-# exit status and what it does at its end are those of any script.
+# torch's optimizers import torch._dynamo, which takes as long as torch itself. At its end a
+# script's process does what atexit has, and frees no module: that would take a second.
 PROCESS = """
-import importlib, json, os, runpy, sys
+import atexit, importlib, json, os, runpy, sys, threading
 for name in "torch", "torch._dynamo", "torch.distributed.tensor":
     importlib.import_module(name)
 
@@ -52,8 +51,7 @@ def wanted():
         print(json.dumps(codes), flush=True)
 
 
-if arguments := wanted():
-    first, *given = sys.argv = arguments
+def run(first, given):
     if first in ("-c", "-m"):
         del sys.argv[1]
         sys.path.insert(0, "")
@@ -64,6 +62,25 @@ if arguments := wanted():
     else:
         sys.path.insert(0, os.path.dirname(first))
         runpy.run_path(first, run_name="__main__")
+
+
+if arguments := wanted():
+    first, *given = sys.argv = arguments
+    code = 0
+    try:
+        run(first, given)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 """
 
 

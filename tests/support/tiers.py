@@ -42,6 +42,13 @@ def paired(*parameters: Iterable[Any]) -> list[Any]:
     return tiered(itertools.product(*parameters), pairs(*parameters))
 
 
+def in_turn(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """For parametrize: all pairs; each first value with one second value, the others `full`."""
+    first, second = list(first), list(second)
+    chosen = [(a, second[n % len(second)]) for n, a in enumerate(first)]
+    return tiered(itertools.product(first, second), chosen)
+
+
 def tiered(everything: Iterable[Any], chosen: Container[Any]) -> list[Any]:
     """For parametrize: all cases; those that are not chosen are marked `full`."""
     return [case if case in chosen else full(case) for case in everything]

@@ -19,6 +19,7 @@ from rules import (
     found_state,
     raw,
 )
+from tiers import tiered
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -55,7 +56,7 @@ def test_ten_thousand_exact_steps_are_float32_masters_steps(device: str) -> None
     assert_same(array(params[1])[~ties], array(params[0])[~ties], "weights")
 
 
-@pytest.mark.parametrize("format", SQUARES)
+@pytest.mark.parametrize("format", tiered(SQUARES, ["ue8m8", "log8"]))
 def test_the_second_moment_follows_a_gradient_that_drops(device: str, format: str) -> None:
     """Nearest rounding would stay at the old value: .999 of a number is the same number.
 

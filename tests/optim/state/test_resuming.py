@@ -18,6 +18,7 @@ from rules import (
     found_master,
     found_state,
 )
+from tiers import in_turn
 from torch import nn
 
 import amp_mp as amp
@@ -51,8 +52,7 @@ def through_a_file(device: str, value: Any) -> Any:
     return torch.load(file, weights_only=True, map_location=device)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", [*MEMORIES, "no master"])
+@pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, [*MEMORIES, "no master"]))
 def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str) -> None:
     """Into an optimizer with a seed of its own, which the file's replaces."""
     kind, numbers = RULES[rule]

@@ -353,6 +353,9 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     **{f"checkpoints, {preset}": (checkpoints, ("", preset)) for preset in ("exact", "micro")},
 }
 SOME = [name for name in CASES if not name.endswith(("float32", "lean", "tiny"))]
+FEW = [f"{case.__name__}, columns, micro" for case in (whole_tensors, first_state, masters)]
+FEW += ["whole_tensors, rows, micro", "conversion, rows, exact to micro", "parts, micro"]
+FEW += [f"torch's helpers, {options}, micro" for options in OPTIONS] + ["checkpoints, micro"]
 
 
 def run(case: str, path: str) -> None:
@@ -361,8 +364,6 @@ def run(case: str, path: str) -> None:
     function(*((path, *arguments[1:]) if function is checkpoints else arguments))
 
 
-@pytest.mark.parametrize(
-    "case", CASES if LARGE else tiered(SOME, [n for n in SOME if "exact" not in n])
-)
+@pytest.mark.parametrize("case", CASES if LARGE else tiered(SOME, FEW))
 def test_two_processes_hold_what_one_holds(case: str, tmp_path: Path) -> None:
     on_ranks(2, run, case, str(tmp_path / "checkpoint"))

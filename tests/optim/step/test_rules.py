@@ -13,7 +13,7 @@ import reference
 import torch
 from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes, state_names
 from rules import RULES, STORAGES, Expected, found_master, found_state
-from tiers import paired, tiered
+from tiers import in_turn, paired, tiered
 
 import amp_mp as amp
 
@@ -89,17 +89,16 @@ def test_every_preset_equals_the_reference_bit_for_bit(
     check(device, rule, weight, weight, SHAPES, memory=memory, seed=2**40 + 3)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("memory", ["lean", "tiny", "micro"])
+@pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, ["lean", "tiny", "micro"]))
 def test_float32_weights_may_have_compact_states(device: str, rule: str, memory: str) -> None:
     check(device, rule, "float32", "bfloat16", SHAPES, memory=memory, master="float32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
-@pytest.mark.parametrize("rule", LAYERWISE)
-def test_norms_are_of_whole_tensors(device: str, rule: str, storage: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("rule", "memory"), in_turn(LAYERWISE, STORAGES))
+def test_norms_are_of_whole_tensors(device: str, rule: str, memory: str) -> None:
     """Several spans of 65,536 elements, gradients of a loss scale of 1,024."""
+    storage = STORAGES[memory]
     param = torch.nn.Parameter(on(device, random(2500 * 64, 1), torch.bfloat16).view(2500, 64))
     kind, numbers = RULES[rule]
     optimizer = kind([param], **numbers, **storage)
@@ -121,12 +120,11 @@ def test_norms_are_of_whole_tensors(device: str, rule: str, storage: dict[str, A
 def test_a_million_elements_equal_the_reference(
     device: str, rule: str, weight: str, place: str
 ) -> None:
-    for grad in ("float32", "bfloat16") if weight != "float16" else ("float16",):
-        check(device, rule, weight, grad, [RAGGED[-1:]], shift=PLACES[place], master="float32")
+    grad = {"float32": "bfloat16", "bfloat16": "float32"}.get(weight, weight)
+    check(device, rule, weight, grad, [RAGGED[-1:]], shift=PLACES[place], master="float32")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("storage", ["float32", "exact", "lean"])
+@pytest.mark.parametrize(("rule", "storage"), in_turn(RULES, ["float32", "exact", "lean"]))
 def test_maximize_negates_the_gradient(device: str, rule: str, storage: str) -> None:
     shapes = [(1,), (65,), (4097,)]
     check(device, rule, "bfloat16", "bfloat16", shapes, maximize=True, **STORAGES[storage])
