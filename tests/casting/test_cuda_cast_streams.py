@@ -34,7 +34,7 @@ def copy_of(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("keep", [False, True])
 def test_two_branches_on_two_streams_share_a_weight(keep: bool) -> None:
     """Both streams wait for the weight, and neither for the other: each casts it itself."""
-    weight, x = nn.Parameter(torch.eye(512, device=DEVICE)), torch.ones(512, 512, device=DEVICE)
+    weight, x = nn.Parameter(torch.eye(64, device=DEVICE)), torch.ones(64, 64, device=DEVICE)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     copies, results = [], []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRETEND_GPU
-from tiers import full
+from tiers import full, tiered
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from twins import Twins, shapes_of
@@ -189,7 +189,7 @@ def test_a_step_after_a_change_is_the_hosts(tensors: int, change: Callable[..., 
         change(twins, step)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", tiered(range(6), range(3)))
 def test_steps_among_changes_by_chance_are_the_hosts(seed: int) -> None:
     """Whatever changes between two steps, and whichever parameters have gradients."""
     chance = random.Random(seed)
