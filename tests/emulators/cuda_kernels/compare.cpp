@@ -34,7 +34,7 @@ int main(int argc, char** argv) {
     const Rule& rule = kRules[r];
     const bool shown =
         !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm || rule.squares & kHasDirection;
-    step_both(rule, repeated(kEdges, quick ? 78 : kAllPairs, 17, 78 * r));
+    step_both(rule, repeated(kEdges, quick ? 39 : kAllPairs, 17, 39 * r));
     step_both(rule, presets());
     if (!std::strcmp(rule.name, "AdamW")) {
       refuses_other_kinds(rule);
