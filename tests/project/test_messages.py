@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,25 @@ sys.path.append(str(ROOT))
 
 from build_tools import messages  # noqa: E402
 
-TEXTS = list(messages.texts())
 LINES = messages.messages((ROOT / "docs" / "errors.md").read_text())
+
+
+@cache
+def texts() -> list[tuple[str, int, str]]:
+    return list(messages.texts())
 
 
 def test_every_message_has_an_entry() -> None:
     missing = [
         f"{file}:{line}: {text}"
-        for file, line, text in TEXTS
+        for file, line, text in texts()
         if not messages.has_entry(text, LINES)
     ]
     assert not missing, "docs/errors.md lacks these messages:\n" + "\n".join(missing)
 
 
 def test_every_quoted_message_is_in_the_code() -> None:
-    known = [text for _, _, text in TEXTS]
+    known = [text for _, _, text in texts()]
     stale = [line for line in LINES if not messages.is_in_code(line, known)]
     assert not stale, "no code has these messages of docs/errors.md:\n" + "\n".join(stale)
 
