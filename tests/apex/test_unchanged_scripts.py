@@ -27,7 +27,6 @@ from amp_mp.apex.opt_levels import DTYPE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "apex" / "unchanged"
 LOW = ["bfloat16", "float16"]
-MIXED = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
 
 Runner = Callable[..., dict[str, Any]]
 
@@ -76,8 +75,7 @@ def result(run: Runner, name: str, level: str, seed: int, dtype: str = "float16"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "dtype"), MIXED)
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(("name", "level", "dtype"), paired(RESULTS, ["O1", "O2"], LOW))
 def test_scripts_follow_float32_within_the_spread_of_seeds(
     run: Runner, name: str, level: str, dtype: str
 ) -> None:
