@@ -50,7 +50,7 @@ class ApexOptimizer(FusedOptimizer):
         kind, shown = Parameter.POSITIONAL_OR_KEYWORD, signature(cls).parameters.values()
         own = [Parameter(name, kind, default=value) for name, value in cls._arguments.items()]
         shared = [p for p in shown if p.kind is p.KEYWORD_ONLY and p.name not in cls._arguments]
-        cls.__signature__ = Signature([Parameter("params", kind), *own, *shared])  # type: ignore[attr-defined]
+        cls.__signature__ = Signature([Parameter("params", kind), *own, *shared])  # type: ignore[assignment]
 
     def __init__(self, params: Any, *args: Any, **named: Any) -> None:
         bound = signature(type(self)).bind(params, *args, **named).arguments

@@ -16,8 +16,8 @@ from torch import nn
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
-from amp_mp.optim.options import Options, check_group, check_keys, check_options, full_signature
-from amp_mp.optim.rule import Group, Rule, kinds_of
+from amp_mp.optim.options import FullSignature, Options, check_group, check_keys, check_options
+from amp_mp.optim.rule import Group, Rule, choosable_states, kinds_of
 from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.loading import load_state
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
@@ -43,6 +43,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     _rules: ClassVar[tuple[Rule, ...]]  # all that the class may use
+    __signature__ = FullSignature()
     process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -52,8 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         how single states are stored.
         """
         kinds = kinds_of(self._rules)
-        choosable = tuple(name for name, kind in kinds.items() if kind not in ("exact", "row"))
-        check_options(type(self).__name__, choosable, options)
+        check_options(type(self).__name__, choosable_states(self._rules), options)
         check_group({**defaults, **options})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
@@ -74,11 +74,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
-        """Adds the shared arguments to what help() shows: the docstring and the signature."""
+        """Adds the shared arguments to the docstring; help() shows them in the signature too."""
         super().__init_subclass__()
-        kinds = kinds_of(getattr(cls, "_rules", ()))
-        choosable = [name for name, kind in kinds.items() if kind not in ("exact", "row")]
-        cls.__signature__ = full_signature(cls, choosable)  # type: ignore[attr-defined]
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{_C.shared_arguments()}"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.optim.rule import choosable_states
 from amp_mp.optim.state.formats import ROUNDINGS
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
@@ -191,16 +192,18 @@ def _check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number, found {value!r}")
 
 
-def full_signature(kind: type, states: Collection[str]) -> Signature:
-    """The signature of an optimizer class with the shared arguments in place of **options.
+class FullSignature:
+    """An optimizer class's signature, with the shared arguments in place of **options.
 
-    states: those whose format may be chosen.
+    Made when it is asked for: for all classes that would be a fifth of amp_mp's import.
     """
-    init: Any = kind.__init__  # type: ignore[misc]
-    own = [p for p in signature(init).parameters.values() if p.name != "self"]
-    shared = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=annotation)
-        for name, annotation in get_type_hints(Options).items()
-        if name not in WITHOUT_EFFECT and (name not in STATES or name in states)
-    ]
-    return Signature([p for p in own if p.kind is not Parameter.VAR_KEYWORD] + shared)
+
+    def __get__(self, _: object, kind: Any) -> Signature:
+        own = [p for p in signature(kind.__init__).parameters.values() if p.name != "self"]
+        states = choosable_states(getattr(kind, "_rules", ()))
+        shared = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=hint)
+            for name, hint in get_type_hints(Options).items()
+            if name not in WITHOUT_EFFECT and (name not in STATES or name in states)
+        ]
+        return Signature([p for p in own if p.kind is not Parameter.VAR_KEYWORD] + shared)

@@ -5,7 +5,6 @@ the rule in force and never ask for the class.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch import Tensor
 Group = dict[str, Any]  # one of torch's param_groups
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """A tensor that a rule keeps for every parameter, of the parameter's shape.
 
     kind says what the tensor holds, and so how it may be stored (state/formats.py): "moment" is an
@@ -35,8 +33,7 @@ MakeUpdates = Callable[[Tensor], Tensor]
 Shape = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Directions:
+class Directions(NamedTuple):
     """How a rule whose update is a whole matrix turns directions into updates.
 
     options: the group's entries that the other members look at. check raises ValueError for one
@@ -54,8 +51,7 @@ class Directions:
     make: Callable[[Sequence[tuple[Tensor, Group]]], MakeUpdates]
 
 
-@dataclass(frozen=True)
-class OwnNumber:
+class OwnNumber(NamedTuple):
     """One number that a rule keeps for every parameter, and what it is before the first step."""
 
     name: str
@@ -86,8 +82,7 @@ def numbers(*names: str, **renamed: str) -> tuple[Number, ...]:
     return (*found, *(Number(native, name) for name, native in renamed.items()))
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """An update rule.
 
     operator is the native operator's name in csrc/core/rules.h, numbers what it reads of a
@@ -112,6 +107,12 @@ class Rule:
 def kinds_of(rules: Iterable[Rule]) -> dict[str, str]:
     """The kind of each state that any of the rules has, by the state's name."""
     return {state.name: state.kind for rule in rules for state in rule.states}
+
+
+def choosable_states(rules: Iterable[Rule]) -> tuple[str, ...]:
+    """The names of the states whose format may be chosen."""
+    kinds = kinds_of(rules)
+    return tuple(name for name in kinds if kinds[name] not in ("exact", "row"))
 
 
 def same_in_all_groups(groups: list[Group], name: str) -> bool:

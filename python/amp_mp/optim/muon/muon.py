@@ -1,7 +1,6 @@
 """Muon, with AdamW for what is no matrix; the rules are csrc/core/rules/muon.h and adam.h."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -36,7 +35,7 @@ MUON = Rule(
         make_updates,
     ),
 )
-NORMUON = replace(MUON, states=(*MUON.states, State("second_momentum_buffer", "row", late=True)))
+NORMUON = MUON._replace(states=(*MUON.states, State("second_momentum_buffer", "row", late=True)))
 ADAMW = Rule("adamw_", OF_ADAMW, MOMENTS)
 
 
