@@ -39,6 +39,14 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     param = fuzz.tensor((4, 8))
     param.grad = fuzz.tensor((4, 8))
 
+    _, rules, optimizer_groups, states = fuzz.optimizer()
+
+    def edit(**given: Any) -> None:
+        block = _C.EditedMasters(**given)
+        for master in block.masters if isinstance(block.masters, list) else [block.masters]:
+            master.mul_(2.0)
+        block.store()
+
     def whole(directions: Any, **given: Any) -> Any:
         return _C.WholeMatrices(**given)(directions)
 
@@ -60,5 +68,26 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
             _C.clip_grad_norm_,
             {"parameters": [param], "max_norm": 1.0, "error_if_nonfinite": False},
         ),
+        (
+            edit,
+            {
+                "rules": rules,
+                "groups": optimizer_groups,
+                "states": states,
+                "params": fuzz.random.choice([None, list(states)[:1], list(states)]),
+                "open": [],
+            },
+        ),
+        (
+            _C.qk_clip_factors,
+            {
+                "max_logits": fuzz.tensor((2,)),
+                "threshold": 0.5,
+                "alpha": 0.5,
+                "queries": [fuzz.tensor((4, 8))],
+                "keys": [fuzz.tensor((2, 8))],
+            },
+        ),
+        (_C.same_items, {"lists": [[1, 2], (3,)], "items": [1, 2, 3]}),
     ]
     return fuzz.random.choice(calls)

@@ -340,6 +340,7 @@ class Fuzz:
             "max_norm": self.maybe(1.0),
             "scale_update": self.maybe(self.scale_update()),
         }
+        arguments |= {"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))}
         stepper.step(**self.changed(arguments))
         stepper.report(True)
 
@@ -425,7 +426,6 @@ class Fuzz:
             ),
             (_C.has_groups, {"param": param}),
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
-            (_C.same_items, {"lists": [[1, 2], (3,)], "items": [1, 2, 3]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),
             (
                 _C.copies_as_stored,
