@@ -13,8 +13,9 @@ namespace {
 constexpr int64_t kLargeOnCpu = 256;
 // Each iteration multiplies a Gram matrix's rounding errors by a^2 at most. Before they have grown
 // by more than this it is made again of the matrix: float32's become 2^-12, of which the rounding
-// of updates to bfloat16 leaves nothing. Without, ten iterations diverge.
-constexpr double kMostGrowth = 0x1p12;
+// of updates to bfloat16 leaves nothing; with float16's, updates are as far from float64's as
+// without a Gram matrix. Without this limit ten iterations diverge.
+constexpr double kMostGrowth = 0x1p12, kMostGrowthOfHalf = 0x1p8;
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
   return a.dim() == 2 ? at::mm(a, b) : at::bmm(a, b);
@@ -98,13 +99,15 @@ void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& given, double f
   const bool on_gram = std::max(rows, columns) >= given.gram_from * std::min(rows, columns);
   // bfloat16 would lose the small singular values of a Gram matrix.
   if (on_gram && given.dtype != at::kFloat) how.dtype = stack.is_cpu() ? at::kFloat : at::kHalf;
+  const double growth = how.dtype == at::kFloat ? kMostGrowth : kMostGrowthOfHalf;
+  const double most_growth = on_gram ? growth : 0;
   const int64_t bytes = int64_t(c10::elementSize(how.dtype)) * rows * columns;
   int64_t most = std::max<int64_t>(1, stack_bytes / bytes);
   const bool is_large = std::min(rows, columns) >= kLargeOnCpu;
   if (stack.is_cpu() && (is_large || how.dtype != at::kBFloat16)) most = 1;
   for (int64_t begin = 0; begin < count; begin += most)
     orthogonalise_part(stack.narrow(0, begin, std::min(most, count - begin)), how, factor,
-                       on_gram ? kMostGrowth : 0);
+                       most_growth);
 }
 
 namespace {
