@@ -52,9 +52,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"normalize": "rows", "split": (16, 48), "cautious": True},
     ),
     "other dtypes": (
-        {"ns_dtype": torch.float32, "ns_coefficients": "deepseek"},
+        {"ns_dtype": torch.float32, "ns_coefficients": "deepseek", "ns_gram": "auto"},
         {"ns_dtype": torch.float16, "split": (32, 16, 16, 32), "adjust_lr_fn": "sqrt"},
-        {"ns_dtype": torch.float32, "ns_steps": 2, "eps": 1e-7},
+        {"ns_dtype": torch.float32, "ns_steps": 2, "eps": 1e-7, "ns_gram": True},
     ),
 }
 

@@ -98,7 +98,7 @@ template <class Rule>
 AMP_MP_BOTH Decay* decay_of(Rule& rule) {
   if constexpr (requires { rule.base; }) {
     return decay_of(rule.base);
-  } else if constexpr (requires { rule.decay; }) {
+  } else if constexpr (requires { rule.decay.against; }) {
     return &rule.decay;
   } else {
     return nullptr;

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int64_t kMostSteps = 100;  // torch.optim.Muon's bound
 constexpr int64_t kDefaultSteps = 5;
+// From here on Gram matrices are faster on a CPU: docs/muon.md has the measurement.
+constexpr double kGramFrom = 2;
 // Jordan et al., "Muon" (2024); torch.optim.Muon's default.
 constexpr Polynomial kJordan = {3.4445, -4.7750, 2.0315};
 
@@ -92,6 +94,14 @@ std::vector<Polynomial> listed(const py::object& coefficients) {
                     py::cast<std::string>(py::repr(coefficients)));
 }
 
+double gram_from(const py::object& found) {
+  if (py::isinstance<py::bool_>(found)) return py::cast<bool>(found) ? 1 : INFINITY;
+  const bool is_auto = py::isinstance<py::str>(found) && py::cast<std::string>(found) == "auto";
+  TORCH_CHECK_VALUE(is_auto, "ns_gram must be True, False or 'auto', found ",
+                    py::cast<std::string>(py::repr(found)));
+  return kGramFrom;
+}
+
 }  // namespace
 
 std::vector<Polynomial> iterations_of(const py::object& coefficients, const py::object& steps) {
@@ -121,7 +131,8 @@ NewtonSchulz newton_schulz_of(const py::dict& group) {
                     py::cast<std::string>(py::repr(dtype)));
   return {
       iterations_of(entry("ns_coefficients", py::str("quintic")), entry("ns_steps", py::none())),
-      py::cast<double>(entry("eps", py::float_(0.0))), products};
+      py::cast<double>(entry("eps", py::float_(0.0))), products,
+      gram_from(entry("ns_gram", py::bool_(false)))};
 }
 
 }  // namespace amp_mp::muon

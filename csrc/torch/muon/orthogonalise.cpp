@@ -11,6 +11,11 @@ namespace {
 
 // On a CPU a product of two large matrices fills the caches, and a stack of them would leave these.
 constexpr int64_t kLargeOnCpu = 256;
+// Each iteration multiplies a Gram matrix's rounding errors by a^2 at most. Before they have grown
+// by more than this it is made again of the matrix: float32's become 2^-12, of which the rounding
+// of updates to bfloat16 leaves nothing; with float16's, updates are as far from float64's as
+// without a Gram matrix. Without this limit ten iterations diverge.
+constexpr double kMostGrowth = 0x1p12, kMostGrowthOfHalf = 0x1p8;
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
   return a.dim() == 2 ? at::mm(a, b) : at::bmm(a, b);
@@ -46,16 +51,35 @@ at::Tensor normalised(const at::Tensor& x, const NewtonSchulz& how) {
   return (wide / norm_of(wide, 2).clamp_min(least)).to(how.dtype);
 }
 
-void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double factor) {
+// Polynomials of X X^T commute. So iterations go on with the small Gram matrix G and their product
+// P alone, G <- p G p and P <- P p, and multiply the long matrix once for all of them: X <- P X
+// (Zhang et al., "Gram Newton-Schulz", 2026). most_growth: of G's errors; 0 multiplies X each time.
+void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double factor,
+                        double most_growth) {
   const at::Tensor own = stack.size(0) == 1 ? stack[0] : stack;
   const bool is_tall = own.size(-2) > own.size(-1);
-  at::Tensor x = normalised(is_tall ? own.mT() : own, how);
+  at::Tensor x = normalised(is_tall ? own.mT() : own, how), gram, together;
+  double growth = 1;
   for (size_t step = 0; step < how.iterations.size(); ++step) {
-    const double scale = step + 1 == how.iterations.size() ? factor : 1;
+    const bool is_last = step + 1 == how.iterations.size();
+    const double scale = is_last ? factor : 1;
     const auto [a, b, c] = how.iterations[step];
-    const at::Tensor gram = product(x, x.mT());
+    if (!gram.defined()) gram = product(x, x.mT());
     const at::Tensor polynomial = add_product(gram, gram, gram, scale * b, scale * c);
-    x = add_product(x, polynomial, x, scale * a);
+    growth = std::max(1.0, growth * a * a);
+    const double next = is_last ? INFINITY : how.iterations[step + 1][0];
+    const bool ends = growth * next * next >= most_growth;
+    if (ends && !together.defined()) {
+      x = add_product(x, polynomial, x, scale * a);
+    } else {
+      polynomial.diagonal(0, -2, -1).add_(scale * a);
+      together = together.defined() ? product(together, polynomial) : polynomial;
+      if (ends)
+        x = product(together, x);
+      else
+        gram = product(product(polynomial, gram), polynomial);
+    }
+    if (ends) gram = together = at::Tensor(), growth = 1;
   }
   if (how.iterations.empty() && factor != 1) x.mul_(factor);
   if (!how.iterations.empty() || how.dtype != at::kBFloat16) own.copy_(is_tall ? x.mT() : x);
@@ -63,7 +87,7 @@ void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double
 
 }  // namespace
 
-void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& how, double factor,
+void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& given, double factor,
                     int64_t stack_bytes) {
   TORCH_CHECK_VALUE(stack.defined() && stack.dim() == 3 && stack.scalar_type() == at::kBFloat16,
                     "stack must be bfloat16 [n, rows, columns]");
@@ -71,12 +95,19 @@ void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& how, double fac
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t count = stack.size(0), rows = stack.size(1), columns = stack.size(2);
+  NewtonSchulz how = given;
+  const bool on_gram = std::max(rows, columns) >= given.gram_from * std::min(rows, columns);
+  // bfloat16 would lose the small singular values of a Gram matrix.
+  if (on_gram && given.dtype != at::kFloat) how.dtype = stack.is_cpu() ? at::kFloat : at::kHalf;
+  const double growth = how.dtype == at::kFloat ? kMostGrowth : kMostGrowthOfHalf;
+  const double most_growth = on_gram ? growth : 0;
   const int64_t bytes = int64_t(c10::elementSize(how.dtype)) * rows * columns;
   int64_t most = std::max<int64_t>(1, stack_bytes / bytes);
   const bool is_large = std::min(rows, columns) >= kLargeOnCpu;
   if (stack.is_cpu() && (is_large || how.dtype != at::kBFloat16)) most = 1;
   for (int64_t begin = 0; begin < count; begin += most)
-    orthogonalise_part(stack.narrow(0, begin, std::min(most, count - begin)), how, factor);
+    orthogonalise_part(stack.narrow(0, begin, std::min(most, count - begin)), how, factor,
+                       most_growth);
 }
 
 namespace {

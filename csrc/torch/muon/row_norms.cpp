@@ -11,6 +11,22 @@ namespace amp_mp::muon {
 namespace {
 
 constexpr double kEps = 1e-10;  // as the authors' code
+// Doubles that stay in a processor's cache. Of a row of more, torch may add parts on several
+// threads, so that bits would depend on how many rows a process has.
+constexpr int64_t kCached = int64_t(1) << 15;
+
+// The mean of each row's squares, in float64. A block of rows at a time is seven times as fast on a
+// CPU as all doubles at once, and each row has the same bits.
+at::Tensor mean_squares(const at::Tensor& rows) {
+  const auto of = [](const at::Tensor& part) {
+    return part.to(at::kDouble).square().mean(1, true);
+  };
+  const int64_t columns = rows.size(1);
+  if (!rows.is_cpu() || rows.numel() <= kCached || 2 * columns > kCached) return of(rows);
+  Tensors means;
+  for (const at::Tensor& part : rows.split(kCached / columns)) means.push_back(of(part));
+  return at::cat(means);
+}
 
 // The numbers of every process, of numbers for each row here: [rows, 2].
 at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& member) {
@@ -36,7 +52,7 @@ std::vector<int64_t> blocks_of(const RowNorms::Member& member) {
 void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::Tensor& keeps) {
   const at::Tensor held = local_of(member.moment.ptr()), moment = held.view({-1, 1});
   const auto beta2 = py::cast<double>(member.group["beta2"]);
-  const at::Tensor square = rows.to(at::kDouble).square().mean(1, true);
+  const at::Tensor square = mean_squares(rows);
   const at::Tensor moved = moment * beta2 + square.to(at::kFloat) * (1 - beta2);
   const at::Tensor next = at::where(keeps, moment, moved);
   const at::Tensor scale = (next.sqrt() + kEps).reciprocal();

@@ -133,6 +133,8 @@ def test_convolutions_are_chosen_by_name_alone_and_flattened() -> None:
         ({"ns_coefficients": "fast"}, "ns_coefficients must be 'cans', 'deepseek'.*'fast'"),
         ({"ns_dtype": torch.float64}, "ns_dtype must be torch.bfloat16.*found torch.float64"),
         ({"ns_dtype": "bfloat16"}, "ns_dtype must be torch.bfloat16"),
+        ({"ns_gram": "always"}, "ns_gram must be True, False or 'auto', found 'always'"),
+        ({"ns_gram": 2}, "ns_gram must be"),
         ({"split": {"*.qkv.weight": (64, 31)}}, r"qkv.weight.*has 96 rows.*\(64, 31\) 95"),
         ({"split": {"*.qkv.weight": (96, 0)}}, r"split must be .* rows of each block; found"),
         ({"split": {"*.qkv.weight": ()}}, r"split must be .* rows of each block; found"),

@@ -151,10 +151,14 @@ class Training:
         return float(self.weight.detach().double().norm())
 
 
+@pytest.mark.parametrize("ns_gram", [False, True])
 @pytest.mark.parametrize("ns_dtype", DTYPES)
-def test_updates_do_not_depend_on_the_gradients_size(device: str, ns_dtype: torch.dtype) -> None:
+def test_updates_do_not_depend_on_the_gradients_size(
+    device: str, ns_dtype: torch.dtype, ns_gram: bool
+) -> None:
+    options: dict[str, Any] = {"ns_dtype": ns_dtype, "ns_gram": ns_gram}
     norms = [
-        Training(device, torch.float32, ns_dtype=ns_dtype).norm(10.0**-exponent)
+        Training(device, torch.float32, **options).norm(10.0**-exponent)
         for exponent in (0, 3, 6, 10, 12, 20, 30)
     ]
     assert min(norms) > 0.7 * math.sqrt(48)
@@ -198,18 +202,20 @@ def test_eps_is_torchs_bound(device: str) -> None:
 
 def test_zeros_stay_zeros(device: str) -> None:
     for dtype in DTYPES:
-        training = Training(device, torch.float32, ns_dtype=dtype)
-        assert training.norm(0.0) == 0.0
+        for ns_gram in (False, True):
+            training = Training(device, torch.float32, ns_dtype=dtype, ns_gram=ns_gram)
+            assert training.norm(0.0) == 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ns_gram", [False, True])
 @pytest.mark.parametrize("shape", [(5, 24, 40), (3, 40, 24), (2, 1, 7)])
 def test_a_matrix_has_the_same_bits_in_any_stack(
-    device: str, dtype: torch.dtype, shape: tuple[int, ...]
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], ns_gram: bool
 ) -> None:
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16().to(device)
     alone = [each[None].clone() for each in stack]
-    group = {"ns_coefficients": "polar_express", "ns_dtype": dtype}
+    group = {"ns_coefficients": "polar_express", "ns_dtype": dtype, "ns_gram": ns_gram}
     _C.orthogonalise_(stack, group)
     for each in alone:
         _C.orthogonalise_(each, group)

@@ -17,6 +17,7 @@ from amp_mp import _C
 SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any], tuple[int, int]]] = {
     "tall": ((48, 32), {}, (48, 32)),
     "wide": ((8, 96), {}, (8, 96)),
+    "two blocks of the cache": ((300, 150), {}, (300, 150)),
     "blocks": ((96, 32), {"split": 3}, (32, 32)),
     "stack": ((4, 16, 24), {}, (16, 24)),
     "convolution": ((12, 4, 3, 3), {"flatten": True}, (12, 36)),

@@ -1,7 +1,7 @@
 """Muon, with AdamW for what is no matrix; the rules are csrc/core/rules/muon.h and adam.h."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
 from amp_mp.text_table import aligned
 
 # The numbers of Muon's groups that AdamW's do not have.
-ITERATIONS = ("ns_coefficients", "ns_steps", "ns_dtype")
+ITERATIONS = ("ns_coefficients", "ns_steps", "ns_dtype", "ns_gram")
 SHAPES = (*ITERATIONS, "adjust_lr_fn", "split", "flatten")
 OWN = ("momentum", "nesterov", "normalize", "beta2", *SHAPES)
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
@@ -68,6 +68,10 @@ class Muon(FusedOptimizer):
             with which rates and decays of AdamW fit. Default None.
         ns_dtype: of the products, torch.bfloat16, float16 or float32; their result is rounded to
             bfloat16. Default torch.bfloat16.
+        ns_gram: True iterates on the small Gram matrix, of float32 (on a GPU float16, unless
+            ns_dtype is float32): fewer products for long matrices, other roundings (Zhang et al.,
+            "Gram Newton-Schulz", 2026). "auto": for those at least twice as long as wide. Default
+            False, which has the bits of torch's.
         normalize: "rows" divides each row of NewtonSchulz(d) by the root of its running mean square
             and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
         beta2: decay rate of these mean squares. Default 0.95.
@@ -100,6 +104,7 @@ class Muon(FusedOptimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
+        ns_gram: bool | Literal["auto"] = False,
         normalize: str | None = None,
         beta2: float = 0.95,
         cautious: bool = False,
@@ -128,8 +133,8 @@ class Muon(FusedOptimizer):
         defaults = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"ns_dtype": ns_dtype, "adjust_lr_fn": adjust_lr_fn, "use_muon": True},
-            **{"split": 1, "flatten": False},
+            **{"ns_dtype": ns_dtype, "ns_gram": ns_gram, "adjust_lr_fn": adjust_lr_fn},
+            **{"use_muon": True, "split": 1, "flatten": False},
             **{"normalize": normalize, "beta2": beta2, "cautious": cautious},
         }
         super().__init__(params, defaults, options)
