@@ -89,7 +89,9 @@ def refused(path: Path, model: nn.Module, optimizer: Any, words: str, **more: An
 
 @pytest.mark.parametrize(
     ("steps", "target"),
-    tiered(itertools.product((0, 2), TARGETS), [(0, "AdamW"), *((2, t) for t in TARGETS)]),
+    tiered(
+        itertools.product((0, 2), TARGETS), [(0, "AdamW"), *((2, t) for t in list(TARGETS)[::2])]
+    ),
 )
 def test_a_file_loads_and_steps_or_changes_nothing(steps: int, target: str, files: Files) -> None:
     for source in SOURCES:

@@ -26,6 +26,7 @@ from around_sharding import (
 from helpers import raw_bytes
 from layouts import made_once
 from ranks import on_ranks
+from tiers import in_turn
 from torch import nn
 
 import amp_mp as amp
@@ -138,8 +139,9 @@ def clips_masters(kind: Any, dtype: torch.dtype, norm: float) -> tuple[list[floa
     return found, expected, [apart(whole(sharded), whole(plain))]
 
 
-@pytest.mark.parametrize("kind", [amp.optim.SGD, torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("norm", [1, 2, 3, INF])
+@pytest.mark.parametrize(
+    ("norm", "kind"), in_turn([1, 2, 3, INF], [amp.optim.SGD, torch.optim.SGD, torch.optim.AdamW])
+)
 def test_fp16_optimizer_clips_by_the_norm_of_the_whole(kind: Any, norm: float) -> None:
     results = on_ranks(2, clips_masters, kind, torch.bfloat16, norm)
     for found, expected, differences in results:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from layouts import Bag, differences, set_grads, shard
 from ranks import LARGE, on_ranks
+from tiers import in_turn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -87,8 +88,10 @@ def in_memory(way: str, preset: str) -> list[str]:
     return compared(fresh, sink, preset)
 
 
-@pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize("preset", PRESETS if LARGE else ("exact", "micro"))
+@pytest.mark.parametrize(
+    ("way", "preset"),
+    itertools.product(OPTIONS, PRESETS) if LARGE else in_turn(OPTIONS, ("exact", "micro")),
+)
 def test_state_dicts_with_any_of_torchs_options(way: str, preset: str) -> None:
     assert on_ranks(2, in_memory, way, preset) == [[], []]
 

@@ -41,8 +41,9 @@ SPLITS = [
 ]
 if LARGE:
     SPLITS += [("fsdp", 1), ("rows", 4), ("columns", 4)]
-BY_LAYER = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].needs_norms]
-BY_ELEMENT = [name for name in RULES if name not in BY_LAYER]
+LAYERWISE = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].needs_norms]
+BY_ELEMENT = [name for name in RULES if name not in LAYERWISE]
+BY_LAYER = LAYERWISE if LARGE else LAYERWISE[::2]
 SOME_RULES = BY_ELEMENT if LARGE else BY_ELEMENT[::2]
 SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro"]
 UNGROUPED = {"moment": "bfloat16", "square": "ue8m8"}

@@ -57,7 +57,8 @@ def test_they_do_with_the_arguments_of_older_cuda() -> None:
     expect_equal(program("plain", "CUDA_ON_CPU_ARGUMENTS=4096"), "plain", "quick", "forward")
 
 
-@pytest.mark.parametrize("variant", ["plain", full("asan"), full("tsan")])
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["plain", "asan", "tsan"])
 def test_a_rule_is_made_once_for_a_group_and_a_clock(variant: str) -> None:
     if reason := why_unavailable(variant):
         pytest.skip(f"no {variant} build of the CUDA kernels: {reason}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pretend_gpu.suite import DELAYED, FILES, ON_A_GPU, ROOT
-from tiers import full, paired, pairs, tiered
+from tiers import full, in_turn, paired, pairs, tiered
 
 VALUES = ("abcdefgh", range(5), (True, False, None), ["x", "y"])
 
@@ -44,6 +44,12 @@ def test_what_is_not_chosen_is_marked() -> None:
     assert [case for case in cases if type(case) is tuple] == pairs("ab", "cd", "ef")
     assert tiered([1, 2], [2]) == [full(1), 2]
     assert full((1, "a")) == pytest.param(1, "a", marks=pytest.mark.full)
+
+
+def test_each_value_meets_one_in_turn() -> None:
+    cases = in_turn("abc", (1, 2))
+    assert [case for case in cases if type(case) is tuple] == [("a", 1), ("b", 2), ("c", 1)]
+    assert len(cases) == 6
 
 
 def test_the_files_of_the_pretend_gpu_exist() -> None:
