@@ -65,8 +65,24 @@ struct StoredArray {
     return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
   }
 
+  // Bit for bit, but for the sign of a NaN in float32: the compiler chooses which operand's a sum
+  // or product of two NaNs has.
   bool same(const StoredArray& other) const {
-    return data.same(other.data) && rest.same(other.rest);
+    return (data.same(other.data) && rest.same(other.rest)) || same_but_for_nans(other);
+  }
+
+  bool same_but_for_nans(const StoredArray& other) const {
+    if (!exists || n != other.n || width_of(format) != 4) return false;
+    const size_t width = rest_bytes_of(format);
+    for (size_t i = 0; i < n; ++i) {
+      float a, b;
+      std::memcpy(&a, data.at() + i * sizeof a, sizeof a);
+      std::memcpy(&b, other.data.at() + i * sizeof b, sizeof b);
+      const bool differ = std::memcmp(&a, &b, sizeof a) != 0 ||
+                          std::memcmp(rest.at() + i * width, other.rest.at() + i * width, width);
+      if (differ && !(std::isnan(a) && std::isnan(b))) return false;
+    }
+    return true;
   }
 
   void fill(const std::vector<float>& x, bool clamp) {
