@@ -69,7 +69,7 @@ __device__ __forceinline__ Chunk find_chunk(const StepList& table) {
   return {slot, begin, size};
 }
 
-// Where the parts of StepTable's memory are.
+// Where the parts of StepTable's memory are, which travels in pieces of sixteen bytes.
 struct TableLayout {
   int64_t entries = 0, hypers, starts, spans, grads, bytes;
 
@@ -78,7 +78,7 @@ struct TableLayout {
         starts(hypers + groups * int64_t(sizeof(Hyper))),
         spans(starts + (rows + 1) * int64_t(sizeof(Start))),  // for moments
         grads(spans + (rows + 1) * int64_t(sizeof(Start))),
-        bytes(grads + (rows + rows % 2) * int64_t(sizeof(void*))) {}
+        bytes(ceil_divide(grads + rows * int64_t(sizeof(void*)), 16) * 16) {}
 };
 
 // The list for apply, or the one for moments.

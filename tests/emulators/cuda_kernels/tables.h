@@ -17,6 +17,7 @@ struct OwnTable {
     table.rows = is_short ? cuda::kShortRows : rows;
     table.groups = groups;
     const int64_t bytes = cuda::table_bytes(table.rows, groups);
+    expect(bytes % sizeof(uint4) == 0, "a table is whole pieces", "", size_t(rows));
     memory.resize(size_t(bytes) / sizeof(uint4));
     table.memory = reinterpret_cast<char*>(memory.data());
     std::memset(table.memory, cuda::kUnknown, size_t(bytes));
