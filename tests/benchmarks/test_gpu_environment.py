@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import gpu_build
 import gpu_environment
 import gpu_results
 import pytest
-from forked import Script, run_each
 
 # ---- the commit ----------------------------------------------------------------------------------
 
@@ -94,11 +94,14 @@ def test_libraries_of_pythonpath_are_seen(tmp_path: Path) -> None:
     )
     code = "import gpu_environment as e; print(e.describe(e.environment('cpu')))"
     path = f"{gpu_environment.HERE}:{tmp_path}"
-    code = f"import sys; sys.path[:0] = {path.split(':')!r}; {code}"
-    (found,) = run_each([Script(["-c", code], {"PYTHONPATH": path})])
-    assert found.returncode == 0, found.stderr
-    last = found.stdout.splitlines()[-2:]
-    here, missing = (line.partition(": ")[2].split(", ") for line in last)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here, missing = (line.partition(": ")[2].split(", ") for line in found.splitlines()[-2:])
     assert "flashoptim 0.1.4" in here
     assert "flashoptim" not in missing
     assert "numpy" in {name.split()[0] for name in here}

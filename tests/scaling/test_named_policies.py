@@ -69,7 +69,7 @@ def test_hysteresis_equals_its_source_step_by_step(
 ) -> None:
     policy = Hysteresis(2.0**10, 2.0, 0.5, 50, patience, refill=refill)
     wanted = source(2.0**10, 2.0, 0.5, 50, patience)
-    for overflow in script(8_000, 0.02, seed=patience):
+    for overflow in script(20_000, 0.02, seed=patience):
         policy.update(overflow)
         wanted.update(overflow)
         assert policy.scale == wanted.scale
@@ -120,7 +120,7 @@ class LogMaxByDefinition:
 def test_log_max_equals_its_definition() -> None:
     policy, wanted = LogMax(), LogMaxByDefinition()
     source = random.Random(5)
-    for step in range(8_000):
+    for step in range(20_000):
         largest = 0.0 if step % 97 == 0 else 2.0 ** source.gauss(-3 + step / 4000, 1.0)
         overflow = source.random() < 0.002
         policy.update(overflow, largest)
@@ -226,7 +226,7 @@ class FairseqScaler:
 def test_tolerance_is_fairseqs_recurrence(tolerance: float) -> None:
     policy = Tolerance(step_window=7, tolerance=tolerance, scale_min=2.0**-100)
     theirs, scales = FairseqScaler(7, tolerance), set()
-    for overflow in script(8_000, 0.1, seed=5):
+    for overflow in script(20_000, 0.1, seed=5):
         policy.update(overflow)
         theirs.step(overflow)
         wanted = min(max(theirs.scale, 2.0**-100), 2.0**126)
