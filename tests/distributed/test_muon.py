@@ -96,7 +96,7 @@ def test_matrices_have_the_bits_of_one_process(layout: str, world: int) -> None:
 
 
 OTHERS = [o for o in OPTIONS if o]
-LAYOUTS = [("fsdp", 2), ("fsdp", 4), ("rows", 2), ("rows fsdp", 4)]
+LAYOUTS = [("fsdp", 2), ("fsdp", 4), ("rows", 2), ("rows fsdp", 4), ("fsdp", 1)]
 CASES = [  # NorMuon needs whole rows
     (*layout, options)
     for layout in LAYOUTS
