@@ -44,6 +44,7 @@ from build_tools.generated import facts_unit, torch_units
 
 CSRC = ROOT / "csrc"
 KERNELS = "amp_mp.native.libamp_mp_kernels"
+LONGEST = ("apply", "torch_folders", "loops", "torch_ops", "decide")  # of the sources to compile
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 
@@ -123,6 +124,8 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
         if os.environ.get("AMP_MP_PLAIN_QUOTIENT") == "1":
             flags.append("-DAMP_MP_PLAIN_QUOTIENT")
         listed += [Unit(s, [cuda.nvcc, *flags]) for s in sorted(CSRC.glob("cuda/*.cu"))]
+    else:
+        listed.append(Unit(CSRC / "cuda/absent.cpp", [*base, SHOWN]))
     return listed
 
 
@@ -131,7 +134,6 @@ def binding_units(torch: Torch, cuda: Cuda | None, folder: Path) -> list[Unit]:
     # -O2: no loop over elements is in here, and a wheel holds five of them.
     flags = CXX_FLAGS.replace("-O3", "-O2").split()
     command = [*compiler(), *flags, HIDDEN, *WARNINGS.split(), f"-I{CSRC}"]
-    command += ["-DAMP_MP_WITH_CUDA"] if cuda else []
     for path in [*torch.includes, sysconfig.get_paths()["include"]]:
         command += ["-isystem", str(path)]
     about_cuda = (cuda.release, cuda.codes) if cuda else ("", "")
@@ -146,8 +148,9 @@ def compile_all(units: dict[Path, list[Unit]], jobs: int) -> dict[Path, list[Pat
     """
     everything = [(folder, unit) for folder, listed in units.items() for unit in listed]
     stale = [(folder, unit) for folder, unit in everything if not unit.is_current(folder)]
-    # The one that takes two minutes begins first, so that no core waits for it at the end.
-    stale.sort(key=lambda pair: pair[1].source.name != "apply.cu")
+    # What takes longest begins first, so that no core waits for it at the end.
+    rank = {name: at for at, name in enumerate(LONGEST)}
+    stale.sort(key=lambda pair: rank.get(pair[1].source.stem, len(rank)))
     begun = time.monotonic()
     if stale:
         print(f"{len(stale)} of {len(everything)} files to compile, {jobs} at a time", flush=True)

@@ -78,6 +78,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, name = nodeid.split("::", 1)
             return _group_of(config.rootpath / file) or f"{file}::{name.split('[')[0]}"
 
+        def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+            for scope in [scope for scope, done in workload.items() if all(done.values())]:
+                del workload[scope]  # or each report would be a search through all tests before
+            return super()._pending_of(workload)
+
     config.option.loadscopereorder = False
     return ByFunction(config, log)
 

@@ -1,10 +1,14 @@
 #pragma once
 // The passes on a GPU, for csrc/torch to call. `slots`, `readings`, `transfers`, `hypers` and the
 // structs are host memory; every pointer inside them is device memory. `stream` is a cudaStream_t.
-// Each function queues work and returns at once: null, or CUDA's error message.
+// Each function queues work and returns at once: null, or CUDA's error message. A build without
+// nvcc has absent.cpp in place of all .cu files, so that csrc/torch is the same for both.
 #include "plan.h"
 
 namespace amp_mp::cuda {
+
+// Whether these are the kernels, or what absent.cpp has in their place.
+bool is_built();
 
 // Sums that measuring has left per span; they are still to be added up to sums per tensor.
 struct SpanSums {

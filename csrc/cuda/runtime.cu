@@ -8,6 +8,8 @@
 
 namespace amp_mp::cuda {
 
+bool is_built() { return true; }
+
 const char* message(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   if (error != cudaErrorInsufficientDriver) return cudaGetErrorString(error);

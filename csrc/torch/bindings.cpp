@@ -24,7 +24,7 @@ namespace {
 py::dict build_info() {
   py::dict info;
   info["torch"] = build_facts.torch;
-  info["cuda"] = has_cuda();
+  info["cuda"] = cuda::is_built();
   info["cuda_toolkit"] = build_facts.cuda_toolkit;
   info["cuda_architectures"] = build_facts.cuda_architectures;
   info["commit"] = build_facts.commit;

@@ -4,10 +4,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "torch/checks.h"
-#ifdef AMP_MP_WITH_CUDA
 #include "cuda/passes.h"
-#endif
+#include "torch/checks.h"
 
 namespace amp_mp {
 
@@ -41,16 +39,18 @@ inline void used_on_current_stream(at::Tensor t) {
 }
 
 // Whether the device's current stream is being captured by a CUDA graph.
-inline bool is_capturing([[maybe_unused]] const at::Device& device) {
-#ifdef AMP_MP_WITH_CUDA
+inline bool is_capturing(const at::Device& device) {
   if (!device.is_cuda()) return false;
   bool capturing = false;
   const char* error = cuda::is_capturing(current_stream(device), capturing);
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device, ": ", error);
   return capturing;
-#else
-  return false;
-#endif
+}
+
+// Whether the library of kernels has those for CUDA.
+inline void check_has_cuda(const at::Device& device) {
+  TORCH_CHECK(cuda::is_built(), "amp_mp was built without CUDA, but a tensor is on ", device,
+              "; rebuild with AMP_MP_CUDA=1 and nvcc on the PATH");
 }
 
 // Calls `on_cpu`; or `on_cuda(stream)`, which returns null or an error message, with `device` as
@@ -58,22 +58,13 @@ inline bool is_capturing([[maybe_unused]] const at::Device& device) {
 template <class Cpu, class Cuda>
 void on(const at::Device& device, const Cpu& on_cpu, const Cuda& on_cuda) {
   if (device.is_cpu()) return on_cpu();
-#ifdef AMP_MP_WITH_CUDA
+  check_has_cuda(device);
   const c10::OptionalDeviceGuard guard(device);
   const char* error = on_cuda(current_stream(device));
   TORCH_CHECK(!error, "amp_mp: CUDA refused a kernel on ", device, ": ", error);
-#else
-  (void)on_cuda;
-  TORCH_CHECK(false, "amp_mp was built without CUDA, but a tensor is on ", device,
-              "; rebuild with AMP_MP_CUDA=1 and nvcc on the PATH");
-#endif
 }
 
-// The CUDA branch of `on`; a build without CUDA does not compile it.
-#ifdef AMP_MP_WITH_CUDA
+// The CUDA branch of `on`.
 #define AMP_MP_CUDA(call) [&]([[maybe_unused]] void* stream) { return cuda::call; }
-#else
-#define AMP_MP_CUDA(call) nullptr
-#endif
 
 }  // namespace amp_mp

@@ -12,14 +12,6 @@
 
 namespace amp_mp {
 
-bool has_cuda() {
-#ifdef AMP_MP_WITH_CUDA
-  return true;
-#else
-  return false;
-#endif
-}
-
 namespace {
 
 // Measures on the device of the tensors, or on `device` if no tensor is defined. `names` are for

@@ -49,7 +49,4 @@ std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double t
                                           double alpha, const Tensors& queries,
                                           const Tensors& keys);
 
-// Whether the CUDA kernels are in this build.
-bool has_cuda();
-
 }  // namespace amp_mp

@@ -7,6 +7,7 @@ compares its own shards with a run of one process, and no test needs a collectiv
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import cache
 from typing import Any
 
@@ -136,11 +137,8 @@ def placed_as(param: Tensor, whole: Tensor) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return whole.clone()
-    at = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-    assert isinstance(at, DTensor)
-    local = at._local_tensor.clone()  # a view into `whole` where only one rank is there
     return DTensor.from_local(
-        local,
+        whole.reshape(-1)[positions(param)].view(local(param).shape),
         param.device_mesh,
         param.placements,
         run_check=False,
@@ -157,8 +155,16 @@ def local(tensor: Any) -> Tensor:
 
 def positions(param: Tensor) -> Tensor:
     """Which elements of the whole parameter, in row-major order, this rank holds; flat."""
-    whole = torch.arange(param.numel()).view(param.shape)
-    return local(placed_as(param, whole)).reshape(-1)
+    if not isinstance(param, DTensor):
+        return torch.arange(param.numel())
+    return _positions(tuple(param.shape), param.device_mesh, param.placements)
+
+
+@cache
+def _positions(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Tensor:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    placed = distribute_tensor(whole, mesh, placements, src_data_rank=None)  # nobody sends anything
+    return local(placed).reshape(-1).clone()  # a view into `whole` where only one rank is there
 
 
 def set_grads(params: list[Tensor], seed: int, scale: float = 1.0) -> list[Tensor]:

@@ -72,7 +72,7 @@ Tensors as_float(const Tensors& tensors) {
 // Whether the passes can read and write the gradient in place.
 bool is_native(const at::Tensor& grad, const at::Device& device) {
   const at::ScalarType dtype = grad.scalar_type();
-  const bool is_here = grad.is_cpu() || (grad.is_cuda() && has_cuda());
+  const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
   return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
          grad.device() == device &&
          (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&

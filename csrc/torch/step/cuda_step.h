@@ -2,7 +2,6 @@
 // A step on a CUDA device: brings the table of its slots there and launches its kernels.
 #include "torch/step/slots.h"
 
-#ifdef AMP_MP_WITH_CUDA
 namespace amp_mp::cuda {
 
 inline TableMemory::Held table_of(Slots& slots, const StepPlan& plan) {
@@ -29,4 +28,3 @@ const char* apply_step(Slots& slots, const std::vector<Slot>& chosen, const Hype
 }
 
 }  // namespace amp_mp::cuda
-#endif

@@ -50,7 +50,6 @@ void Measurement::use() const {
   used_on_current_stream(sums_);
 }
 
-#ifdef AMP_MP_WITH_CUDA
 cuda::SpanSums Measurement::span_sums() const {
   cuda::SpanSums s;
   s.tensors = of_tensors();
@@ -62,7 +61,6 @@ cuda::SpanSums Measurement::span_sums() const {
   s.spans = reinterpret_cast<Statistics*>(memory + 8 + 8 * (count_ + 1));
   return s;
 }
-#endif
 
 const at::Tensor& Measurement::rows() {
   use();

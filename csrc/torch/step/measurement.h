@@ -26,9 +26,7 @@ class Measurement {
   // Call where the current stream reads or writes the memory: it may have been measured on another.
   void use() const;
 
-#ifdef AMP_MP_WITH_CUDA
   cuda::SpanSums span_sums() const;
-#endif
   // Call when a kernel has been queued that adds the spans.
   void mark_added() { sums_.reset(); }
 

@@ -74,9 +74,7 @@ class Slots {
   // graph holds a state, and each counter would cost a cache miss.
   void finish(bool written);
 
-#ifdef AMP_MP_WITH_CUDA
   TableMemory& table_memory() { return table_memory_; }
-#endif
 
  private:
   static at::Device device_of(const Lists& lists);
@@ -107,9 +105,7 @@ class Slots {
   std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
   std::vector<bool> has_gradient_;   // of every parameter, in the current step
   Tensors copies_;                   // cached casts that the current step writes
-#ifdef AMP_MP_WITH_CUDA
   TableMemory table_memory_;
-#endif
 };
 
 }  // namespace amp_mp

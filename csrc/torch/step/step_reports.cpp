@@ -30,10 +30,9 @@ void check_may_allocate(const at::Device& device) {
               " allocates memory, which a CUDA graph cannot; take a step before capturing");
 }
 
-#ifdef AMP_MP_WITH_CUDA
-
 StepReports::StepReports(const at::Device& device) : device_(device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "amp_mp: reports come from a CUDA device, found ", device);
+  check_has_cuda(device);
   check_may_allocate(device);
   counts_ = at::zeros({sizeof(StepCounts)}, at::TensorOptions().dtype(at::kByte).device(device));
   const c10::OptionalDeviceGuard guard(device);
@@ -82,16 +81,5 @@ std::optional<StepReport> StepReports::newest(bool wait) const {
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device_, ": ", error);
   return look();
 }
-
-#else
-
-StepReports::StepReports(const at::Device& device) : device_(device), reports_(nullptr) {
-  TORCH_CHECK(false, "amp_mp was built without CUDA; rebuild with AMP_MP_CUDA=1");
-}
-StepReportBuffer StepReports::buffer() const { return {}; }
-void StepReports::count_decision() {}
-std::optional<StepReport> StepReports::newest(bool) const { return read(*reports_); }
-
-#endif
 
 }  // namespace amp_mp

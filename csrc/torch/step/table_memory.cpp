@@ -1,6 +1,5 @@
 #include "torch/step/table_memory.h"
 
-#ifdef AMP_MP_WITH_CUDA
 namespace amp_mp {
 
 TableMemory::Held TableMemory::prepare_short(const at::Device& device) {
@@ -52,4 +51,3 @@ TableMemory::Held TableMemory::prepare(int64_t rows, int64_t groups, const at::D
 }
 
 }  // namespace amp_mp
-#endif

@@ -6,7 +6,6 @@
 
 #include "torch/device.h"
 
-#ifdef AMP_MP_WITH_CUDA
 namespace amp_mp {
 
 class TableMemory {
@@ -36,4 +35,3 @@ class TableMemory {
 };
 
 }  // namespace amp_mp
-#endif

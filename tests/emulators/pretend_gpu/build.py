@@ -1,7 +1,7 @@
 """Builds amp_mp._C a second time: kernels that run on the CPU, and the pretend GPU to run them on.
 
-One library holds two modules: `_C` as in build_tools/native.py but with `AMP_MP_WITH_CUDA`, and
-`amp_mp_pretend_gpu`, which is what tests see of the device.
+One library holds two modules: `_C` as in build_tools/native.py, but with kernels that g++ compiles,
+and `amp_mp_pretend_gpu`, which is what tests see of the device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def _units() -> list[tuple[Path, list[str]]]:
     """Every source with torch's headers, with its flags, those that take longest first."""
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     for_torch = [part for path in includes for part in ("-isystem", path)]
-    for_torch.append("-DAMP_MP_WITH_CUDA")
     own = one_unit(OUT / "pretend_gpu.cpp", sorted(HERE.glob("*.cpp")))
     with_torch = [own, *torch_units(CSRC, OUT), facts_unit(OUT, torch.__version__, "pretend", "")]
     return [(source, for_torch) for source in with_torch]
@@ -82,5 +81,5 @@ def _object(source: Path, flags: list[str]) -> Path:
     if source.name.startswith("torch_"):
         minor = "_".join(torch.__version__.split(".")[:2])
         name = f"torch{minor}-{sys.implementation.cache_tag}/{source.stem}"
-        own = librarys(name, "-DAMP_MP_WITH_CUDA", include_paths()[0])
+        own = librarys(name, include_paths()[0])
     return own or compiled(source, ["g++", *FLAGS, *flags])
