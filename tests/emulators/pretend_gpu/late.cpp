@@ -57,20 +57,6 @@ bool fits(const c10::OperatorHandle& op, Stack arguments) {
          a.size(-1) == b.size(-2);
 }
 
-// Replaces the arguments, tensors without memory, by the results. torch's kernels that find sizes
-// are in Python, and took a third of a test's time; what is written in place has its size, and
-// torch gives `out` its size before it calls a kernel.
-void find_sizes(const c10::OperatorHandle& op, Stack& stack) {
-  const bool has_out = op.operator_name().overload_name.ends_with("out") &&
-                       stack.back().isTensor() && stack.back().toTensor().numel() > 0;
-  if (has_out)
-    stack.erase(stack.begin(), stack.end() - 1);
-  else if (op.schema().name().ends_with('_'))
-    stack.resize(op.schema().returns().size());
-  else
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-}
-
 // A tensor without memory in the place of one on the device.
 at::Tensor without_memory(const at::Tensor& t) {
   at::Tensor meta = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
@@ -136,7 +122,7 @@ std::optional<Stack> run_late(const c10::OperatorHandle& op, const Stack& argume
   if (has_sizes) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
-    find_sizes(op, meta);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
   } else {
     meta.erase(meta.begin(), meta.end() - (is_product ? 1 : 0));
   }
