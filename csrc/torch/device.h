@@ -47,7 +47,7 @@ inline bool is_capturing(const at::Device& device) {
   return capturing;
 }
 
-// Whether the library of kernels has those for CUDA.
+// Raises RuntimeError where the library of kernels has none for CUDA.
 inline void check_has_cuda(const at::Device& device) {
   TORCH_CHECK(cuda::is_built(), "amp_mp was built without CUDA, but a tensor is on ", device,
               "; rebuild with AMP_MP_CUDA=1 and nvcc on the PATH");

@@ -11,15 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-def fits(made: Path) -> bool:
-    """Whether an object is what a compilation would give."""
-    depends = made.with_suffix(".d")
-    if not (made.exists() and depends.exists()):
-        return False
-    sources = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    age = made.stat().st_mtime
-    return all(Path(s).exists() and Path(s).stat().st_mtime < age for s in sources)
+from build_tools.native import is_newer
 
 
 def main() -> int:
@@ -28,9 +22,10 @@ def main() -> int:
     # A binding has its own folder. build_facts.o names the toolkit.
     names = [target.name, f"{target.parent.name}/{target.name}"]
     if target.suffix == ".o" and target.stem != "build_facts":
-        for made in filter(fits, (Path(folder, name) for name in names)):
-            shutil.copy(made, target)
-            return 0
+        for made in (Path(folder, name) for name in names):
+            if is_newer(made, made.with_suffix(".d")):
+                shutil.copy(made, target)
+                return 0
     options = ["-O0" if option == "-O3" else option for option in arguments]
     return subprocess.run(["g++", *options], check=False).returncode
 
