@@ -54,7 +54,8 @@ def build_recorder(folder: Path, rules: Sequence[str]) -> Path:
     here = Path(__file__).resolve().parent / "recorder"
     listed = " ".join(f"X({rule}, {rule})" for rule in rules)
     defines = [f"AMP_MP_RECORDED_RULES(X)={listed}"]
-    sources = [here / "record_step.cpp", CSRC / "cuda/step_table.cu"]
+    cuda = (CSRC / "cuda" / name for name in ("step_table.cu", "runtime.cu"))
+    sources = [here / "record_step.cpp", *cuda]
     return build(sources, folder, "plain", [here, CSRC], defines)
 
 

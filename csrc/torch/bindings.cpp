@@ -133,7 +133,7 @@ PYBIND11_MODULE(_C, m) {
   p.def("choose", &products::choose, py::arg("dtype"), py::arg("in_float32"));
   p.def("choice", &products::choice, py::arg("dtype"));
   p.def("seconds", &products::seconds_of_product, py::arg("dtype"), py::arg("size"),
-        py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
+        py::arg("least_runs"), py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);

@@ -634,7 +634,9 @@ class products:  # noqa: N801 (a submodule)
     @staticmethod
     def choice(dtype: torch.dtype) -> str: ...
     @staticmethod
-    def seconds(dtype: torch.dtype, size: int, limit_s: float) -> tuple[float, float]: ...
+    def seconds(
+        dtype: torch.dtype, size: int, least_runs: int, limit_s: float
+    ) -> tuple[float, float]: ...
 
 class casting:  # noqa: N801 (a submodule)
     """The op-policy table: the headers of csrc/torch/casting."""

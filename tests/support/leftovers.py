@@ -12,7 +12,9 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 import amp_mp as amp
+from amp_mp import _C
 from amp_mp.casting import op_table
+from amp_mp.dtypes import LOW_PRECISION
 
 # torch's hooks on all modules and on all optimizers.
 HOOKS = [
@@ -40,6 +42,7 @@ class GlobalState:
     threads: int
     folder: str
     variables: dict[str, str]
+    products: dict[torch.dtype, str]
 
 
 def global_state() -> GlobalState:
@@ -51,6 +54,7 @@ def global_state() -> GlobalState:
         torch.get_num_threads(),
         os.getcwd(),
         {name: value for name, value in os.environ.items() if name != PYTESTS_OWN},
+        {low: _C.products.choice(low) for low in LOW_PRECISION},
     )
 
 
@@ -73,6 +77,8 @@ def restore(state: GlobalState) -> GlobalState:
     for name in found.variables.keys() - state.variables.keys():
         del os.environ[name]
     os.environ.update(state.variables)
+    for low, choice in state.products.items():
+        _C.products.choose(low, choice == "float32")
     return found
 
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from leftovers import global_state, restore
 from torch.distributed import distributed_c10d as c10d
 
+from amp_mp import _C
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 
@@ -81,9 +82,11 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.processes, self.pipes = [], []
+        # Measured once for all ranks, which may differ where each measures while tests run.
+        choices = {low: _C.products.choice(low) for low in LOW_PRECISION}
         for rank in range(PROCESSES):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.folder.name, theirs)
+            arguments = (rank, self.folder.name, theirs, choices)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -156,12 +159,12 @@ def kill_all() -> None:
         _pools.pop().kill()
 
 
-def serve(rank: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, folder: str, pipe: Connection, choices: dict[torch.dtype, str]) -> None:
     """What each process does: answers calls until the pipe is closed."""
     torch.set_num_threads(1)
     gc.freeze()  # what the ranks share is not looked through after every call
-    for low in LOW_PRECISION:  # on all ranks, whichever of them a call uses
-        choose_products("auto", low)
+    for low, products in choices.items():
+        choose_products(products, low)
     worlds, at_first = Worlds(rank, folder), global_state()
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)

@@ -55,7 +55,9 @@ void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::T
   const at::Tensor square = mean_squares(rows);
   const at::Tensor moved = moment * beta2 + square.to(at::kFloat) * (1 - beta2);
   const at::Tensor next = at::where(keeps, moment, moved);
-  const at::Tensor scale = (next.sqrt() + kEps).reciprocal();
+  // MKL's root of floats is up to an ulp off, and not the same on every processor.
+  const at::Tensor root = next.to(at::kDouble).sqrt().to(at::kFloat);
+  const at::Tensor scale = (root + kEps).reciprocal();
   const at::Tensor sums = at::cat({square, square * scale.to(at::kDouble).square()}, 1);
   const std::vector<int64_t> blocks = blocks_of(member);
   const int64_t height = std::accumulate(blocks.begin(), blocks.end(), int64_t(0));

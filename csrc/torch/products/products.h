@@ -19,9 +19,10 @@ void choose(at::ScalarType low, bool in_float32);
 // "native", "float32", or "undecided" before the first choice.
 std::string choice(at::ScalarType low);
 
-// Seconds of a product of n x n matrices of a dtype, native and in float32: the least of those that
-// end within a time, of two at least.
-std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, double limit_s);
+// Seconds of a product of n x n matrices of a dtype on one thread, native and in float32: the least
+// of those that end within a time, of so many runs at least.
+std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, int64_t least_runs,
+                                             double limit_s);
 
 // out = beta * summand + alpha * (a @ b) for low-precision matrices, and for batches of them;
 // summand, undefined or of a shape that expands to out's, has the same dtype.

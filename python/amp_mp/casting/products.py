@@ -16,9 +16,8 @@ from amp_mp.text_table import dtype_name
 CHOICES = ("auto", "native", "float32")
 VARIABLE = "AMP_MP_PRODUCTS"
 SETTINGS = ("bfloat16", "float16", "float32", "measure")
-# By rows and columns of a matrix: float32's products are taken where native ones need more than so
-# many times as long. Emulated ones take milliseconds at 64 already. The margin at 256 keeps the
-# choice the same on a busy machine.
+# By rows and columns of a matrix: float32's products are taken where native ones take more than so
+# many times as long. At 64 emulated ones take milliseconds already; at 256 noise needs a margin.
 SLOWER = {64: 4.0, 256: 1.1}
 
 
@@ -26,8 +25,8 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     """Chooses how this process computes products of a dtype on the CPU.
 
     products: "native", "float32", or "auto": as AMP_MP_PRODUCTS says, else as chosen before, else
-    by a measurement of at most 30 ms. The first process of a torch.distributed run that measures
-    decides for all of them. AMP_MP_PRODUCTS: "bfloat16" or "float16" for the one dtype whose
+    by a measurement of at most 30 ms. Processes of a torch.distributed run take the choice of the
+    first one that calls this. AMP_MP_PRODUCTS: "bfloat16" or "float16" for the one dtype whose
     products are native, "float32" for neither, "measure" to measure in each process by itself.
 
     Raises ValueError as `check_products`.
@@ -36,8 +35,9 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     setting, name = os.environ.get(VARIABLE), dtype_name(dtype)
     if setting in SETTINGS[:3]:
         products = "native" if setting == name else "float32"
-    elif products == "auto" and (products := _C.products.choice(dtype)) == "undecided":
-        products = measured(dtype)
+    elif products == "auto":
+        if (products := _C.products.choice(dtype)) == "undecided":
+            products = measured(dtype)
         if setting is None and distributed.is_available() and distributed.is_initialized():
             store = distributed.distributed_c10d._get_default_store()
             products = store.compare_set(f"amp_mp/products/{name}", "", products).decode()
@@ -51,9 +51,9 @@ def check_products(products: str) -> None:
 
 
 def measured(dtype: torch.dtype) -> str:
-    """What is faster on this processor with this number of threads: "native" or "float32"."""
+    """What is faster on one thread of this processor: "native" or "float32"."""
     for size, slower in SLOWER.items():
-        native, in_float32 = _C.products.seconds(dtype, size, 0.005)
+        native, in_float32 = _C.products.seconds(dtype, size, 10, 0.005)  # some are interrupted
         if native > slower * in_float32:
             return "float32"
     return "native"
@@ -63,9 +63,9 @@ def describe_products() -> str:
     """A line for each low-precision dtype: the speeds on this CPU, and what was chosen."""
     lines = []
     for dtype in LOW_PRECISION:
-        native, in_float32 = (2e-9 * 256**3 / s for s in _C.products.seconds(dtype, 256, 0.01))
+        native, in_float32 = (2e-9 * 256**3 / s for s in _C.products.seconds(dtype, 256, 2, 0.01))
         lines.append(
-            f"{dtype} products on this CPU: native {native:.0f} GFLOP/s, in float32 "
+            f"{dtype} products on one thread of this CPU: native {native:.0f} GFLOP/s, in float32 "
             f"{in_float32:.0f}; chosen: {_C.products.choice(dtype)}"
         )
     return "\n".join(lines)
