@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
   constexpr int kStep = Plan::kAtOnce * kCombineThreads;
   for (int base = 0; decided.verdict.found_inf == 0 && base < plan.count; base += kStep) {
     const int first = base + int(threadIdx.x);
-    if (first >= kStep) known.read(plan, first);
+    if (first >= kStep && first < plan.count) known.read(plan, first);
     switch (rule) {
 #define AMP_MP_CASE(Rule, op)                                                              \
   case RuleName::op:                                                                       \

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,18 +18,17 @@ from amp_mp import _C
 from amp_mp.casting import products
 
 DTYPES = [torch.bfloat16, torch.float16]
+THREADS = {torch.bfloat16: 3, torch.float16: 1}
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp of 1
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
-    """A dtype whose products are computed in float32; as chosen before afterwards."""
+def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """A dtype whose products are computed in float32, on more threads than one or on one."""
     monkeypatch.delenv(products.VARIABLE, raising=False)
-    before = {dtype: _C.products.choice(dtype) for dtype in DTYPES}
+    torch.set_num_threads(THREADS[request.param])
     products.choose_products("float32", request.param)
-    yield request.param
-    for dtype, choice in before.items():
-        _C.products.choose(dtype, choice == "float32")
+    return request.param
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -212,6 +211,18 @@ def test_nothing_in_float32_is_kept_for_backward(low: torch.dtype) -> None:
     assert kept.count(torch.float32) <= 1  # attention's sums, a number a row, as torch keeps them
 
 
+def test_inference_mode_computes_the_same(low: torch.dtype) -> None:
+    layer, x = nn.Linear(600, 500).to(low), values(700, 600, dtype=low)
+    q = values(30, 4, 120, 32, dtype=low, seed=1)
+
+    def results() -> list[Tensor]:
+        return [layer(x), q @ q.mT, F.scaled_dot_product_attention(q, q, q)]
+
+    with torch.inference_mode():
+        inferred = results()
+    assert all(map(torch.equal, inferred, results()))
+
+
 def test_torch_func_compile_and_checkpoint_compute_the_same(low: torch.dtype) -> None:
     layer, x = nn.Linear(64, 48).to(low), values(8, 64, dtype=low)
     wanted = layer(x)
@@ -230,7 +241,6 @@ def test_prepare_chooses_and_says_what_it_does_not_know(monkeypatch: Any) -> Non
         ValueError, match="products must be one of auto, native, float32; found 'bf16'"
     ):
         amp.prepare(nn.Linear(2, 2), torch.bfloat16, products="bf16")
-    before = _C.products.choice(torch.bfloat16)
     for choice in ("float32", "native"):
         model = amp.prepare(nn.Linear(2, 2), torch.bfloat16, products=choice)
         assert amp.build_info()["products"]["bfloat16"] == choice
@@ -240,7 +250,6 @@ def test_prepare_chooses_and_says_what_it_does_not_know(monkeypatch: Any) -> Non
         ValueError, match=r"AMP_MP_PRODUCTS must be one of bfloat16, .*found 'fast'"
     ):
         amp.prepare(nn.Linear(2, 2), torch.bfloat16)
-    _C.products.choose(torch.bfloat16, before == "float32")
 
 
 def test_the_variable_overrides_the_argument() -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("Makefile", "setup.py", "pyproject.toml", "build_tools", "csrc", "python", "benchmarks")
+COPIED = ("Makefile", "setup.py", "pyproject.toml", "build_tools", "csrc", "python", "benchmarks",
+          "README.md")  # fmt: skip
 PATIENCE = 300  # seconds; a call that hangs is an error
 
 COMPILER = """#!/bin/bash
 echo "$0" >>"{calls}"
 case "$*" in
-  *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit ;;
+  --version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit ;;
   *--list-gpu-arch*) echo compute_90; exit ;;
   *--dryrun*) echo "#$ TOP={cuda}" >&2; exit ;;
 esac

@@ -12,9 +12,13 @@
 namespace amp_mp::products {
 namespace {
 
-// Multiplications of a matrix product that all threads share. Smaller ones of a batch are divided
-// among the threads: starting them for each would take longer than multiplying.
+// Multiplications of a matrix product that threads share. Smaller ones of a batch are divided among
+// the threads: starting them for each would take longer than multiplying.
 constexpr int64_t kLarge = int64_t(1) << 23;
+// The same for a single matrix product, whose threads are started once.
+constexpr int64_t kSmall = int64_t(1) << 20;
+// Rows and columns of a thread's part of a product, at least: narrower ones multiply slower.
+constexpr int64_t kNarrow = 64;
 
 // A block of a matrix in float32, filled from one part of the matrix after another.
 class FloatBlock {
@@ -38,10 +42,6 @@ class FloatBlock {
   at::Tensor from_, values_;
   int64_t dim_;
 };
-
-at::Tensor whole(const at::Tensor& low) {
-  return FloatBlock(low, 0, low.size(0)).at(0, low.size(0));
-}
 
 at::Tensor& float_product(at::Tensor& to, const at::Tensor& summand, const at::Tensor& a,
                           const at::Tensor& b, double beta, double alpha) {
@@ -72,20 +72,27 @@ class FloatBatch {
   at::Tensor from_, values_;
 };
 
-// Blocks of rows of a and out; all of b is converted once.
+// Blocks of columns of b, and for each of them blocks of rows of a and out.
 void by_rows(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
              const at::Tensor& b, double beta, double alpha) {
-  const int64_t m = a.size(0), n = b.size(1);
-  const int64_t rows = slices_of_block(m, std::max(a.size(1), n));
-  const at::Tensor right = whole(b), results = at::empty({rows, n}, right.options());
-  const FloatBlock left(a, 0, rows);
-  for (int64_t first = 0; first < m; first += rows) {
-    const int64_t count = std::min(rows, m - first);
-    at::Tensor result = results.narrow(0, 0, count);
-    const at::Tensor added =
-        summand.defined() ? summand.narrow(0, first, count).to(at::kFloat) : summand;
-    float_product(result, added, left.at(first, count), right, beta, alpha);
-    out.narrow(0, first, count).copy_(result);
+  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  const int64_t columns = slices_of_block(n, k, 4 * kBlock);
+  const int64_t rows = slices_of_block(m, std::max(k, columns));
+  const FloatBlock left(a, 0, rows), right(b, 1, columns);
+  const at::Tensor results = at::empty({rows * columns}, out.options().dtype(at::kFloat));
+  for (int64_t column = 0; column < n; column += columns) {
+    const int64_t width = std::min(columns, n - column);
+    const at::Tensor y = right.at(column, width);
+    for (int64_t row = 0; row < m; row += rows) {
+      const int64_t height = std::min(rows, m - row);
+      const auto part = [&](const at::Tensor& whole) {
+        return whole.narrow(0, row, height).narrow(1, column, width);
+      };
+      at::Tensor result = results.narrow(0, 0, height * width).view({height, width});
+      const at::Tensor added = summand.defined() ? part(summand).to(at::kFloat) : summand;
+      float_product(result, added, left.at(row, height), y, beta, alpha);
+      part(out).copy_(result);
+    }
   }
 }
 
@@ -116,14 +123,37 @@ int64_t slices_of_block(int64_t count, int64_t elements, int64_t block) {
   return blocks <= 1 ? std::max<int64_t>(count, 1) : (count + blocks - 1) / blocks;
 }
 
+// Each thread converts and multiplies a part of `out` by itself: what one thread has converted
+// would come slowly to another's cache. All of them convert the factor that they share, which takes
+// a hundredth of multiplying.
 void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                          const at::Tensor& b, double beta, double alpha) {
   const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
   const at::Tensor added = summand.defined() && beta != 0.0 ? summand.expand({m, n}) : at::Tensor();
-  if (k > std::max(m, n)) return by_depth(out, added, a, b, beta, alpha);
   if (n > m)
-    return by_rows(out.t(), added.defined() ? added.t() : added, b.t(), a.t(), beta, alpha);
-  by_rows(out, added, a, b, beta, alpha);
+    return multiply_in_float32(out.t(), added.defined() ? added.t() : added, b.t(), a.t(), beta,
+                               alpha);
+  const auto compute = k > m ? by_depth : by_rows;
+  if (m * n * k < kSmall || at::in_parallel_region()) return compute(out, added, a, b, beta, alpha);
+  const auto parts_of = [](int64_t size, int64_t parts) {
+    return std::clamp<int64_t>(size / kNarrow, 1, parts);
+  };
+  const int64_t threads = at::get_num_threads(), down = parts_of(m, threads),
+                across = parts_of(n, (threads + down - 1) / down);
+  const int64_t rows = (m + down - 1) / down, columns = (n + across - 1) / across;
+  at::parallel_for(0, down * across, 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / across * rows, column = i % across * columns;
+      const int64_t height = std::min(rows, m - row), width = std::min(columns, n - column);
+      if (height <= 0 || width <= 0) continue;
+      const auto part = [&](const at::Tensor& whole) {
+        return whole.narrow(0, row, height).narrow(1, column, width);
+      };
+      compute(part(out), added.defined() ? part(added) : added, a.narrow(0, row, height),
+              b.narrow(1, column, width), beta, alpha);
+    }
+  });
 }
 
 void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summand,
@@ -139,23 +169,23 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
       multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);
     return;
   }
-  const int64_t some = slices_of_block(batches, m * k + k * n + m * n, 4 * kBlock);
-  const FloatBatch left(a, some), right(b, some), sums(out, some);
-  for (int64_t first = 0; first < batches; first += some) {
-    const int64_t count = std::min(some, batches - first);
-    const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
-    const at::Tensor results = sums.results(count);
-    if (added.defined()) results.copy_(added.narrow(0, first, count));
-    auto to = results.unbind();
-    // At least two, or the only one would be multiplied by all threads.
-    at::parallel_for(0, std::max<int64_t>(count, 2), 1, [&](int64_t begin, int64_t end) {
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
-      for (int64_t i = begin; i < std::min(end, count); ++i)
-        at::cpu::addmm_out(to[size_t(i)], to[size_t(i)], x[size_t(i)], y[size_t(i)],
-                           added.defined() ? beta : 0.0, alpha);
-    });
-    out.narrow(0, first, count).copy_(results);
-  }
+  // At least two, or the only one would be multiplied by all threads.
+  at::parallel_for(0, std::max<int64_t>(batches, 2), 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
+    end = std::min(end, batches);
+    const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);
+    const FloatBatch left(a, some), right(b, some), sums(out, some);
+    for (int64_t first = begin; first < end; first += some) {
+      const int64_t count = std::min(some, end - first);
+      const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
+      const at::Tensor results = sums.results(count);
+      if (added.defined()) results.copy_(added.narrow(0, first, count));
+      auto to = results.unbind();
+      for (size_t i = 0; i < to.size(); ++i)
+        at::cpu::addmm_out(to[i], to[i], x[i], y[i], added.defined() ? beta : 0.0, alpha);
+      out.narrow(0, first, count).copy_(results);
+    }
+  });
 }
 
 }  // namespace amp_mp::products

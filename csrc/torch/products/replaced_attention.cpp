@@ -1,4 +1,6 @@
 // Attention in float32, as torch's fused kernel for a CPU computes it, some samples at a time.
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <ATen/ops/empty.h>
@@ -19,8 +21,19 @@ bool is_attended(const Tensor& q, const Tensor& k, const Tensor& v) {
          k.dim() == 4 && v.dim() == 4 && q.numel() > 0;
 }
 
-int64_t samples_of_block(const Tensor& q, const Tensor& k) {
-  return slices_of_block(q.size(0), std::max(q[0].numel(), k[0].numel()), 4 * kBlock);
+// Calls compute(first, count) for some samples after others: on each thread for its own, which stay
+// in its cache, or, where there are fewer samples than threads, with all threads for each block.
+template <class Compute>
+void by_samples(const Tensor& q, const Tensor& k, const Compute& compute) {
+  const int64_t samples = q.size(0), elements = std::max(q[0].numel(), k[0].numel());
+  const auto run = [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
+    const int64_t some = slices_of_block(end - begin, elements, kBlock / 4);  // of eight tensors
+    for (int64_t first = begin; first < end; first += some)
+      compute(first, std::min(some, end - first));
+  };
+  if (samples < at::get_num_threads()) return run(0, samples);
+  at::parallel_for(0, samples, 1, run);
 }
 
 // Some samples of a tensor in float32.
@@ -36,11 +49,9 @@ Mask part_of_mask(const Mask& mask, int64_t samples, int64_t first, int64_t coun
 }
 
 // An empty tensor (samples, heads, length, ...) whose heads are beside one another in memory.
-Tensor empty_heads(const Tensor& like, at::ScalarType dtype, int64_t samples) {
-  auto sizes = like.sizes().vec();
-  sizes[0] = samples;
+Tensor empty_heads(std::vector<int64_t> sizes, const at::TensorOptions& options) {
   std::swap(sizes[1], sizes[2]);
-  return at::empty(sizes, like.options().dtype(dtype)).transpose(1, 2);
+  return at::empty(sizes, options).transpose(1, 2);
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -51,19 +62,15 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                                                                 scale);
   };
   if (!is_attended(q, k, v)) return compute(q, k, v, mask);
-  const int64_t samples = q.size(0), some = samples_of_block(q, k);
-  Tensor out, sums;
-  for (int64_t first = 0; first < samples; first += some) {
-    const int64_t count = std::min(some, samples - first);
+  const int64_t samples = q.size(0);
+  const Tensor out = empty_heads({samples, q.size(1), q.size(2), v.size(3)}, q.options()),
+               sums = empty_heads({samples, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  by_samples(q, k, [&](int64_t first, int64_t count) {
     const auto [o, s] = compute(part(q, first, count), part(k, first, count), part(v, first, count),
                                 part_of_mask(mask, samples, first, count));
-    if (first == 0) {
-      out = empty_heads(o, q.scalar_type(), samples);
-      sums = empty_heads(s, at::kFloat, samples);
-    }
     out.narrow(0, first, count).copy_(o);
     sums.narrow(0, first, count).copy_(s);
-  }
+  });
   return {out, sums};
 }
 
@@ -78,20 +85,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
         grad, q, k, v, out, sums, dropout, causal, mask, scale);
   };
   if (!is_attended(q, k, v)) return compute(grad, q, k, v, out, sums, mask);
-  const int64_t samples = q.size(0), some = samples_of_block(q, k);
-  std::array<Tensor, 3> grads;
-  for (int64_t first = 0; first < samples; first += some) {
-    const int64_t count = std::min(some, samples - first);
+  const int64_t samples = q.size(0);
+  const std::array grads = {empty_heads(q.sizes().vec(), q.options()),
+                            empty_heads(k.sizes().vec(), q.options()),
+                            empty_heads(v.sizes().vec(), q.options())};
+  by_samples(q, k, [&](int64_t first, int64_t count) {
     const auto of = [&](const Tensor& t) { return part(t, first, count); };
     const auto [dq, dk, dv] =
         compute(of(grad), of(q), of(k), of(v), of(out), sums.narrow(0, first, count),
                 part_of_mask(mask, samples, first, count));
     const std::array found = {dq, dk, dv};
-    for (size_t i = 0; i < 3; ++i) {
-      if (first == 0) grads[i] = empty_heads(found[i], q.scalar_type(), samples);
-      grads[i].narrow(0, first, count).copy_(found[i]);
-    }
-  }
+    for (size_t i = 0; i < 3; ++i) grads[i].narrow(0, first, count).copy_(found[i]);
+  });
   return {grads[0], grads[1], grads[2]};
 }
 

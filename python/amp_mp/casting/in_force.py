@@ -23,8 +23,8 @@ class Casting(NamedTuple):
     verbose: bool
 
     def put_in_force(self) -> None:
-        """Casts so from now on; ValueError for an unknown table, before anything is changed."""
-        if self.table != table_of(self.device):
+        """Casts so from now on, by our kernels. ValueError, and no change: an unknown table."""
+        if self.table != table_of(self.device, None if self.enabled else self.table):
             install(self.table[0], self.device, self.table[1])
         set_verbose(self.verbose)
         set_keep_casts(self.keeps)

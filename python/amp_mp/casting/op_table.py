@@ -74,9 +74,9 @@ def install(table: str, device: str, allow_banned: bool = False) -> None:
     _changed()
 
 
-def table_of(device: str) -> tuple[str, bool]:
-    """The table in force on a device type, and whether it allows what is banned."""
-    return _active.get(device, ("stock", False))
+def table_of(device: str, never: Any = ("stock", False)) -> Any:
+    """The table in force on a device type, and whether it allows what is banned; or `never`."""
+    return _active.get(device, never)
 
 
 def install_default(table: str, device: str) -> None:
