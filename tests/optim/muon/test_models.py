@@ -267,8 +267,9 @@ def test_many_matrices_of_a_shape_are_a_few_products(device: str) -> None:
         p.grad = torch.randn_like(p)
     with torch.profiler.profile() as profile:
         optimizer.step()
-    found = {each.key: each.count for each in profile.key_averages()}
-    assert found["aten::baddbmm"] == 2 * 5 * 2
+    name = "aten::baddbmm"  # the pretend GPU's kernel calls the CPU's
+    called = [e for e in profile.events() if e.name == name]
+    assert sum(e.cpu_parent is None or e.cpu_parent.name != name for e in called) == 2 * 5 * 2
 
 
 def test_large_stacks_are_cut() -> None:
