@@ -39,7 +39,7 @@ docs-serve: $(SITE)/tools
 # Two workers; tests that share processes stay in one of them (marker xdist_group).
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
-# What a change of Python or C++ can break here: 6 minutes on two cores, 7 where C++ is new.
+# What a change of Python or C++ can break here: 3 to 6 minutes on two cores.
 test: build lint
 	$(PYTEST) -m "not full"
 
