@@ -31,10 +31,6 @@ const char* apply(const StepPlan&, const StepTable&, const DecideInputs*, Verdic
   return kAbsent;
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                            \
-  template const char* apply<Rule>(const StepPlan&, const StepTable&, const DecideInputs*,      \
-                                   Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
-                                   const NormInputs&, void*);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
+AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE_APPLY)
 
 }  // namespace amp_mp::cuda

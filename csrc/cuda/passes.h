@@ -71,6 +71,11 @@ template <class Rule>
 const char* apply(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                   Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
                   SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
+// In whichever file defines it: with kernels (apply.cu), or without (absent.cpp).
+#define AMP_MP_INSTANTIATE_APPLY(Rule, op)                                                      \
+  template const char* apply<Rule>(const StepPlan&, const StepTable&, const DecideInputs*,      \
+                                   Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
+                                   const NormInputs&, void*);
 
 // The kernels that apply launches first. decide_step: all that has to be known before tensors are
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
