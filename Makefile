@@ -2,8 +2,9 @@
 # Where torch is importable already, that torch is used (and nothing is downloaded if the rest is there
 # as well); else torch $(TORCH) is installed with pip.
 
-TORCH ?= 2.13.0
 PYTHON ?= python3
+# The first torch for Python 3.15 is 2.15.
+TORCH ?= $(shell $(PYTHON) -c 'import sys; print("2.13.0" if sys.version_info < (3, 15) else "2.15.0")' 2>/dev/null)
 VENV := .venv
 PY := $(VENV)/bin/python
 ZOO := .venv-zoo
@@ -17,7 +18,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint warnings format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -40,12 +41,12 @@ docs-serve: $(SITE)/tools
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
 # What a change of Python or C++ can break here: 3 to 6 minutes on two cores.
-test: build lint
+test: build
 	$(PYTEST) -m "not full"
 
 # Everything; test-rest is what `make test` leaves out: emulators under sanitizers, mutants of the
 # kernels, every file on the pretend GPU, scripts of `make gpu`, whole products of parameters.
-test-all: build lint
+test-all: build
 	$(PYTEST)
 
 test-rest: build
@@ -53,7 +54,6 @@ test-rest: build
 
 # What to run while writing: everything that takes less than a second and compiles nothing.
 test-fast: build
-	$(PY) -m ruff check $(PYTHON_DIRS)
 	$(PYTEST) -m "not slow and not full"
 
 # The wheel for $(PYTHON): bindings for torch 2.11 to 2.15, kernels for all architectures. Half an hour
@@ -82,7 +82,7 @@ FIRST ?= 2
 test-streams: build
 	$(PY) tests/emulators/random_orders.py --seeds $(SEEDS) --first $(FIRST)
 
-lint: build
+lint: build $(VENV)/linters
 	$(PY) -m ruff check $(PYTHON_DIRS)
 	$(PY) -m ruff format --check $(PYTHON_DIRS)
 	$(PY) -m mypy
@@ -92,7 +92,14 @@ lint: build
 	@! grep -hnE '(-ffast-math|--use_fast_math)' build_tools/*.py | grep -v '^[0-9]*:#' \
 	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
 
-format: $(VENV)/tools
+# Every native file under each compiler, with its warnings as errors: 2 to 4 minutes a compiler.
+COMPILERS ?= g++-12 g++-14 g++-16 clang++-19
+warnings: $(VENV)/tools
+	for cxx in $(COMPILERS); do \
+	  CXX=$$cxx AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/warnings/$$cxx MAX_JOBS=$(JOBS) \
+	    $(PY) setup.py --quiet build_ext --build-lib build/warnings/$$cxx || exit 1; done
+
+format: $(VENV)/linters
 	$(PY) -m ruff check --fix $(PYTHON_DIRS)
 	$(PY) -m ruff format $(PYTHON_DIRS)
 	$(VENV)/bin/clang-format -i $(SOURCES)
@@ -116,10 +123,14 @@ clean:
 build: $(VENV)/built
 
 # First without pip, which would not show how far it is; then pip finds all that is compiled.
-BUILD := AMP_MP_WERROR=1 AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)"
+BUILD := AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)"
 $(VENV)/built: $(VENV)/tools $(NATIVE)
 	@$(BUILD) $(PY) setup.py --quiet build_ext --inplace
 	@$(BUILD) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/linters: $(VENV)/tools
+	$(PY) -m pip install --quiet 'clang-format==19.1.7' 'mypy>=1.14' 'ruff>=0.9'
 	@touch $@
 
 $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)

@@ -6,6 +6,7 @@ imported: its headers and its version.py are enough, and its libraries may be mi
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -141,22 +142,17 @@ def check_compiler() -> None:
 
 
 def find_cuda(torches: list[Torch]) -> Cuda | None:
-    """The CUDA toolkit, or None if it is not wanted, or not found where no torch asks for it."""
-    wanted = os.environ.get("AMP_MP_CUDA", "")
-    if wanted not in ("", "0", "1"):
-        raise SystemExit(f"AMP_MP_CUDA must be 0 or 1, found {wanted!r}")
-    of_torch = next((t for t in torches if t.cuda), None)
-    nvcc = None if wanted == "0" else find_nvcc([t.folder.parent for t in torches])
-    if wanted == "0" or (nvcc is None and wanted == "" and of_torch is None):
-        return None
-    if nvcc is None:
-        asks = "AMP_MP_CUDA=1"
-        if of_torch:
-            asks = f"torch {of_torch.version} uses CUDA {of_torch.cuda}"
+    """The CUDA toolkit, or None if it is not wanted, or not found where nothing asks for it."""
+    if missing := missing_nvcc(torches):
         raise SystemExit(
-            f"{asks}, but no nvcc is in CUDA_HOME or on the PATH. Install it, or build without "
-            f"CUDA kernels:\n{nvcc_packages(of_torch)}    AMP_MP_CUDA=0 {INSTALL}"
+            f"{missing[0]}, but no nvcc is in CUDA_HOME or on the PATH. Install it, or build "
+            f"without CUDA kernels:\n{pip_install(missing[1])}    AMP_MP_CUDA=0 {INSTALL}"
         )
+    wanted = _wanted()
+    nvcc = find_nvcc(torches)
+    if wanted == "0" or nvcc is None:
+        return None
+    of_torch = _with_cuda(torches)
     # nvcc may be a wrapper that lies outside the toolkit, but it knows where that is.
     dry = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     version = run([nvcc, "--version"])
@@ -184,23 +180,60 @@ def find_cuda(torches: list[Torch]) -> Cuda | None:
     return Cuda(nvcc, f"{major}.{minor}", architecture_flags(nvcc), found[0])
 
 
-def find_nvcc(site_packages: list[Path]) -> str | None:
+def find_nvcc(torches: list[Torch]) -> str | None:
     """In CUDA_HOME if that is set; else on the PATH, in /usr/local/cuda, in pip's packages."""
     if home := os.environ.get("CUDA_HOME"):
         return shutil.which("nvcc", path=f"{home}/bin")
-    pips = [str(nvcc) for site in site_packages for nvcc in site.glob("nvidia/cu*/bin")]
+    pips = [str(nvcc) for t in torches for nvcc in t.folder.parent.glob("nvidia/cu*/bin")]
     paths = [None, "/usr/local/cuda/bin", *sorted(pips)]
     return next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
 
 
-def nvcc_packages(torch: Torch | None) -> str:
-    """A line with the command that installs nvcc beside torch: pip has such packages from 13 on."""
-    if torch is None or int(str(torch.cuda).split(".")[0]) < 13:
-        return ""
-    # Of one version: a newer nvvm and an older ptxas do not fit.
-    names = ("nvcc", "nvvm", "crt")
-    packages = [f"'nvidia-{'cuda-' * (n != 'nvvm')}{n}=={torch.cuda}.*'" for n in names]
-    return f"    pip install {' '.join(packages)}\n"
+def missing_nvcc(torches: list[Torch]) -> tuple[str, list[str]] | None:
+    """What asks for CUDA kernels where no nvcc is, and pip's packages of nvcc; else None.
+
+    AMP_MP_CUDA=1 asks, and a torch that uses CUDA on a machine with a GPU.
+    """
+    wanted, of_torch = _wanted(), _with_cuda(torches)
+    asked = wanted == "1" or (wanted == "" and of_torch is not None and has_gpu())
+    if not asked or find_nvcc(torches):
+        return None
+    if of_torch is None:
+        return "AMP_MP_CUDA=1", []
+    packages = []
+    if int(str(of_torch.cuda).split(".")[0]) >= 13:  # before, pip's packages have no nvvm
+        # Of one version: a newer nvvm and an older ptxas do not fit.
+        names = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
+        packages = [f"{name}=={of_torch.cuda}.*" for name in names]
+    return f"torch {of_torch.version} uses CUDA {of_torch.cuda}", packages
+
+
+def has_gpu() -> bool:
+    """Whether the machine has NVIDIA's driver: its program or its library."""
+    if shutil.which("nvidia-smi"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def pip_install(packages: list[str]) -> str:
+    """A line of a message with the command that installs packages; "" for none."""
+    return f"    pip install {shlex.join(packages)}\n" if packages else ""
+
+
+def _wanted() -> str:
+    """AMP_MP_CUDA: "1" demands kernels, "0" leaves them out, "" leaves it to what is found."""
+    wanted = os.environ.get("AMP_MP_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"AMP_MP_CUDA must be 0 or 1, found {wanted!r}")
+    return wanted
+
+
+def _with_cuda(torches: list[Torch]) -> Torch | None:
+    return next((torch for torch in torches if torch.cuda), None)
 
 
 def architecture_flags(nvcc: str) -> list[str]:

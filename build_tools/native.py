@@ -10,7 +10,7 @@ Environment: AMP_MP_CUDA=1 demands CUDA, 0 leaves it out; TORCH_CUDA_ARCH_LIST c
 (found.ARCHITECTURES); AMP_MP_TORCH names folders of packages `torch` to compile for, separated by
 colons; AMP_MP_OBJECTS the folder that keeps objects; AMP_MP_PLAIN_QUOTIENT=1 divides by CUDA's
 plain operations (csrc/cuda/quotient.h); AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and
-MAX_JOBS as usual. Whether this machine has a GPU does not matter: many that build have none.
+MAX_JOBS as usual. A machine without a GPU compiles kernels too, where it has nvcc.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HIDDEN = "-fvisibility=hidden"
 SHOWN = "-fno-semantic-interposition"
 NVCC_FLAGS = "-std=c++20 -O3 -fmad=false"
 NVCC_FLAGS += f" -Xcompiler -fPIC,{SHOWN}"
-# Errors where the project is developed; a user's newer compiler may have new warnings.
+# Errors for `make warnings` and CI; a user's newer compiler may have new warnings.
 STRICT = os.environ.get("AMP_MP_WERROR") == "1"
 WARNINGS = "-Wall -Wextra" + (" -Werror" if STRICT else "")
 NVCC_WARNINGS = "-Werror all-warnings" if STRICT else ""
@@ -249,6 +249,8 @@ def say_what_is_built(torches: list[Torch], cuda: Cuda | None) -> None:
     """Prints what was found, which is what a report of a failed build has to have."""
     versions = ", ".join(torch.version for torch in torches)
     kernels = "without CUDA kernels"
+    if of_cuda := [torch.version for torch in torches if torch.cuda and not cuda]:
+        kernels += f", although torch {of_cuda[0]} has CUDA (AMP_MP_CUDA=1 demands them)"
     if cuda:
         kernels = f"CUDA {cuda.release} for {cuda.codes} ({cuda.nvcc})"
     print(

@@ -70,6 +70,7 @@ def build(python: Path, torches: list[Path]) -> Path:
         shutil.rmtree(stale)
     environment = {"AMP_MP_TORCH": os.pathsep.join(map(str, torches))}
     environment |= {"AMP_MP_OBJECTS": os.environ.get("AMP_MP_OBJECTS", "build/wheel")}
+    environment |= {"AMP_MP_CUDA": os.environ.get("AMP_MP_CUDA", "1")}
     command = ("-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation")
     run(python, *command, "-w", raw, ROOT, **environment)
     return next(raw.glob("*.whl"))

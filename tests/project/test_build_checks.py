@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from build_tools import found, metadata  # noqa: E402
+from build_tools import found, metadata, native  # noqa: E402
 
+HAS_GPU = found.has_gpu()
 KNOWN = {  # what `nvcc --list-gpu-arch` of a release lists
     "11.8": (70, 75, 80, 86, 90),
     "12.6": (70, 75, 80, 86, 87, 89, 90),
@@ -72,6 +75,18 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "which",
         lambda n, path=None: None if path == "/usr/local/cuda/bin" else which(n, path=path),
     )
+    monkeypatch.setattr(found.ctypes, "CDLL", driver(there=False))
+
+
+def driver(there: bool) -> Callable[[str], object]:
+    """What loads the driver's library on a machine that has it, or has not."""
+
+    def load(name: str) -> object:
+        if name == "libcuda.so.1" and there:
+            return object()
+        raise OSError(f"{name}: cannot open shared object file")
+
+    return load
 
 
 # ---- torch ---------------------------------------------------------------------------------------
@@ -176,25 +191,48 @@ def torches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[found.Torch]:
     return found.find_torches()
 
 
-def test_a_torch_with_cuda_needs_nvcc_or_a_word(
-    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.13.0+cu130", "2.11.0+cu126"])
+@pytest.mark.parametrize("gpu", ["", "program", "library"])
+@pytest.mark.parametrize("wanted", ["", "0", "1"])
+def test_no_nvcc_is_an_error_where_a_gpu_or_the_user_asks_for_kernels(
+    torch: str, gpu: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = {"2.13.0+cu130": "13.0", "2.11.0+cu126": "12.6"}.get(torch)
+    ours = torches(torch_of(torch, cuda, tmp_path), monkeypatch)
+    if gpu == "program":
+        tool(tmp_path / "bin/nvidia-smi", "echo 9.0")
+    monkeypatch.setattr(found.ctypes, "CDLL", driver(there=gpu == "library"))
+    monkeypatch.setenv("AMP_MP_CUDA", wanted)
+    if wanted == "0" or (wanted == "" and not (gpu and cuda)):
+        assert found.find_cuda(ours) is None
+        assert found.missing_nvcc(ours) is None
+        return
+    with pytest.raises(SystemExit, match=r", but no nvcc is in CUDA_HOME or on the PATH") as error:
+        found.find_cuda(ours)
+    hint, asks = str(error.value), f"torch {torch} uses CUDA {cuda}" if cuda else "AMP_MP_CUDA=1"
+    assert hint.startswith(asks)
+    assert "AMP_MP_CUDA=0 pip install" in hint
+    assert ("'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in hint) == (cuda == "13.0")
+
+
+def test_a_build_for_the_cpu_alone_says_so_in_one_line(
+    stub_torch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = torches(stub_torch, monkeypatch)
-    with pytest.raises(SystemExit, match=r"2.13.0.cu130 uses CUDA 13.0, but no nvcc") as error:
-        found.find_cuda(ours)
-    assert "'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in str(error.value)
-    assert "AMP_MP_CUDA=0 pip install" in str(error.value)
-    monkeypatch.setenv("AMP_MP_CUDA", "0")
-    assert found.find_cuda(ours) is None
-    monkeypatch.delenv("AMP_MP_CUDA")
-    cpu = torches(torch_of("2.13.0+cpu", None, tmp_path), monkeypatch)
-    assert found.find_cuda(cpu) is None
-    monkeypatch.setenv("AMP_MP_CUDA", "1")
-    with pytest.raises(SystemExit, match=r"AMP_MP_CUDA=1, but no nvcc is in CUDA_HOME"):
-        found.find_cuda(cpu)
+    native.say_what_is_built(ours, found.find_cuda(ours))
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "without CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
+    cpu = [dataclasses.replace(ours[0], cuda=None)]
+    native.say_what_is_built(cpu, None)
+    assert capsys.readouterr().out.splitlines()[0].endswith("without CUDA kernels")
+
+
+def test_a_wrong_setting_of_cuda_is_named(
+    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AMP_MP_CUDA", "yes")
     with pytest.raises(SystemExit, match=r"AMP_MP_CUDA must be 0 or 1, found 'yes'"):
-        found.find_cuda(cpu)
+        found.find_cuda(torches(stub_torch, monkeypatch))
 
 
 def test_nvcc_of_pips_packages_is_found_beside_torch(
@@ -330,3 +368,61 @@ def test_make_names_what_is_missing_before_it_downloads(missing: str, tmp_path: 
     assert missing in done.stderr
     assert "apt install python3 python3-venv python3-dev g++ make" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def made_environment(folder: Path, index: bool, gpu: bool, torch: str) -> list[str]:
+    """The pip commands that .ci/environment runs where pip installs this torch, and installs it.
+
+    index: torch's own index answers. gpu: the machine has one.
+    """
+    cuda = torch.partition("+cu")[2]
+    site = torch_of(torch, f"{cuda[:-1]}.{cuda[-1]}" if cuda else None, folder).parent
+    log = folder / "pip"
+    # The Python that `make` is given, and that of the environment which it makes.
+    python = f"""case "$*" in
+  *ensurepip* | *setuptools* | *hypothesis*) exit 0 ;;
+  *Python.h*) echo / ;;
+  *urlopen*) exit {int(not index)} ;;
+  "-c import torch") exit 1 ;;
+  "-m venv "*) mkdir -p $3/bin; cp $0 $3/bin/python ;;
+  "-m pip "*) echo "$*" >> {log} ;;
+  *) PYTHONPATH={site} exec {sys.executable} "$@" ;; esac"""
+    tool(folder / "bin/python3", python)
+    tool(folder / "bin/g++", "exit 0")
+    if gpu:
+        tool(folder / "bin/nvidia-smi", "echo 9.0")
+    for name in ("mkdir", "cp"):
+        (folder / f"bin/{name}").symlink_to(f"/bin/{name}")
+    arguments = [".ci/environment", "python3", str(folder / "venv"), "2.13.0"]
+    environment = {"PATH": str(folder / "bin"), "AMP_MP_TORCH": str(site / "torch")}
+    # As if neither the driver nor a toolkit were there, whatever this machine has.
+    environment["CUDA_HOME"] = str(folder)
+    done = subprocess.run(
+        ["/bin/bash", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_make_takes_a_cpu_build_of_torch_where_no_gpu_is(
+    index: bool, gpu: bool, tmp_path: Path
+) -> None:
+    if HAS_GPU and not gpu:
+        pytest.skip("this machine has a GPU")
+    first, *_ = made_environment(tmp_path, index, gpu, "2.13.0+cpu")
+    assert "torch==2.13.0" in first
+    asked = "--extra-index-url https://download.pytorch.org/whl/cpu" in first
+    assert asked == (index and not gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [True, False])
+def test_make_installs_nvcc_where_a_gpu_and_torch_ask_for_it(gpu: bool, tmp_path: Path) -> None:
+    if HAS_GPU and not gpu:
+        pytest.skip("this machine has a GPU")
+    commands = made_environment(tmp_path, False, gpu, "2.13.0+cu130")
+    packages = "nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.*"
+    assert [packages in command for command in commands].count(True) == int(gpu)
