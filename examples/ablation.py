@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from corpus import load_text
 from curves import figure, smooth
+from progress import Bar
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 
 import amp_mp as amp
 
@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def train(arm: Arm, steps: int, bar: tqdm) -> Run:
+def train(arm: Arm, steps: int, bar: Bar) -> Run:
     """Train one arm and advance the progress bar."""
     text, held_out = load_text(sysconfig.get_paths()["stdlib"])
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def share(flags: list[Tensor]) -> float:
 
 def compare(steps: int) -> dict[str, Run]:
     """Train every arm; returns the runs by name."""
-    with tqdm(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
+    with Bar(total=len(ARMS) * steps, unit="step", dynamic_ncols=True) as bar:
         return {arm.name: train(arm, steps, bar) for arm in ARMS}
 
 

@@ -24,9 +24,9 @@ import torch
 from curves import figure, smooth
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Run, Trainer
+from progress import Bar
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import amp_mp as amp
 from amp_mp.casting.products import choose_products, describe_products
@@ -50,7 +50,7 @@ def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Traine
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
     chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
     form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    with tqdm(total=len(ARMS) * steps, dynamic_ncols=True, bar_format=form) as bar:
+    with Bar(total=len(ARMS) * steps, dynamic_ncols=True, bar_format=form) as bar:
         for start in range(0, steps, CHUNK):
             for name, trainer in trainers.items():
                 # torch.autocast computes as it does in a script without amp_mp.
@@ -76,7 +76,7 @@ def remaining(trainers: Iterable[Trainer], steps: int, slowest: float) -> str:
         for each in every
         if len(each.run.step_seconds) != 2 or min(each.run.step_seconds) <= slowest * least
     )
-    return tqdm.format_interval(seconds)
+    return Bar.format_interval(seconds)
 
 
 def announce(trainers: Iterable[str], **settings: Any) -> str:

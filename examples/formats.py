@@ -24,11 +24,11 @@ from gpt_settings import Settings
 from gpt_trainer import MAX_GRAD_NORM, Trainer
 from matplotlib.figure import Figure
 from memory import state_bytes
+from progress import Bar
 from reference_adamw import ReferenceAdamW
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
-from tqdm import tqdm
 
 import amp_mp as amp
 
@@ -98,7 +98,7 @@ def begin(job: Job, arm: str, seed: int, steps: int) -> Trainer | FineTune:
     return task
 
 
-def train(job: Job, arm: str, seed: int, steps: int, bar: tqdm[Any]) -> Run:
+def train(job: Job, arm: str, seed: int, steps: int, bar: Bar) -> Run:
     """Train one arm with one seed and advance the progress bar."""
     task, run = begin(job, arm, seed, steps), Run()
     judges = [task.accuracy] if isinstance(task, FineTune) else []
@@ -117,7 +117,7 @@ def train(job: Job, arm: str, seed: int, steps: int, bar: tqdm[Any]) -> Run:
 
 def compare(job: Job, seeds: int, steps: int) -> dict[str, list[Run]]:
     """Train every arm with every seed; returns the runs by arm."""
-    with tqdm(total=len(COLORS) * seeds * steps, unit="step", dynamic_ncols=True) as bar:
+    with Bar(total=len(COLORS) * seeds * steps, unit="step", dynamic_ncols=True) as bar:
         return {arm: [train(job, arm, s, steps, bar) for s in range(seeds)] for arm in COLORS}
 
 

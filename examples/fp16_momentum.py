@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from progress import Bar
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import amp_mp as amp
 
@@ -109,11 +109,16 @@ def main(plot: Path | None, longest: int) -> None:
     for column in ("case", "steps", *ARMS):
         table.add_column(column, justify="right")
     curves: dict[str, dict[str, list[float]]] = {}
-    for case in tqdm([c for c in CASES if max(c.steps) <= longest], desc="cases"):
-        curves[case.name] = {arm: remaining(case, arm) for arm in tqdm(ARMS, leave=False)}
-        for steps in case.steps:
-            row = [f"{curves[case.name][arm][steps - 1]:.3g}" for arm in ARMS]
-            table.add_row(case.name, str(steps), *row)
+    cases = [case for case in CASES if max(case.steps) <= longest]
+    with Bar(total=len(cases) * len(ARMS), unit="run", dynamic_ncols=True) as bar:
+        for case in cases:
+            curves[case.name] = {}
+            for arm in ARMS:
+                curves[case.name][arm] = remaining(case, arm)
+                bar.update()
+            for steps in case.steps:
+                row = [f"{curves[case.name][arm][steps - 1]:.3g}" for arm in ARMS]
+                table.add_row(case.name, str(steps), *row)
     Console(width=110).print(table)
     if plot is not None:
         draw(curves, plot)

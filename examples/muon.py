@@ -20,9 +20,9 @@ from typing import Any
 from curves import draw_curve, figure
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Trainer
+from progress import Bar
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BASELINE = "AdamW, float32"
@@ -50,9 +50,7 @@ def trainers_of(seed: int, **common: Any) -> dict[str, Trainer]:
 def trained(steps: int, seeds: list[int], **common: Any) -> dict[str, list[Trainer]]:
     """Train every row with every seed."""
     runs: dict[str, list[Trainer]] = {}
-    with tqdm(
-        total=(1 + len(OPTIONS)) * len(seeds) * steps, unit="step", dynamic_ncols=True
-    ) as bar:
+    with Bar(total=(1 + len(OPTIONS)) * len(seeds) * steps, unit="step", dynamic_ncols=True) as bar:
         for seed in seeds:
             for name, trainer in trainers_of(seed, steps=steps, **common).items():
                 runs.setdefault(name, []).append(trainer)

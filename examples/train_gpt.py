@@ -14,8 +14,8 @@ from curves import draw_curve, figure
 from gpt_settings import Settings, SettingsError
 from gpt_trainer import Run, Trainer
 from parallel import leave
+from progress import Bar
 from torch import distributed
-from tqdm import tqdm
 
 
 def train(settings: Settings, until: int | None = None) -> Run:
@@ -28,7 +28,7 @@ def train(settings: Settings, until: int | None = None) -> Run:
     trainer = Trainer(settings)
     quiet = trainer.processes.rank > 0
     stop = settings.steps if until is None else min(until, settings.steps)
-    with tqdm(
+    with Bar(
         total=stop, initial=trainer.steps_done, unit="step", dynamic_ncols=True, disable=quiet
     ) as bar:
         while trainer.steps_done < stop:

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ if PRETEND_GPU:  # has to come before amp_mp
 
 from casts import products_in_low_precision  # imports amp_mp
 from leftovers import global_state, restore
+from log_progress import LogProgress
 from pretend_gpu.suite import ON_A_GPU
 
 import amp_mp as amp
@@ -48,6 +50,15 @@ collect_ignore = [] if "cuda" in DEVICES else [f"{name}.py" for name in ON_A_GPU
 SIDE_STREAM = os.environ.get("AMP_MP_SIDE_STREAM") == "1" and "cuda" in DEVICES
 if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
     collect_ignore.append("zoo")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Where nobody watches, a line for each ten per cent takes the place of the dots."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    several = config.getoption("dist", "no") != "no"  # processes; one alone names its files
+    if reporter and several and config.option.verbose == 0 and not sys.stdout.isatty():
+        config.pluginmanager.register(LogProgress(reporter))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,9 +17,9 @@ import torch
 from finetune_task import FineTune, telephone, weights_path
 from formats import JOBS, Job, Run, gpt, summary, train
 from gpt_trainer import MAX_GRAD_NORM
+from progress import Bar
 from reference_adamw import ReferenceAdamW, away_from_zero
 from torch import Tensor, nn
-from tqdm import tqdm
 
 SMALL: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "batch": 4, "context": 16}
 STEPS = 12
@@ -50,7 +50,7 @@ def small_finetune() -> Job:
 @pytest.mark.parametrize("job", [small_gpt, small_finetune], ids=["gpt", "finetune"])
 def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
     chosen = job()
-    with tqdm(disable=True) as bar:
+    with Bar(disable=True) as bar:
         runs = {arm: train(chosen, arm, 3, STEPS, bar) for arm in ("reference", "exact")}
     wanted, found = runs["reference"], runs["exact"]
     assert found.train_loss == wanted.train_loss
@@ -63,7 +63,7 @@ def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
 
 @pytest.mark.parametrize("arm", ["lean", "tiny", "micro"])
 def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
-    with tqdm(disable=True) as bar:
+    with Bar(disable=True) as bar:
         wanted, found, again = (
             train(small_gpt(), each, 3, STEPS, bar) for each in ("exact", arm, arm)
         )
@@ -149,7 +149,7 @@ def test_frames_have_the_pitch_they_say_and_no_sound_outside_the_band() -> None:
 def test_fine_tuning_finds_more_pitches() -> None:
     small_finetune()
     job = replace(JOBS["finetune"], begin=functools.partial(FineTune, batch=32, held_out=256))
-    with tqdm(disable=True) as bar:
+    with Bar(disable=True) as bar:
         before, after = train(job, "reference", 0, 20, bar).accuracy
     assert 0.7 < before < 0.9
     assert after > before + 0.03
