@@ -14,9 +14,10 @@ class LogProgress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No letter for a test that passes; others keep theirs."""
-        passed = report.when == "call" and report.passed and not hasattr(report, "wasxfail")
-        return ("passed", "", "") if passed else None
+        """No letter for a test that passes or is skipped; others keep theirs."""
+        ended = report.when == "call" or not report.passed
+        quiet = ended and not report.failed and not hasattr(report, "wasxfail")
+        return (report.outcome, "", "") if quiet else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Writes the line, after the last report of a test."""

@@ -25,7 +25,7 @@ from build_tools.generated import facts_unit, one_unit, torch_units  # noqa: E40
 
 CSRC = ROOT / "csrc"
 OUT = KEPT / "pretend_gpu"
-CUDA = "13.0"  # the version that torch is to name
+CUDA = "99.0"  # what torch is to name: a torch for CUDA has loaded cuBLAS of its own version
 
 # The arithmetic of build_tools/native.py. Little is optimised: compiling takes longer than running.
 FLAGS = [

@@ -108,6 +108,7 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
+  long versionRuntimeCuDNN() const override { return 0; }  // asked before attention is chosen
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   int getNumGPUs() const override { return deviceCount(); }
   DeviceIndex deviceCount() const override { return Guard().deviceCount(); }

@@ -167,16 +167,38 @@ void run_on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op).run(stack);
 }
 
-// Directly, not as the fallback: composites come before that, and these would be loops over single
-// tensors where a GPU has one kernel for all.
+namespace {
+
+// Where a torch for CUDA has a kernel, which would need a driver: what the dispatcher would take if
+// it had none.
+void run_without_torchs(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  using Key = c10::DispatchKey;
+  for (const Key composite : {Key::CompositeExplicitAutogradNonFunctional,
+                              Key::CompositeExplicitAutograd, Key::CompositeImplicitAutograd})
+    if (op.hasKernelForDispatchKey(composite)) return op.callBoxedForDispatchKey(composite, *stack);
+  run_on_the_cpu(op, stack);
+}
+
+}  // namespace
+
+// Operators of lists directly, not by the fallback: composites come before that, and these would be
+// loops over single tensors where a GPU has one kernel for all.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const bool of_lists = name.name.rfind("aten::_foreach_", 0) == 0;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (of_lists && op && !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-      m.impl(c10::toString(name).c_str(),
-             torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
+    if (!op || name.name.rfind("aten::", 0) != 0) continue;
+    const std::string full = c10::toString(name);
+    if (name.name.rfind("aten::_foreach_", 0) == 0) {
+      m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_the_cpu>());
+    } else if (op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+      m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_without_torchs>());
+    }
   }
+}
+
+// In a torch for CUDA rms_norm is this operator, whose derivative has a kernel for CUDA alone.
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+  m.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&run_without_torchs>());
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {

@@ -81,7 +81,7 @@ FILES = {
     "casting/test_apex_names": 12,
     "compat/test_layer_types": 165,
     "compat/test_layer_types_in_training": 50,
-    "compat/test_layer_types_of_models": 100,
+    "compat/test_layer_types_of_models": 80,
     "compat/test_openseq2seq": 20,
     "compat/test_typed_tensor": 48,
     "diagnose/test_histograms": 28,

@@ -123,6 +123,9 @@ def replace() -> None:
     cublas = ctypes.CDLL(str(build_cublas()), mode=ctypes.RTLD_GLOBAL)  # as torch for CUDA has it
     # Its products run at their call, behind what their stream has already.
     ctypes.c_void_p.in_dll(cublas, "before").value = native.settle_address()
+    # The kernels of attention that a torch for CUDA has: without them it is products and a softmax.
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     cuda = torch.cuda
     answers: dict[str, Any] = {
         "_initialized": True,
