@@ -7,8 +7,7 @@ inline constexpr const char* kSharedArguments = R"(
     All fused optimizers also take (docs/format_reference.md has the formats in full):
         params: parameters or param_groups.
         maximize: True ascends. Default False.
-        max_grad_norm: clip by the gradients' global 2-norm, as torch.nn.utils.clip_grad_norm_.
-            Default None: no clipping.
+        max_grad_norm: clip by the gradients' global 2-norm, as torch's clip_grad_norm_. Default None.
         check_overflow: True skips a step with an inf or NaN gradient; so do clipping, loss scalers,
             LAMB, LARS and NovoGrad, which measure the gradients anyway. A skipped step leaves every
             byte as it was. 25 in a row give one warning, which names the parameters. Default False.
