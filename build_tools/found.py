@@ -116,8 +116,13 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
-def check_compiler() -> None:
-    """Raises SystemExit without a compiler of C++20 and OpenMP, or without Python.h."""
+def check_python() -> None:
+    """Raises SystemExit in a Python that amp_mp does not work with, or without Python.h."""
+    if "t" in sys.abiflags:
+        raise SystemExit(
+            f"amp_mp is not tested in free-threaded Python, and {sys.executable} is one. Use an "
+            f"ordinary build of Python {sys.version_info[0]}.{sys.version_info[1]}."
+        )
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
@@ -125,6 +130,10 @@ def check_compiler() -> None:
             f"Python's headers are missing ({header}):\n"
             f"    apt install python3-dev    # or {package}; on Fedora: dnf install python3-devel"
         )
+
+
+def check_compiler() -> None:
+    """Raises SystemExit without a compiler of C++20 and OpenMP."""
     command = [*compiler(), "-std=c++20", "-fopenmp", "-x", "c++", "-", "-o", os.devnull]
     try:
         done = subprocess.run(command, input=CPP20, capture_output=True, text=True)
@@ -172,6 +181,7 @@ def find_cuda(torches: list[Torch]) -> Cuda | None:
             f"a toolkit of torch's version, or say that the driver is new enough:\n"
             f"    CUDA_HOME=/usr/local/cuda-{of_torch.cuda} {INSTALL}\n    AMP_MP_CUDA=1 {INSTALL}"
         )
+    check_host_compiler(nvcc)
     name = "libcudart_static.a"
     folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
     found = [p for folder in folders if (p := Path(top[1], folder, name)).exists()]
@@ -187,6 +197,25 @@ def find_nvcc(torches: list[Torch]) -> str | None:
     pips = [str(nvcc) for t in torches for nvcc in t.folder.parent.glob("nvidia/cu*/bin")]
     paths = [None, "/usr/local/cuda/bin", *sorted(pips)]
     return next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
+
+
+def host_compiler() -> list[str]:
+    """nvcc's option that names the C++ compiler; nvcc itself takes g++."""
+    cxx = compiler()
+    return ["-ccbin", *cxx] if os.environ.get("CXX") and len(cxx) == 1 else []
+
+
+def check_host_compiler(nvcc: str) -> None:
+    """Raises SystemExit where the C++ compiler is newer than nvcc knows."""
+    command = [nvcc, *host_compiler(), "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        said = next((line for line in lines if "error" in line), lines[-1])
+        raise SystemExit(
+            f"{nvcc} does not work with {shlex.join(compiler())}: {said}\n"
+            f"Name an older compiler in CXX:\n    apt install g++-14\n    CXX=g++-14 {INSTALL}"
+        )
 
 
 def missing_nvcc(torches: list[Torch]) -> tuple[str, list[str]] | None:

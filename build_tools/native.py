@@ -34,10 +34,12 @@ from build_tools.found import (
     Cuda,
     Torch,
     check_compiler,
+    check_python,
     check_torches,
     compiler,
     find_cuda,
     find_torches,
+    host_compiler,
     run,
 )
 from build_tools.generated import facts_unit, torch_units
@@ -112,6 +114,7 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
     for isa in INSTRUCTION_SETS if IS_X86 else ("baseline",):
         flags = [HIDDEN, f"-DAMP_MP_ISA={isa}"]
         if IS_X86:  # GCC 12 warns of an undefined value in its own AVX-512 header
+            flags += ["-Wno-unknown-warning-option"]  # clang has not the next one
             flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
         listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
@@ -120,7 +123,13 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
         # Drivers for CUDA 12 may not know the denser way.
         dense = int(cuda.release.split(".")[0]) >= 13
         flags = ["--compress-mode=size"] if dense else ["-Xfatbin", "-compress-all"]
-        flags += [*NVCC_FLAGS.split(), *NVCC_WARNINGS.split(), *cuda.architectures, f"-I{CSRC}"]
+        flags += [
+            *host_compiler(),
+            *NVCC_FLAGS.split(),
+            *NVCC_WARNINGS.split(),
+            *cuda.architectures,
+            f"-I{CSRC}",
+        ]
         if os.environ.get("AMP_MP_PLAIN_QUOTIENT") == "1":
             flags.append("-DAMP_MP_PLAIN_QUOTIENT")
         listed += [Unit(s, [cuda.nvcc, *flags]) for s in sorted(CSRC.glob("cuda/*.cu"))]
@@ -199,6 +208,7 @@ class BuildNative(build_ext):
     def run(self) -> None:
         """Look for everything first, then compile all, then link."""
         check_torches(self.torches)
+        check_python()
         check_compiler()
         self.cuda = find_cuda(self.torches)
         say_what_is_built(self.torches, self.cuda)

@@ -22,7 +22,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+# The first torch for Python 3.15 is 2.15.
+TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")[
+    0 if sys.version_info < (3, 15) else 4 :
+]
 LIMIT = 10 * 10**6  # bytes of a wheel
 # What torch brings itself: libgomp under the same name, so that one set of threads serves both.
 OF_TORCH = ("libtorch*.so", "libc10.so", "libgomp.so.1")

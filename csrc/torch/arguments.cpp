@@ -11,7 +11,7 @@ namespace amp_mp {
 Tensors unpack(const py::sequence& list, const char* argument) {
   Tensors tensors;
   tensors.reserve(list.size());
-  for (const py::handle item : list) {
+  for (const py::handle& item : list) {
     if (item.is_none()) {
       tensors.emplace_back();
     } else if (THPVariable_Check(item.ptr())) {
@@ -57,9 +57,9 @@ Slots make_slots(const py::sequence& params, const py::sequence& masters,
   Slots::Lists lists;
   lists.params = unpack(params, "params");
   lists.masters = unpack(masters, "masters");
-  for (const py::handle s : states)
+  for (const py::handle& s : states)
     lists.states.push_back(unpack(py::cast<py::sequence>(s), "states"));
-  for (const py::handle s : scales)
+  for (const py::handle& s : scales)
     lists.scales.push_back(unpack(py::cast<py::sequence>(s), "scales"));
   for (const std::vector<std::string>& column : formats) {
     std::vector<Format>& tags = lists.formats.emplace_back();

@@ -28,6 +28,11 @@ def _choose_binding() -> None:
     Raises:
         ImportError: native/ has no binding for this version of torch and of Python.
     """
+    if "t" in sys.abiflags:
+        raise ImportError(
+            f"amp_mp is not tested in free-threaded Python, and {sys.executable} is one; use an "
+            "ordinary build of Python"
+        )
     native = Path(__file__).parent / "native"
     found = {path.parent.name for path in native.glob(f"torch*/_C{EXTENSION_SUFFIXES[0]}")}
     running = "torch{}_{}".format(*torch.__version__.split(".")[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import amp_mp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
@@ -180,7 +183,15 @@ def test_missing_headers_of_python_are_seen_first(
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(SystemExit, match=r"Python.h.*\n    apt install python3-dev"):
-        found.check_compiler()
+        found.check_python()
+
+
+def test_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "abiflags", "t")
+    with pytest.raises(SystemExit, match=r"not tested in free-threaded Python"):
+        found.check_python()
+    with pytest.raises(ImportError, match=r"not tested in free-threaded Python"):
+        importlib.reload(amp_mp)
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------
@@ -295,6 +306,23 @@ def test_a_list_of_architectures_is_checked_against_nvcc(
     cuda = found.find_cuda(ours)
     assert cuda is not None
     assert cuda.architectures[-1] == "arch=compute_90a,code=compute_90a"
+
+
+def test_a_compiler_that_is_too_new_for_nvcc_is_named(
+    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = nvcc_of("13.0", tmp_path / "cuda")
+    said = "host_config.h:154:2: error: #error -- unsupported GNU version! gcc 16"
+    refuses = f'*-ccbin*) ;;\n*"-x cu"*) echo "{said}" >&2; echo more >&2; exit 1 ;;'
+    nvcc.write_text(nvcc.read_text().replace("case $* in", f"case $* in\n{refuses}"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    ours = torches(stub_torch, monkeypatch)
+    with pytest.raises(SystemExit, match=r"does not work with g\+\+: .*unsupported GNU") as error:
+        found.find_cuda(ours)
+    assert "CXX=g++-14 pip install" in str(error.value)
+    monkeypatch.setenv("CXX", "g++-14")
+    assert found.find_cuda(ours) is not None
+    assert found.host_compiler() == ["-ccbin", "g++-14"]
 
 
 def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(

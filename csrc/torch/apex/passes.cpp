@@ -23,7 +23,7 @@ TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list
   TORCH_CHECK_VALUE(std::find(counts.begin(), counts.end(), tensor_lists.size()) != counts.end(),
                     "tensor_lists must be ", wanted, " lists, found ", tensor_lists.size());
   TensorLists lists;
-  for (const py::handle list : tensor_lists) {
+  for (const py::handle& list : tensor_lists) {
     TORCH_CHECK_TYPE(py::isinstance<py::sequence>(list), "tensor_lists[", lists.size(),
                      "] must be a list of tensors, found ", repr_of(list));
     lists.push_back(unpack(py::reinterpret_borrow<py::sequence>(list), "tensor_lists"));
