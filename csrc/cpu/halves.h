@@ -30,11 +30,13 @@ AMP_MP_BOTH void spread_pairs(const uint32_t* __restrict constant, uint32_t* __r
 }
 
 typedef uint32_t Lanes __attribute__((vector_size(64)));
-// By reference, because passing wide vectors depends on the instruction set.
 AMP_MP_BOTH void larger(const Lanes& a, const Lanes& b, Lanes& result) { result = a > b ? a : b; }
 AMP_MP_BOTH void larger_of_both(const Lanes& a, const Lanes& b, const Lanes& low, const Lanes& high,
                                 Lanes& result) {
-  larger(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high), result);
+  Lanes first, second;
+  shuffle(a, b, low, first);
+  shuffle(a, b, high, second);
+  larger(first, second, result);
 }
 
 // The largest kSizeBits in each group of a tile, whose places are 16 of each array: a tree in which

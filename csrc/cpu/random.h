@@ -31,17 +31,30 @@ AMP_MP_BOTH Wide multiply(Wide a, Wide b) {
 #endif
 }
 
+// The lanes that `order` names, a's before b's. By reference, because passing wide vectors depends
+// on the instruction set.
+template <class Lanes>
+AMP_MP_BOTH void shuffle(const Lanes& a, const Lanes& b, const Lanes& order, Lanes& result) {
+#if defined(__clang__)  // its shuffle takes constants, which these are where this is inlined
+  constexpr size_t kLanes = sizeof(Lanes) / sizeof(a[0]);
+  for (size_t j = 0; j < kLanes; ++j)
+    result[j] = order[j] < kLanes ? a[order[j]] : b[order[j] - kLanes];
+#else
+  result = __builtin_shuffle(a, b, order);
+#endif
+}
+
 // a and b interleaved: `low` gets the first half of the result, `high` the second.
 AMP_MP_BOTH void zip(Wide a, Wide b, Wide& low, Wide& high) {
 #if defined(__AVX512F__)
-  low = __builtin_shuffle(a, b, Wide{0, 8, 1, 9, 2, 10, 3, 11});
-  high = __builtin_shuffle(a, b, Wide{4, 12, 5, 13, 6, 14, 7, 15});
+  shuffle(a, b, Wide{0, 8, 1, 9, 2, 10, 3, 11}, low);
+  shuffle(a, b, Wide{4, 12, 5, 13, 6, 14, 7, 15}, high);
 #elif defined(__AVX2__)
-  low = __builtin_shuffle(a, b, Wide{0, 4, 1, 5});
-  high = __builtin_shuffle(a, b, Wide{2, 6, 3, 7});
+  shuffle(a, b, Wide{0, 4, 1, 5}, low);
+  shuffle(a, b, Wide{2, 6, 3, 7}, high);
 #else
-  low = __builtin_shuffle(a, b, Wide{0, 2});
-  high = __builtin_shuffle(a, b, Wide{1, 3});
+  shuffle(a, b, Wide{0, 2}, low);
+  shuffle(a, b, Wide{1, 3}, high);
 #endif
 }
 
