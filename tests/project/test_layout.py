@@ -25,7 +25,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 484,
+    ".": 489,
     "apex": 1401,
     "casting": 621,
     "checkpoint": 1017,
