@@ -12,6 +12,7 @@ bool is_built() { return true; }
 
 const char* message(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // clears the error, or the next launch would report it
   if (error != cudaErrorInsufficientDriver) return cudaGetErrorString(error);
   int driver = 0;
   cudaDriverGetVersion(&driver);
@@ -29,10 +30,9 @@ const char* is_capturing(void* stream, bool& capturing) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   capturing = status == cudaStreamCaptureStatusActive;
-  if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // clears the error, or the next launch would report it
+  const char* said = message(error);
   // The default stream was asked for while another captures: it is not in that capture.
-  return error == cudaErrorStreamCaptureImplicit ? nullptr : message(error);
+  return error == cudaErrorStreamCaptureImplicit ? nullptr : said;
 }
 
 const char* synchronize(void* stream) {
@@ -51,7 +51,12 @@ const char* allocate_for_both(size_t bytes, void*& piece) {
     // One address for host and devices, as on every 64-bit system.
     const auto flags = cudaHostAllocMapped | cudaHostAllocPortable;
     if (bytes > kSlab) return message(cudaErrorInvalidValue);
-    if (const char* error = message(cudaHostAlloc(&memory, kSlab, flags))) return error;
+    // In another mode it would be refused while any thread captures, and end that capture.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    const char* error = message(cudaHostAlloc(&memory, kSlab, flags));
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error) return error;
     slab = static_cast<char*>(memory);
     used = 0;
   }

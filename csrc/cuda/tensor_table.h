@@ -109,8 +109,10 @@ inline int chunk_elements(int64_t elements, int blocks_per_multiprocessor) {
   int device = 0, multiprocessors = 1;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
-          cudaSuccess)
+          cudaSuccess) {
+    cudaGetLastError();  // clears the error, or the next launch would report it
     return kLeast;
+  }
   const int64_t blocks = int64_t(multiprocessors) * blocks_per_multiprocessor * kWaves;
   const int64_t chunk = ceil_divide(ceil_divide(elements, blocks), kLeast) * kLeast;
   return chunk < kLeast ? kLeast : chunk > kMostChunk ? kMostChunk : int(chunk);

@@ -42,6 +42,8 @@ inline void used_on_current_stream(at::Tensor t) {
 inline bool is_capturing(const at::Device& device) {
   if (!device.is_cuda()) return false;
   bool capturing = false;
+  // On a new thread device 0 is the current one, and asking would open a context there.
+  const c10::OptionalDeviceGuard guard(device);
   const char* error = cuda::is_capturing(current_stream(device), capturing);
   TORCH_CHECK(!error, "amp_mp: CUDA failed on ", device, ": ", error);
   return capturing;

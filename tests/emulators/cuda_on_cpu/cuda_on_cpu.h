@@ -98,7 +98,10 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cud
   constexpr size_t kBytes = (sizeof(Parameters) + ... + 0);
   static_assert(kBytes <= kArgumentLimit, "CUDA's limit for kernel parameters");
   counts.argument_bytes += kBytes;
-  if (!is_valid(blocks, threads)) return cudaErrorInvalidConfiguration;
+  if (!is_valid(blocks, threads)) {
+    noted(cudaErrorInvalidConfiguration);
+    return cudaGetLastError();
+  }
   const auto run = [=](const auto& call) {
     run_grid(blocks, threads, [](const void* c) { (*static_cast<decltype(&call)>(c))(); }, &call);
   };
@@ -108,7 +111,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cud
     const std::tuple<std::remove_cvref_t<Parameters>...> kept(arguments...);
     submit(stream, [=] { run([&] { std::apply(kernel, kept); }); });
   }
-  return cudaSuccess;
+  return cudaGetLastError();  // an earlier call's too, as the library asks after a launch
 }
 
 template <class T, class... Types>

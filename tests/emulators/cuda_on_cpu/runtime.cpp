@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kDevices = 2, kMultiprocessors = 4;
 thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<cuda_on_cpu::Recording*> open_recording = nullptr;
 
 bool too_old() { return cuda_on_cpu::driver_version < CUDART_VERSION; }
@@ -17,9 +19,11 @@ cuda_on_cpu::StreamId of_current_device(cudaStream_t stream) {
   return {current_device, reinterpret_cast<intptr_t>(stream)};
 }
 
+using cuda_on_cpu::noted;
+
 template <class Finish>
 cudaError_t synchronise(const Finish& finish) {
-  if (capturing()) return cudaErrorStreamCaptureUnsupported;
+  if (capturing()) return noted(cudaErrorStreamCaptureUnsupported);
   ++cuda_on_cpu::counts.synchronisations;
   finish();
   return cudaSuccess;
@@ -44,6 +48,13 @@ const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = kDevices;
   return cudaSuccess;
@@ -55,14 +66,14 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  if (device < 0 || device >= kDevices) return noted(cudaErrorInvalidDevice);
   current_device = device;
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
-  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
+  if (device < 0 || device >= kDevices) return noted(cudaErrorInvalidDevice);
+  if (attribute != cudaDevAttrMultiProcessorCount) return noted(cudaErrorInvalidValue);
   *value = kMultiprocessors;
   return cudaSuccess;
 }
@@ -81,28 +92,34 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
-  if (too_old()) return cudaErrorInsufficientDriver;
-  if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped)) return cudaErrorInvalidValue;
-  if (capturing()) return cudaErrorStreamCaptureUnsupported;
-  *memory = malloc(bytes);
-  return *memory || bytes == 0 ? cudaSuccess : cudaErrorMemoryAllocation;
+  if (too_old()) return noted(cudaErrorInsufficientDriver);
+  if (flags & ~(cudaHostAllocPortable | cudaHostAllocMapped)) return noted(cudaErrorInvalidValue);
+  if (capturing() && capture_mode != cudaStreamCaptureModeRelaxed)
+    return noted(cudaErrorStreamCaptureUnsupported);
+  *memory = cuda_on_cpu::has_host_memory ? malloc(bytes) : nullptr;
+  return *memory || bytes == 0 ? cudaSuccess : noted(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFreeHost(void* memory) {
-  if (capturing()) return cudaErrorStreamCaptureUnsupported;
+  if (capturing()) return noted(cudaErrorStreamCaptureUnsupported);
   free(memory);
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  if (too_old()) return cudaErrorInsufficientDriver;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  if (!stream) cuda_on_cpu::asked_device = current_device;
+  if (too_old()) return noted(cudaErrorInsufficientDriver);
   *status = capturing() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
 namespace cuda_on_cpu {
 
+cudaError_t noted(cudaError_t error) { return last_error = error; }
+
 Counts counts;
+std::atomic<int> asked_device = -1;
+std::atomic<bool> has_host_memory = true;
 std::atomic<int> driver_version = CUDART_VERSION;
 
 void Recording::begin() {

@@ -25,12 +25,14 @@ enum cudaStreamCaptureStatus {
   cudaStreamCaptureStatusActive = 1,
   cudaStreamCaptureStatusInvalidated = 2
 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 #define CUDART_VERSION 13000
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 
 const char* cudaGetErrorString(cudaError_t error);
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+// The last error of the calling thread since it asked; asking clears it.
+cudaError_t cudaGetLastError();
 
 // Two devices, and a current one for each thread. Both have the same memory: the host's.
 cudaError_t cudaGetDeviceCount(int* count);
@@ -39,7 +41,9 @@ cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
-// As under a capture in CUDA's default mode, none of these four is allowed while one is under way.
+// As under a capture in CUDA's default mode, none of these four is allowed while one is under way;
+// cudaHostAlloc is on a thread whose own mode is relaxed.
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
@@ -49,6 +53,15 @@ cudaError_t cudaFreeHost(void* memory);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 
 namespace cuda_on_cpu {
+
+// For a launch, or any other call: the error to return, which cudaGetLastError tells again.
+cudaError_t noted(cudaError_t error);
+
+// Whether cudaHostAlloc finds memory.
+extern std::atomic<bool> has_host_memory;
+
+// The device that was current when cudaStreamIsCapturing was last asked about a default stream.
+extern std::atomic<int> asked_device;
 
 // Since the process began. A replay counts its kernels: they run. Bytes of arguments are counted
 // when a kernel is launched or recorded.

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cuda/passes.h"
 #include "current_stream.h"
 #include "ledger.h"
 #include "memory.h"
@@ -46,6 +47,24 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
   m.def("settle_address", [] { return reinterpret_cast<uintptr_t>(&settle_current_device); });
   m.def("is_capturing", [] { return cuda_on_cpu::under_way() != nullptr; });
   m.def("set_driver", [](int version) { cuda_on_cpu::driver_version = version; });
+  m.def("asked_device", [] { return cuda_on_cpu::asked_device.load(); });
+  // What amp_mp says when it allocates memory of the host: beside a capture, or where there is
+  // none.
+  m.def(
+      "allocate_on_host",
+      [](bool beside_a_capture, bool has_memory) {
+        cuda_on_cpu::Recording recording;
+        if (beside_a_capture) recording.begin();
+        cuda_on_cpu::has_host_memory = has_memory;
+        void* piece = nullptr;
+        const char* error = nullptr;  // three halves of a slab: one of them needs a new slab
+        for (int i = 0; i < 3 && !error; ++i)
+          error = amp_mp::cuda::allocate_for_both(1 << 15, piece);
+        cuda_on_cpu::has_host_memory = true;
+        if (beside_a_capture) recording.end();
+        return std::string(error ? error : "");
+      },
+      py::arg("beside_a_capture"), py::arg("has_memory"));
   m.def("device_count", [] {
     int count = 0;
     cudaGetDeviceCount(&count);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -124,6 +125,36 @@ def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
     report = reports.newest(True)
     assert report is not None
     assert report[0] == 1
+
+
+@pytest.mark.skipif(not PRETEND_GPU, reason="a real GPU says neither")
+def test_the_host_asks_each_device_about_its_own_stream() -> None:
+    """On a new thread device 0 is the current one: a question there would open a context."""
+    import amp_mp_pretend_gpu as gpu
+
+    param = nn.Parameter(torch.zeros(4, device="cuda:1"))
+    param.grad = torch.ones_like(param)
+    optimizer = amp.optim.AdamW([param], max_grad_norm=1.0)
+    for _ in range(2):
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        assert gpu.asked_device() == 1
+
+
+@pytest.mark.skipif(not PRETEND_GPU, reason="a real GPU cannot be asked for this")
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_memory_of_the_host_is_allocated_beside_a_capture_or_refused_alone(
+    has_memory: bool,
+) -> None:
+    """Neither ends another thread's capture, or is reported by the next kernel."""
+    import amp_mp_pretend_gpu as gpu
+
+    error = gpu.allocate_on_host(beside_a_capture=has_memory, has_memory=has_memory)
+    assert error == ("" if has_memory else "out of memory")
+    params = params_of(2)
+    amp.optim.AdamW(params, max_grad_norm=1.0).step()
+    assert all(bool((p < 1).all()) for p in params)
 
 
 @pytest.mark.skipif(not PRETEND_GPU, reason="the driver of a real GPU is as it is")
