@@ -23,8 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (2, 11), (2, 15)  # pyproject.toml's range: torch>=2.11,<2.16
 RANGE = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 INSTALL = "pip install --no-build-isolation ."
-# Kernels for sm_80 run on 8.6 and 8.9 too. The last one gets PTX, for what comes later.
+# Kernels for sm_80 run on 8.6 and 8.9 too. PTX of 10.0, or of the newest before it that nvcc knows,
+# serves what has no kernels of its own: 11.0 (Jetson Thor) and what comes later.
 ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
+PTX = "10.0"
 OLDEST_NVCC = (12, 0)  # the first one with C++20
 CPP20 = "#include <omp.h>\n#include <span>\nint main() { return int(std::span<int>().size()); }\n"
 
@@ -270,7 +272,9 @@ def architecture_flags(nvcc: str) -> list[str]:
     known = {int(n) for n in re.findall(r"compute_(\d+)", run([nvcc, "--list-gpu-arch"]))}
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not listed:
-        listed = ";".join(a for a in ARCHITECTURES if int(a.replace(".", "")) in known) + "+PTX"
+        chosen = [a for a in ARCHITECTURES if int(a.replace(".", "")) in known]
+        ptx = max((a for a in chosen if float(a) <= float(PTX)), key=float)
+        listed = ";".join(a + "+PTX" * (a == ptx) for a in chosen)
     flags = []
     for arch in re.split(r"[;\s]+", listed.strip("; ")):
         number = arch.removesuffix("+PTX").replace(".", "")

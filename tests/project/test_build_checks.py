@@ -271,8 +271,8 @@ def test_an_nvcc_newer_than_torchs_cuda_is_refused_unless_demanded(
     ("release", "codes"),
     [
         ("12.6", "sm_75 sm_80 sm_90 compute_90"),
-        ("12.8", "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
-        ("13.0", "sm_75 sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ("12.8", "sm_75 sm_80 sm_90 sm_100 compute_100 sm_120"),
+        ("13.0", "sm_75 sm_80 sm_90 sm_100 compute_100 sm_120"),
         ("11.8", None),
     ],
 )
