@@ -559,6 +559,9 @@ class Stepper:
         """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
     @property
     def reports(self) -> StepReports | None: ...
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph has captured a step of the tensors that there are now."""
     def forget(self) -> None: ...
     def step(
         self,

@@ -124,9 +124,8 @@ void bind_stepper(py::module_& m) {
           py::arg("spike") = std::pair(0.0, 0.0))
       .def_property(
           "norm_history", [](Stepper& stepper) { return stepper.log().norm_history(); },
-          [](Stepper& stepper, const std::optional<std::array<double, 4>>& numbers) {
-            stepper.log().set_norm_history(numbers);
-          })
+          &Stepper::set_norm_history)
+      .def_property_readonly("is_captured", &Stepper::is_captured)
       .def("measure", &Stepper::measure, py::arg("rules"), py::arg("groups"), py::arg("states"),
            py::arg("read") = py::none())
       .def("decide", &Stepper::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))

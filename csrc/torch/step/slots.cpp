@@ -139,6 +139,7 @@ void Slots::follow_memory() {
   if (!moved) return;  // by p.data = ..., which is allowed if the checks still pass
   check();
   remember();
+  ++moves_;
 }
 
 void Slots::find_copies(bool captured) {

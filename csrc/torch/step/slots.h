@@ -75,6 +75,8 @@ class Slots {
   void finish(bool written);
 
   TableMemory& table_memory() { return table_memory_; }
+  // How often a step has found tensors in other memory.
+  int64_t moves() const { return moves_; }
 
  private:
   static at::Device device_of(const Lists& lists);
@@ -106,6 +108,7 @@ class Slots {
   std::vector<bool> has_gradient_;   // of every parameter, in the current step
   Tensors copies_;                   // cached casts that the current step writes
   TableMemory table_memory_;
+  int64_t moves_ = 0;
 };
 
 }  // namespace amp_mp

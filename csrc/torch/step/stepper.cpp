@@ -90,8 +90,19 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
   apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
 }
 
+// Before the tensors that a CUDA graph keeps are left to it alone: the host sees no replay.
+void Stepper::warn_of_graph() {
+  if (std::exchange(captured_, false)) hooks_.attr("warn_of_graph")();
+}
+
+void Stepper::set_norm_history(const std::optional<std::array<double, 4>>& numbers) {
+  warn_of_graph();
+  log_.set_norm_history(numbers);
+}
+
 void Stepper::forget() {
   const Turn turn(busy_);
+  warn_of_graph();
   gathered_.reset();
   log_.forget();
 }
@@ -102,6 +113,7 @@ const std::shared_ptr<Gathered>& Stepper::gather(const std::vector<GroupRule>& r
   const int64_t sharded = count_sharded_modules();
   if (!gathered_ || sharded != sharded_modules_ || !gathered_->is_current(rules, groups, states)) {
     hooks_.attr("check")(python_rules, groups);
+    warn_of_graph();
     sharded_modules_ = sharded;
     gathered_ = std::make_shared<Gathered>(rules, groups, states, hooks_);
   } else if (gathered_->has_no_gradient()) {
@@ -208,6 +220,14 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
     apply_bucket(bucket, hypers[i], local, found, one_bucket ? &inputs : nullptr,
                  one_bucket && measures && !found, weights, sum_updates, kept);
   }
+  int64_t moves = 0;
+  for (const auto& bucket : buckets) moves += bucket->slots().moves();
+  if (is_capturing(device)) {
+    captured_ = true;
+  } else if (moves != moves_) {
+    warn_of_graph();
+  }
+  moves_ = moves;
   const bool seen = known ? !known->found.empty() : measures && one_bucket;
   log_.add(verdict, seen);
   if (interrupt) throw *interrupt;

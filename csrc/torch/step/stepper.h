@@ -87,6 +87,9 @@ class Stepper {
 
   // Drops what is derived from param_groups and state, and the last step's report.
   void forget();
+  // Whether a CUDA graph has captured a step of the tensors that there are now.
+  bool is_captured() const { return captured_; }
+  void set_norm_history(const std::optional<std::array<double, 4>>& numbers);
   // One step. Returns whether it has applied `handing.scale_update`, and StepLog::skipped.
   py::tuple step(const py::list& rules, const py::list& groups, const py::dict& states,
                  const Handing& handing, const py::object& read);
@@ -105,10 +108,13 @@ class Stepper {
                                           const py::list& python_rules, const py::list& groups,
                                           const py::dict& states);
   std::shared_ptr<Measured> measured(const py::object& read) const;
+  void warn_of_graph();
 
   std::recursive_mutex busy_;
   py::object hooks_;
   std::shared_ptr<Gathered> gathered_;
+  bool captured_ = false;
+  int64_t moves_ = 0;            // of the buckets' tensors, up to the last step
   int64_t sharded_modules_ = 0;  // of fully_shard, when the parameters were last looked up in them
   StepLog log_;
 };

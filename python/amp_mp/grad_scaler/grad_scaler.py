@@ -15,7 +15,7 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
 from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
@@ -23,6 +23,7 @@ from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.switch import ENABLED
 
+DERIVED = "_updates", "_statistics", "_places"  # what a copy or a pickle makes anew
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -64,6 +65,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         self._process_groups = checked_groups(process_groups)
         self._statistics = WeakKeyDictionary[Optimizer, gradients.GradientStatistics]()
+        self._places = WeakKeyDictionary[Optimizer, dict[Any, Tensor]]()  # of what unscale_ finds
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
@@ -102,6 +104,9 @@ class GradScaler(torch.amp.GradScaler):
                 f"the step would be up to {self.get_scale():g} times too large. Step before that "
                 "loss's backward; after an interrupt call scaler.update() and optimizer.zero_grad()"
             )
+        captures = is_capturing(torch.device(self._device))
+        # Of an eager unscale_ a captured step finds the result where it always is.
+        refuse_split("step", state.get("captured") or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
         if own is None or "closure" in kwargs or stepper_of(own).releases:
             # unscale_ may have found it on another stream
@@ -131,6 +136,7 @@ class GradScaler(torch.amp.GradScaler):
             found = verdict[0] if own.skip_norm_above is None else verdict[0] % 2
             state["found_inf_per_device"] = {verdict.device: found}
             state["max_abs_per_device"] = {verdict.device: verdict[3]}
+            state["captured"] = captures
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()
             state["found_inf_per_device"] = self._keep(optimizer, stepper.totals())
@@ -184,9 +190,12 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0."""
+        state = self._per_optimizer_states[id(optimizer)]
+        state["captured"] = any(map(is_capturing, totals))
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
-            largest = {d: total[1] / self._scale.to(d) for d, total in totals.items()}
-            self._per_optimizer_states[id(optimizer)]["max_abs_per_device"] = largest
+            state["max_abs_per_device"] = {
+                d: total[1] / self._scale.to(d) for d, total in totals.items()
+            }
         # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
         unusable = {device: _C.decide(device, [], scale=self._scale)[0] for device in totals}
         return {d: (t[2] + unusable[d]).clamp(max=1).float() for d, t in totals.items()}
@@ -201,12 +210,24 @@ class GradScaler(torch.amp.GradScaler):
         read = self._read(optimizer)
         self._updates.is_read(inv_scale.device)
         if read is None or self._scale is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return self._placed(optimizer, "found_inf", found)
         grads, totals = read
         for device, indices in gradients.by_device(grads).items():
             own = [grads[i] for i in indices]
             _C.copy_(own, own, verdict=_C.decide(device, [], scale=self._scale))
-        return self._keep(optimizer, totals)
+        found = self._keep(optimizer, totals)
+        state = self._per_optimizer_states[id(optimizer)]
+        largest = state.get("max_abs_per_device", {})
+        state["max_abs_per_device"] = self._placed(optimizer, "max_abs", largest)
+        return self._placed(optimizer, "found_inf", found)
+
+    def _placed(
+        self, optimizer: Optimizer, name: str, numbers: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Numbers, moved to where those of this name always are: CUDA graphs keep the address."""
+        places = self._places.setdefault(optimizer, {})
+        return {d: places.setdefault((name, d), x).copy_(x) for d, x in numbers.items()}
 
     @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -227,6 +248,9 @@ class GradScaler(torch.amp.GradScaler):
                 policy.scale = float(new_scale)
             return
         scale, _ = self._check_scale_growth_tracker("update")
+        captures = is_capturing(scale.device)
+        for state in states:
+            refuse_split("update", state.get("captured", captures), captures)
         taken = self._updates.take(alone=len(states) == 1)
         if taken is not None and policy is None:
             self._scale, self._growth_tracker = taken
@@ -251,12 +275,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        return {name: x for name, x in state.items() if name not in ("_updates", "_statistics")}
+        return {name: x for name, x in state.items() if name not in DERIVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._updates = ScaleUpdates(self._scale_numbers)
-        self._statistics = WeakKeyDictionary()
+        self._statistics, self._places = WeakKeyDictionary(), WeakKeyDictionary()
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five keys, and loss_scaler where one was given."""

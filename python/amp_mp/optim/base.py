@@ -122,8 +122,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        super().zero_grad(set_to_none)
+        """As torch's; once a CUDA graph has captured a step, gradients stay where it reads them."""
+        super().zero_grad(set_to_none and not self._stepper.native.is_captured)
         handed = self._stepper.handed
         if handed is not None and handed.marks is not None:
             self._stepper.handed = None  # no gradient carries a scale any more

@@ -179,11 +179,17 @@ void run_without_torchs(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   run_on_the_cpu(op, stack);
 }
 
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 }  // namespace
 
 // Operators of lists directly, not by the fallback: composites come before that, and these would be
 // loops over single tensors where a GPU has one kernel for all.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  Silent silent;  // about kernels that are replaced
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op || name.name.rfind("aten::", 0) != 0) continue;

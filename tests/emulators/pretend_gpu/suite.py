@@ -25,6 +25,7 @@ FILES = {
     "casting/test_casting": 18,
     "casting/test_cuda_cast_streams": 4,
     "contract/test_cuda_scripts_on_any_streams": 6,
+    "grad_scaler/test_cuda_graph_splits": 6,
     "grad_scaler/test_cuda_stream_memory": 28,
     "optim/step/test_cuda_dropped_memory": 36,
     "casting/test_weight_writes": 18,
@@ -109,6 +110,7 @@ ITSELF = {"emulators/pretend_gpu/of_device": 16, "emulators/pretend_gpu/of_strea
 ON_A_GPU = [
     "casting/test_cuda_cast_streams",
     "contract/test_cuda_scripts_on_any_streams",
+    "grad_scaler/test_cuda_graph_splits",
     "grad_scaler/test_cuda_stream_memory",
     "grad_scaler/test_cuda_streams",
     "optim/muon/test_cuda_muon",

@@ -14,6 +14,19 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_split(part: str, captured: bool, captures: bool) -> None:
+    """Raises RuntimeError where a CUDA graph captures a part and not what it reads, or the reverse.
+
+    Replays of one would use what the other has left of another iteration.
+    """
+    if captured != captures:
+        graph = "is captured by a CUDA graph" if captures else "is outside of the CUDA graph"
+        raise RuntimeError(
+            f"{part} {graph}, and the part of the iteration before it is not: capture unscale_, "
+            "step and update together, or none of them"
+        )
+
+
 def outside_graphs(function: Function) -> Function:
     """The function, which a compiled caller calls as it is, with everything that it calls.
 

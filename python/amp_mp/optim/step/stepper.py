@@ -19,6 +19,7 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.replaced import ReplacedCheck
+from amp_mp.text_table import warn
 
 
 class StepReport(NamedTuple):
@@ -58,6 +59,14 @@ class Hooks:
     def check_replaced(self, groups: list[Group]) -> None:
         """Raises ValueError where DTensors have replaced the parameters in their modules."""
         self.replaced.check((param, info.label) for param, info in param_infos(groups))
+
+    def warn_of_graph(self) -> None:
+        """Warns that a CUDA graph has captured a step of tensors that are no longer these."""
+        warn(
+            "a CUDA graph has captured this optimizer's step, and its tensors are others now (a "
+            "state dict was loaded, or a param_group, a format, a device or a NormSpike's history "
+            "has changed); replays go on with the old ones. Capture the step again"
+        )
 
     def make_whole(
         self, held: list[tuple[torch.device, list[int]]], params: list[Tensor], any_dtensor: bool
