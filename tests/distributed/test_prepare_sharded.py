@@ -25,6 +25,7 @@ CASES = {
         prepare_sharded.refusals,
         prepare_sharded.tensor_parallel,
         prepare_sharded_values.loading,
+        prepare_sharded_values.orders,
         prepare_sharded_values.float32_weights,
         prepare_sharded_values.masters,
         prepare_sharded_values.measured_bytes,
@@ -127,21 +128,23 @@ def test_a_refusal_changes_nothing_and_the_advice_works(ranks: Ranks) -> None:
         assert found["then"] == BF16
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        "after prepare",
-        "after a forward",
-        "prepared first",
-        "meta, prepared first",
-        "meta, sharded first",
-    ],
-)
+@pytest.mark.parametrize("when", ["after prepare", "after a forward"])
 def test_loaded_float32_values_are_kept(ranks: Ranks, when: str) -> None:
     for found in (each["loading"] for each in ranks):
         kept = {name for name, value in found[when].items() if value is not None}
         assert kept == set(found["wanted"]) - NORM
         same_bits(found[when], found["wanted"])
+
+
+@pytest.mark.parametrize("calls", prepare_sharded_values.orders_of_calls(), ids=" ".join)
+def test_in_any_order_of_calls_masters_begin_with_every_bit(
+    ranks: Ranks, calls: tuple[str, ...]
+) -> None:
+    """Sharded last, they are lost, and the first step says so. Assigned, weights are float32."""
+    late = calls[-1] == "shard" and calls[-3:] != ("prepare", "assign", "shard")
+    for found in (each["orders"] for each in ranks):
+        assert ("Shard the float32 model first" in found[calls]) is late
+        assert late or found[calls] == ""
 
 
 def test_tensor_parallel_weights_become_low_precision_shards(ranks: Ranks) -> None:

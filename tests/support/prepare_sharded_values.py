@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -38,21 +39,81 @@ def loading() -> Found:
     mesh = init_device_mesh("cpu", (2,))
     part = {n: distribute_tensor(values[n], mesh, [Shard(0)]) for n in names}
     ran.load_state_dict(part)
-    prepared_first = sharded(amp.prepare(network(), BF16))
-    with torch.device("meta"):
-        first = network()
-        second = network()
-    first = sharded(amp.prepare(first, BF16)).to_empty(device="cpu")
-    second = amp.prepare(sharded(second), BF16).to_empty(device="cpu")
     return {
         "shapes": shapes,
         "wanted": {n: v.to_local() for n, v in part.items()},
         "after prepare": load(after),
         "after a forward": originals(ran),
-        "prepared first": load(prepared_first),
-        "meta, prepared first": load(first),
-        "meta, sharded first": load(second),
     }
+
+
+def orders_of_calls() -> list[tuple[str, ...]]:
+    """All in which a model can be made, prepared, sharded and loaded, or not sharded."""
+    found = []
+    for begin, load, shards in product(("real", "meta"), ("load", "assign"), ((), ("shard",))):
+        empties = ("to_empty",) if (begin, load) == ("meta", "load") else ()
+        for calls in permutations(("prepare", load, *shards, *empties)):
+            if not empties or calls.index("to_empty") < calls.index(load):
+                found.append((begin, *calls))
+    return found
+
+
+def after(calls: Sequence[str], values: dict[str, Tensor]) -> nn.Module:
+    """The model after these calls; `values` are loaded, and assigned as torch does it."""
+    with torch.device("meta" if calls[0] == "meta" else "cpu"):
+        model: nn.Sequential = network()
+    for call in calls[1:]:
+        if call == "prepare":
+            amp.prepare(model, BF16)
+        elif call == "shard":
+            sharded(model)
+        elif call == "to_empty":
+            model.to_empty(device="cpu")
+        else:
+            params = dict(model.named_parameters())
+            state = {n: placed_as(params[n], v.clone()) for n, v in values.items()}
+            model.load_state_dict(state, assign=call == "assign")
+    return model
+
+
+def placed_as(param: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return value
+    return distribute_tensor(value, param.device_mesh, param.placements)
+
+
+def orders() -> dict[tuple[str, ...], str]:
+    """What is wrong with the masters after each order of calls: nothing, a name or an error.
+
+    Before a step, after one, and what is kept aside when values are loaded after it.
+    """
+    values = {n: torch.randn_like(p) for n, p in network().named_parameters()}
+    found = {}
+    for calls in orders_of_calls():
+        model = after(calls, values)
+        optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
+        wrong = differing(amp.float32_state_dict(model, optimizer), values)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        try:
+            optimizer.step()
+            wrong += differing(amp.float32_state_dict(model, optimizer), values)
+        except RuntimeError as error:
+            wrong = [str(error)]
+        else:
+            whole = {n: v.detach().float() for n, v in model.named_parameters()}
+            model.load_state_dict(whole)
+            wrong += [f"keeps {n}" for n, v in originals(model).items() if v is not None]
+        found[calls] = " ".join(wrong)
+    return found
+
+
+def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    return [n for n, v in wanted.items() if not torch.equal(full(found[n]), v)]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def float32_weights() -> Found:

@@ -248,8 +248,7 @@ def test_the_next_iteration_starts_from_nothing_however_gradients_were_cleared(d
     clearings: list[Callable[[], None]] = [
         lambda: None,
         optimizer.zero_grad,
-        lambda: optimizer.zero_grad(set_grads_to_None=True),
-        lambda: optimizer.zero_grad(set_to_none=True),
+        lambda: optimizer.zero_grad(set_to_none=False),
         model.zero_grad,
     ]
     for clear in clearings:
@@ -294,17 +293,67 @@ def test_a_parameter_without_gradient_has_a_master_without_one(device: str) -> N
     assert everything(model, optimizer) == before
 
 
-@pytest.mark.parametrize("how", [{}, {"set_grads_to_None": True}, {"set_to_none": True}])
-def test_zero_grad_clears_masters_and_model(device: str, how: dict[str, bool]) -> None:
+APEX = amp.apex.fp16_utils.FP16_Optimizer
+CLEARED = [  # by which class, how, and whether what is left is None
+    *((amp.FP16_Optimizer, {}, True), (amp.FP16_Optimizer, {"set_to_none": False}, False)),
+    *((APEX, {}, False), (APEX, {"set_grads_to_None": True}, True)),
+    *((APEX, {"set_to_none": True}, True), (amp.FP16_Optimizer, {"set_to_none": True}, True)),
+    (amp.compat.MixedPrecisionOptimizerWrapper, {}, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "to_none"), CLEARED)
+@pytest.mark.parametrize("inner", INNER)
+def test_zero_grad_clears_masters_and_model(
+    device: str, inner: str, kind: Any, how: dict[str, bool], to_none: bool
+) -> None:
     model = Mixed(torch.float16).to(device)
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = kind(INNER[inner](model.parameters()))
     optimizer.backward(model(torch.ones(1, 4, device=device)).sum())
     optimizer.zero_grad(**how)
     for param in [*model.parameters(), *masters_of(optimizer)]:
-        if how:
+        if to_none:
             assert param.grad is None
-        else:
+        elif param.grad is not None:  # copies of masters have none
             assert torch.count_nonzero(param.grad) == 0
+
+
+STILL: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
+}
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "FP16_Optimizer": lambda inner: amp.FP16_Optimizer(inner, verbose=False),
+    "enabled=False": lambda inner: amp.FP16_Optimizer(inner, verbose=False, enabled=False),
+    "OpenSeq2Seq": amp.compat.MixedPrecisionOptimizerWrapper,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("inner", STILL)
+def test_layers_without_gradients_stay_where_they_are(
+    device: str, inner: str, wrapper: str
+) -> None:
+    """By README's recipe: one that is frozen in mid-training, and an expert that got no token."""
+    experts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3)).to(device)
+    amp.prepare(experts, torch.bfloat16)
+    optimizer = WRAPPERS[wrapper](STILL[inner](experts.parameters()))
+    x = torch.ones(4, 8, dtype=torch.bfloat16, device=device)
+
+    def train(*chosen: int) -> None:
+        loss = sum(experts[i](x).float().square().mean() for i in chosen)
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.step()
+
+    for _ in range(3):
+        train(0, 1, 2)
+    experts[0].requires_grad_(False)
+    before = raw_bytes([*experts[:2].parameters()])
+    for _ in range(3):
+        train(2, 0)
+    assert raw_bytes([*experts[:2].parameters()]) == before
 
 
 def test_inspecting_gives_the_gradients_of_the_masters_group_by_group(device: str) -> None:

@@ -9,7 +9,7 @@ from amp_mp.apex.missing import missing_from
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
 from amp_mp.model.original_values import take_original
-from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
+from amp_mp.wrappers import fp16_optimizer
 from amp_mp.wrappers.gradients import copy_all_, gradients_of, make_gradient
 
 # fmt: off
@@ -21,6 +21,23 @@ __all__ = [
 # fmt: on
 __getattr__ = missing_from(__name__)
 to_python_float = Tensor.item
+
+
+class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):  # noqa: N801 (Apex's name)
+    """amp_mp.FP16_Optimizer with Apex's zero_grad, which writes zeros.
+
+    A gradient of 0 is stepped: weight decay and momentum go on moving a layer that was frozen in
+    mid-training and an expert that got no token. With None torch's optimizers pass them over.
+    """
+
+    def zero_grad(  # type: ignore[override]
+        self,
+        set_grads_to_None: bool = False,  # noqa: N803
+        *,
+        set_to_none: bool = False,
+    ) -> None:
+        """Sets the gradients of masters and model parameters to 0, with either argument to None."""
+        super().zero_grad(set_grads_to_None or set_to_none)
 
 
 def prep_param_lists(

@@ -162,7 +162,7 @@ def keep_masters(
     """
     for module in model.modules():
         names = {n for n, p in module.named_parameters(recurse=False)}
-        original_values.follow_sharding(module, names)
+        original_values.follow_replaced(module, names)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     groups: dict[Tensor, dict[str, Any]] = {}
     if fused is not None:

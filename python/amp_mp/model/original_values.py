@@ -71,7 +71,7 @@ class Waiting:
 # references. The module that owns it stands for it, and it is found by its id.
 _plain: MutableMapping[Tensor, Waiting] = WeakTensorKeyDictionary()
 _sharded: MutableMapping[nn.Module, dict[int, Waiting]] = WeakKeyDictionary()
-# By a prepared module's names, so that DTensors that sharding puts in their place are known.
+# By a prepared module's names, so that what sharding and to_empty put in their place is known.
 _marks: MutableMapping[nn.Module, dict[str, Mark]] = WeakKeyDictionary()
 # A module's float32 values from a state dict, between its two hooks.
 _given: MutableMapping[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
@@ -90,7 +90,7 @@ def awaits_original(param: Tensor) -> bool:
 
 def _put_values(
     param: Tensor, values: OriginalValues | None, owner: nn.Module | None = None
-) -> None:
+) -> Waiting:
     """Makes a parameter wait. owner: its module, which a DTensor needs that does not wait yet."""
     found = _waiting(param)
     if found is None and is_dtensor(param):
@@ -100,6 +100,7 @@ def _put_values(
     elif found is None:
         found = _plain[param] = Waiting()
     found.values, found.mark.has_values = values, values is not None
+    return found
 
 
 def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
@@ -195,21 +196,21 @@ def _mark_owner(module: nn.Module, params: Mapping[str, Tensor]) -> None:
     _marks[module] = {name: each.mark for name, each in waiting.items()}
 
 
-def follow_sharding(module: nn.Module, names: Iterable[str]) -> None:
-    """Makes DTensors that sharding put in place of waiting parameters wait for loaded values."""
+def follow_replaced(module: nn.Module, names: Iterable[str]) -> None:
+    """Makes what sharding and to_empty put in waiting parameters' places wait for loaded values."""
     for name, (param, _) in _replaced_in(module).items():
         if name in names:
-            _put_values(param, None, module)
+            _marks[module][name] = _put_values(param, None, module).mark
 
 
 def _replaced_in(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """DTensors that replaced waiting parameters and do not wait yet; whether values were lost."""
+    """Parameters that replaced waiting ones and do not wait yet; whether values were lost."""
     marks = _marks.get(module, {}).items()
     now = [(name, module._parameters.get(name), mark) for name, mark in marks if mark.waits]
     return {
         name: (param, mark.has_values)
         for name, param, mark in now
-        if param is not None and is_dtensor(param) and not awaits_original(param)
+        if param is not None and param.dtype in LOW_PRECISION and not awaits_original(param)
     }
 
 
@@ -277,7 +278,7 @@ def _restored(
 def _after_load(module: nn.Module, _: Any) -> None:
     """Keeps the float32 values of a state dict; where a parameter got another value, that one."""
     given = _given.pop(module, {})
-    follow_sharding(module, given)
+    follow_replaced(module, given)
     for name, value in given.items():
         param = module._parameters.get(name)
         if param is None or not awaits_original(param) or param.shape != value.shape:

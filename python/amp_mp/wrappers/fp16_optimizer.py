@@ -244,14 +244,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         finally:
             self.first_closure_call_this_step = True
 
-    def zero_grad(  # type: ignore[override]
-        self,
-        set_grads_to_None: bool = False,  # noqa: N803
-        *,
-        set_to_none: bool = False,
-    ) -> None:
-        """Clears the gradients of masters and model parameters; the second spelling is torch's."""
-        self._masters.zero_grad(drop=set_grads_to_None or set_to_none)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, of masters and model parameters."""
+        self._masters.zero_grad(set_to_none)
 
     def _patch_step_function(self) -> None:
         """Leaves torch's hooks of all steps to the wrapped optimizer's, lest they run twice."""
