@@ -74,6 +74,24 @@ def test_an_entry_of_a_group_that_cannot_be_is_refused_and_the_group_is_not_adde
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("AdamW", "amsgrad"), ("Adam", "amsgrad"), ("RMSprop", "centered")]
+)
+def test_what_must_be_equal_in_all_groups_is_refused_where_it_is_given(
+    device: str, kind: str, name: str
+) -> None:
+    make, message = getattr(amp.optim, kind), f"{name} must be the same in all param_groups"
+    with pytest.raises(ValueError, match=message):
+        make([{"params": [weight(device)], name: True}, {"params": [weight(device)]}])
+    for first in (True, False):
+        optimizer = make([weight(device)], **{name: first})
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [weight(device)], name: not first})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": [weight(device)], name: first})
+        optimizer.step()
+
+
 def test_numbers_of_numpy_and_tensors_of_one_element_are_numbers(device: str) -> None:
     found = []
     for lr in (0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5, device=device)):

@@ -216,6 +216,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         try:
             check_group(self.param_groups[-1])
             self._complete(self.param_groups[-1])
+            self._group_rules()  # raises where groups differ that must not
             for param, info in param_infos(self.param_groups):
                 if param.requires_grad or param.is_meta:  # frozen ones may have any dtype
                     refuse_param(param, info.label)
