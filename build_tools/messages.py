@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "errors.md"
 Names = dict[str, list[ast.AST]]
 # Functions that are given a text for the user, and functions that return one.
-SPEAKING = {"warn", "warning", "print", "error", "add_note", "run"}
+SPEAKING = {"warn", "warning", "print", "say", "error", "add_note", "run"}
 RETURNING = {"advice", "verdict", "why_unusable", "why_foreign", "describe_nonfinite"}
 # What begins a text in C++. Of what is returned or assigned, only sentences are texts.
 THROWING = re.compile(

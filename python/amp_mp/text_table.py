@@ -1,4 +1,4 @@
-"""How tables are written as text, the shares, scales and dtypes in them; and warnings."""
+"""How tables are written as text, the shares, scales and dtypes in them; prints and warnings."""
 
 import math
 import sys
@@ -40,6 +40,13 @@ def scale_text(scale: float) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def say(message: str) -> None:
+    """Prints it; of several processes rank 0 does."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        print(message)
 
 
 def warn(message: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -229,3 +230,20 @@ def test_a_policy_that_needs_the_largest_gradient_sees_all_ranks(layout: str, wo
     assert len(set(plain)) > 4
     for found in on_ranks(world, policies, layout):
         assert found == plain
+
+
+def printed() -> str:
+    """What FP16_Optimizer prints on this rank: what it wraps, and an overflow."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with redirect_stdout(StringIO()) as out:
+        optimizer = amp.FP16_Optimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True)
+        optimizer.backward(weight.sum() * INF)
+        optimizer.step()
+    return out.getvalue()
+
+
+def test_rank_0_alone_prints() -> None:
+    first, second = on_ranks(2, printed)
+    assert "1 parameters with float32 masters" in first
+    assert "OVERFLOW! Skipping step." in first
+    assert second == ""

@@ -106,3 +106,28 @@ def test_what_is_no_optimizer_is_refused_before_a_byte_changes(wrong: Any) -> No
     with pytest.raises(TypeError, match=r"^optimizer must be a torch.optim.Optimizer, found"):
         amp.float32_state_dict(net, wrong)
     assert raw_bytes(net.state_dict()) == before
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_tied_weights_are_one_tensor_as_in_the_model(device: str, steps: int) -> None:
+    """So a file has them once, and save_pretrained, which refuses shared memory, takes them."""
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(11, 8), "head": nn.Linear(8, 11), "other": nn.Linear(8, 8)}
+    )
+    model["head"].weight = model["embedding"].weight
+    amp.prepare(model.to(device), torch.bfloat16)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    averaged = amp.AveragedModel(model, optimizer)
+    for found in (amp.float32_state_dict(model, optimizer), averaged.float32_state_dict()):
+        assert found["head.weight"] is found["embedding.weight"]
+        others = [name for name in found if name != "head.weight"]
+        assert len({found[name].data_ptr() for name in others}) == len(others)
+        assert not {each.data_ptr() for each in found.values()} & {
+            each.data_ptr() for each in (*model.parameters(), *averaged.parameters())
+        }
+        twin = nn.Linear(8, 11).to(device)
+        twin.load_state_dict({n: found[f"head.{n}"] for n in ("weight", "bias")})

@@ -60,6 +60,31 @@ def test_orthogonal_weights_stay_orthogonal(
     assert torch.allclose(weight.float() @ weight.float().T, torch.eye(shape[1]), atol=0.03)
 
 
+class Exponential(nn.Module):
+    """A product with the exponential of a matrix, as in flows and state-space models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(0.1 * torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.linalg.matrix_exp(self.p)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_kept_module_may_use_matrix_exp(dtype: torch.dtype) -> None:
+    """docs/prepare.md says so as long as torch's kernel has no bits right in low precision."""
+    matrix, x = 0.1 * torch.randn(8, 8), torch.randn(4, 8)
+    wanted = torch.linalg.matrix_exp(matrix.double()).float()
+    error = (torch.linalg.matrix_exp(matrix.to(dtype)).float() - wanted).abs().max()
+    assert not error < 1, "torch computes it; drop the row of prepare.md's table"
+    model = nn.Sequential(Exponential())
+    exact = x.to(dtype).float() @ torch.linalg.matrix_exp(model[0].p.detach())
+    amp.prepare(model, dtype, keep_fp32=Exponential)
+    assert torch.equal(model(x.to(dtype)), exact.to(dtype))
+    trains(model, dtype, x)
+
+
 class Scaled(nn.Module):
     """A product with a parameter of the user's."""
 

@@ -25,15 +25,15 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
-    ".": 489,
-    "apex": 1418,
+    ".": 496,
+    "apex": 1419,
     "casting": 621,
     "checkpoint": 1017,
     "compat": 1306,
     "diagnose": 1267,
     "grad_scaler": 492,
     "integrations": 40,
-    "model": 1318,
+    "model": 1321,
     "nn": 598,
     "optim": 3915,
     "scaling": 454,

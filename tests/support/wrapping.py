@@ -33,8 +33,10 @@ class Mixed(nn.Module):
         return self.high(self.low(x.to(self.low.weight.dtype)).float())
 
 
-def wrap(inner: torch.optim.Optimizer, **arguments: Any) -> amp.FP16_Optimizer:
-    return amp.FP16_Optimizer(inner, verbose=False, **arguments)
+def wrap(
+    inner: torch.optim.Optimizer, verbose: bool = False, **arguments: Any
+) -> amp.FP16_Optimizer:
+    return amp.FP16_Optimizer(inner, verbose=verbose, **arguments)
 
 
 def masters_of(optimizer: amp.FP16_Optimizer) -> list[Tensor]:

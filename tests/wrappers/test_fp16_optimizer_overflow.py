@@ -21,6 +21,7 @@ def test_overflow_changes_no_byte_says_so_and_training_goes_on(
     model = Mixed(torch.float16).to(device)
     optimizer = wrap(
         INNER[name](model.parameters()),
+        verbose=True,
         dynamic_loss_scale=True,
         dynamic_loss_args={"init_scale": 1024.0},
     )
@@ -44,6 +45,17 @@ def test_overflow_changes_no_byte_says_so_and_training_goes_on(
     assert capsys.readouterr().out == ""
     after = everything(model, optimizer)
     assert all(after[0][key] != before[0][key] for key in before[0])  # every tensor of the model
+
+
+@pytest.mark.parametrize("quiet", [{"verbose": False}, {"verbose": True, "enabled": False}])
+def test_who_asks_for_silence_gets_it(
+    device: str, quiet: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16, device=device))
+    optimizer = wrap(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True, **quiet)
+    optimizer.backward(weight.sum() * float("inf"))
+    optimizer.step()
+    assert capsys.readouterr().out == ""
 
 
 def test_after_an_overflow_there_are_no_master_gradients_to_clip_or_inspect(device: str) -> None:
@@ -171,7 +183,8 @@ def test_an_overflow_in_a_closure_is_repeated_with_a_lower_scale(
     device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, x, y = bowl(device)
-    optimizer = wrap(torch.optim.LBFGS(model.parameters(), lr=0.5), dynamic_loss_scale=True)
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.5)
+    optimizer = wrap(lbfgs, verbose=True, dynamic_loss_scale=True)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

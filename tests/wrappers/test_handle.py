@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +27,30 @@ def product(weight: Tensor) -> Tensor:
     """2 x weight, in which a cast shows: a product of a size that a CPU casts."""
     twice = 2 * torch.eye(256, device=weight.device)
     return torch.mm(twice, weight.repeat(128, 128))[:2, :2]
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("switch", [amp.init, amp.autocast])
+def test_casts_are_of_the_calling_thread(device: str, switch: Any) -> None:
+    """A worker thread has an autocast region of its own, as README says."""
+    weight = weight_on(device)
+
+    def work() -> torch.dtype:
+        with amp.autocast(device_type=device):
+            return product(weight).dtype
+
+    with switch(device_type=device):
+        assert product(weight).dtype in LOW
+        assert in_thread(lambda: product(weight)).dtype == torch.float32
+        assert in_thread(work) in LOW
+        assert in_thread(lambda: product(weight)).dtype == torch.float32
+    with switch(device_type=device):
+        assert in_thread(work) in LOW
+    assert product(weight).dtype == torch.float32
 
 
 # Switched off.

@@ -21,7 +21,7 @@ from amp_mp.model.selection import named_tensors
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import warn
+from amp_mp.text_table import say, warn
 from amp_mp.wrappers import gradients
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import AmpHandle, init
@@ -115,7 +115,7 @@ def initialize(
     _begin(chosen)
     device = "cuda" if any(p.is_cuda for m in model_list for p in m.parameters()) else "cpu"
     if verbosity > 0:
-        print(f"amp_mp: {chosen}")
+        say(f"amp_mp: {chosen}")
     for model in model_list:
         _convert(model, chosen)
     masters, is_one = bool(chosen.master_weights), isinstance(policy, Static) and policy.scale == 1

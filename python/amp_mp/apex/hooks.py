@@ -17,6 +17,7 @@ from amp_mp.nested import map_tensors
 from amp_mp.optim.step.handed import GradientMarks, nonzero
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import Backoff, ScalePolicy
+from amp_mp.text_table import say
 from amp_mp.wrappers.gradients import master_params, multiply_gradients
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
@@ -92,7 +93,7 @@ class LossScaler(ScaledLosses):
         """Prints Apex's message."""
         if self._prints:
             falls = f"loss scaler {self._loss_id} reducing loss scale to {self.loss_scale()}"
-            print(f"Gradient overflow.  Skipping step, {falls}")
+            say(f"Gradient overflow.  Skipping step, {falls}")
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps since it changed had no overflow."""

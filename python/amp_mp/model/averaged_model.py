@@ -204,18 +204,20 @@ class AveragedModel(nn.Module):
     def float32_state_dict(self) -> dict[str, Tensor]:
         """The averaged module's state dict with every bit of the averages.
 
-        Low-precision tensors are float32 in it; all are copies. A float32 model can load it.
+        Low-precision tensors are float32 in it; all are copies, of what is tied one. A
+        float32 model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
         rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))
-        result = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        found = self.module.state_dict(keep_vars=True)
+        made: dict[int, Tensor] = {}
+        for value in {id(each): each for each in found.values()}.values():
             tensor, rest = value.detach(), rests.get(id(value))
             if rest is not None:
                 tensor = _C.decode(tensor, rest, split_name(FORMAT, tensor.dtype))
             dtype = torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
-            result[name] = tensor.to(dtype, copy=True)
-        return result
+            made[id(value)] = tensor.to(dtype, copy=True)
+        return {name: made[id(value)] for name, value in found.items()}
 
     def _following(self) -> tuple[nn.Module, list[Any]]:
         if self._followed is None:

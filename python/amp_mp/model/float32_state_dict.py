@@ -28,14 +28,15 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     """The model's state dict with every low-precision floating-point tensor as float32.
 
     A parameter that has a master gives the master, exactly; before the first step after `prepare`
-    the values that were rounded. Others are cast up. All are copies. DTensors give DTensors,
-    placed as they are; no process sends anything. optimizer: of amp_mp, FP16_Optimizer or LARC, or
-    any other, which has no masters. TypeError for no optimizer.
+    the values that were rounded. Others are cast up. All are copies, of what is tied one. DTensors
+    give DTensors, placed as they are; no process sends anything. optimizer: of amp_mp,
+    FP16_Optimizer or LARC, or any other, which has no masters. TypeError for no optimizer.
     """
     refuse_swapped(model.parameters(), "float32_state_dict()")
     apart = masters_apart(optimizer)
-    result = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    found = model.state_dict(keep_vars=True)
+    made: dict[int, Tensor] = {}
+    for value in {id(each): each for each in found.values()}.values():
         is_low = isinstance(value, nn.Parameter) and value.dtype in LOW_PRECISION
         state = optimizer.state.get(value) if is_low and value not in apart else None
         master = master_of(value, state) if state else apart.get(value) if is_low else None
@@ -44,8 +45,8 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
         exact = value if master is None else master
         exact = exact if is_dtensor(exact) else like(exact, value)
         dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
-        result[name] = exact.detach().to(dtype, copy=True)
-    return result
+        made[id(value)] = exact.detach().to(dtype, copy=True)
+    return {name: made[id(value)] for name, value in found.items()}
 
 
 @torch.no_grad()

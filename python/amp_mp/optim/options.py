@@ -116,10 +116,11 @@ def check_group(group: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be in [0, 1), found {value!r}")
     if not 0 <= group.get("rho", 0.0) <= 1:
         raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
-    decay = max(map(float, (betas[1], group.get("alpha", 0.0), group.get("rho", 0.0))))
+    decays["rho"] = group.get("rho", 0.0)
+    name = max(("betas[1]", "alpha", "rho"), key=lambda each: float(decays[each]))
     squares = map(group.get, ("exp_avg_sq", "square_avg", "acc_delta"))
-    if decay > 0.99 and "params" in group and "log8" in squares:
-        found = f'squares stored as "log8" (memory="micro") and averaged with {decay:g}'
+    if (decay := float(decays[name])) > 0.99 and "params" in group and "log8" in squares:
+        found = f'squares stored as "log8" (memory="micro") and averaged with {name}={decay:g}'
         if decay >= 0.9999:
             raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
         warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")

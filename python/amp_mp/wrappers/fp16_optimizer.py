@@ -17,7 +17,7 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import warn
+from amp_mp.text_table import say, warn
 from amp_mp.wrappers.masters import FusedMasters, Masters
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 
@@ -42,7 +42,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
     It is a torch.optim.Optimizer with its own hooks; torch's hooks for all run for the wrapped one.
 
     A static scale checks nothing, as in Apex. A dynamic one skips the step on overflow, leaving
-    every byte as it was, prints so, and lowers the scale.
+    every byte as it was, and lowers the scale.
 
     Args:
         init_optimizer: the optimizer to wrap; state it already has moves to the masters.
@@ -50,7 +50,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         dynamic_loss_scale: start at 2^32, halve on overflow (not below 1), double after 1000 steps
             without one.
         dynamic_loss_args: init_scale, scale_factor, scale_window to change that.
-        verbose: print what is wrapped. Default True.
+        verbose: print what is wrapped, and each overflow, on rank 0. Default True.
         loss_scale: instead of the three before: a number, "dynamic", "Backoff", "LogMax", or a
             policy.
         check_overflow: check and skip also with a static scale.
@@ -98,10 +98,11 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self._max_abs = 0.0  # the largest true |g| of the last backward
         self._called_backward = False  # since the last step
         self._marks = GradientMarks(())  # the model's gradients after the last backward
-        if verbose:
+        self._verbose = verbose and enabled
+        if self._verbose:
             low, own = self.fp32_from_fp16_groups, self.fp32_from_fp32_groups
             counts = f"{sum(map(len, low))} parameters with float32 masters, {sum(map(len, own))}"
-            print(f"FP16_Optimizer: {counts} float32")
+            say(f"FP16_Optimizer: {counts} float32")
 
     def _make_masters(self, optimizer: torch.optim.Optimizer) -> Masters:
         """For subclasses: which kind of masters an optimizer gets."""
@@ -180,9 +181,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves the scale, then steps the wrapped optimizer and copies the masters to the model.
 
-        On overflow nothing is stepped, None is returned, and Apex's message is printed. A closure
-        must call this object's zero_grad and backward; the model then has the masters' newest
-        values. An evaluation that overflows is repeated with a lower scale; RuntimeError where it
+        On overflow nothing is stepped, None is returned, and `verbose` says so. A closure must call
+        this object's zero_grad and backward; the model then has the masters' newest values. An
+        evaluation that overflows is repeated with a lower scale; RuntimeError where it
         cannot fall any more, or where loss.backward() was called in place of this object's.
         """
         for before in self._optimizer_step_pre_hooks.values():
@@ -215,7 +216,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _report(self, before: float) -> None:
         scales = f"Attempted loss scale: {before}, reducing to {self.loss_scale}"
-        print(f"[OVERFLOW! Skipping step. {scales}]")
+        if self._verbose:
+            say(f"[OVERFLOW! Skipping step. {scales}]")
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:

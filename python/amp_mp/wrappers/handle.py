@@ -15,6 +15,7 @@ from amp_mp.casting.in_force import Casting, begin, clear_casts, end
 from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 from amp_mp.switch import ENABLED
+from amp_mp.text_table import say
 from amp_mp.wrappers.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 
 
@@ -72,7 +73,7 @@ def init(
     casting = Casting(device, True, low, enable_caching, keep_casts, table, verbose)
     handle = AmpHandle(casting, policy)
     if verbose:
-        print(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
+        say(f"amp_mp: casting to {low} on {device}, loss scale {policy!r}")
     return handle
 
 
