@@ -3,7 +3,8 @@
 // array that adds what the weight's rounding dropped.
 //
 // The weight is the truth. Whatever was written into it, joining gives a number within one unit of
-// the weight, and the weight itself where it is infinite or NaN.
+// the weight, and the weight itself where it is 0, infinite or NaN. So a split keeps nothing of a
+// master that rounds to 0: its remainder cannot be told from that of a weight that was overwritten.
 //
 //   float32   a whole master, 4 bytes. Where it does not round to the weight, the weight was
 //             written by others, and the weight is the master.
@@ -26,12 +27,11 @@
 namespace amp_mp {
 
 // The value of a bfloat16 weight and a remainder, which are added as integers: the sum rounds to
-// the weight, for any remainder. It does not where a negative remainder takes a weight of 0 below
-// zero or an infinite one back into the numbers, or a positive one makes infinity a NaN. Neither
-// pair is ever stored, but a user who writes 0 into a weight makes it. All of these sums, and no
-// others, are at least 0x7F7F8000 without their sign.
+// the weight, for any remainder. Beside 0 it is below 0x8000 or, where a negative remainder takes
+// it below zero, near 0x7FFFFFFF, and beside infinity and NaN at least 0x7F7F8000, all without
+// their sign: there the weight counts alone. The doubled sum has no sign.
 AMP_MP_BOTH float join_bits(uint32_t weight, uint32_t sum) {
-  return from_bits((sum & kMagnitude) < 0x7F7F8000u ? sum : weight);
+  return from_bits(2 * sum - 2 * 0x8000u < 2 * (0x7F7F8000u - 0x8000u) ? sum : weight);
 }
 AMP_MP_BOTH float join_bits(bfloat16 high, uint32_t remainder) {
   const uint32_t weight = uint32_t(high.bits) << 16;
@@ -117,7 +117,14 @@ AMP_MP_BOTH uint32_t binade(float weight) {
 
 template <class Split>
 AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
-  return weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
+  const float sum = weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
+  return weight == 0.0f ? weight : sum;
+}
+
+// An average beside a float16 weight, which the averaging pass alone writes, from what join_float16
+// gives. Without the rest beside 0, an average that begins there would lose updates below 2^-25.
+AMP_MP_BOTH float average_of_float16(float joined, int16_t rest) {
+  return joined == 0.0f ? float(rest) * 0x1p-40f : joined;
 }
 
 // x has been saturated and rounded to `weight`. Adding 1.5 * 2^23 rounds to an integer.

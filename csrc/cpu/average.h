@@ -16,6 +16,10 @@ AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averag
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
     const To to = open<To>(t.to, i, old, n);
+    if (t.to.format == Format::float16_split32) {
+      const int16_t* rest = at_element<int16_t>(t.to.rest, i);
+      for (int k = 0; k < n; ++k) old[k] = average_of_float16(old[k], rest[k]);
+    }
     average_elements(to, open<From>(t.from, i, x, n), averaging, n);
     close(to, t.to, i, old, old, nullptr, n);
   }

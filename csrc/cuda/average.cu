@@ -28,6 +28,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     float average[kPack] = {}, x[kPack] = {};
     held_average.decode(to.format, average);
     held_x.decode(from.format, x);
+    if (to.format == Format::float16_split32)
+      for (int k = 0; k < kPack; ++k)
+        average[k] = average_of_float16(average[k], int16_t(held_average.rest.half(k)));
     for (int k = 0; k < kPack; ++k) average[k] = averaging(average[k], x[k]);
     store_history<kFormatsHere>(to, average, at, n, whole);
   }

@@ -14,6 +14,7 @@ from helpers import DTYPES, array, assert_same, on, random, raw_bytes, state_nam
 from rules import RULES, STORAGES, Expected, found_master, found_state
 from tiers import paired
 from torch import Tensor, nn
+from torch.nn.utils import prune as pruning
 
 import amp_mp as amp
 
@@ -137,6 +138,54 @@ def test_float32_state_dict_gives_what_was_written(device: str, storage: str, dt
         weight = np.nan_to_num(array(model.weight), nan=0, posinf=0, neginf=0)
         unit = np.abs(weight) * 2.0**-7 + 2.0**-24
         assert (np.abs(master - weight) <= unit).all()
+
+
+def by_pruning(model: nn.Linear) -> None:
+    pruning.l1_unstructured(model, "weight", 0.9)
+    pruning.remove(model, "weight")
+
+
+ZEROS: dict[str, Callable[[nn.Linear], object]] = {
+    "in place": lambda m: m.weight[::2].zero_(),
+    ".data": lambda m: m.weight.data[::2].fill_(-0.0),
+    "a mask of magnitudes": lambda m: m.weight.mul_(m.weight.abs() > 1),
+    "prune.remove": by_pruning,
+}
+
+
+@pytest.mark.parametrize("write", ZEROS)
+@pytest.mark.parametrize("storage", [*STORED, "before a step", "FP16_Optimizer"])
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_weight_written_to_zero_is_zero_everywhere(
+    device: str, dtype: str, storage: str, write: str
+) -> None:
+    """Also its sign: a mask makes -0 of what was negative."""
+    model = nn.Linear(96, 33, bias=False).to(device)
+    amp.prepare(model, DTYPES[dtype])
+    if storage == "FP16_Optimizer":
+        optimizer = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    else:
+        optimizer = amp.optim.SGD(model.parameters(), lr=0.1, **STORED.get(storage, {}))
+    for _ in range(storage != "before a step"):
+        model.weight.grad = on(device, random(33 * 96, 2), DTYPES[dtype]).view(SHAPE)
+        if storage == "FP16_Optimizer":
+            optimizer.update_master_grads()
+        optimizer.step()
+    with torch.no_grad():
+        ZEROS[write](model)
+    zero = model.weight == 0
+    assert zero.sum() > 33 * 96 / 3
+    average = amp.AveragedModel(model, optimizer)
+    with optimizer.masters(model.weight) as master:
+        edited = master.clone()
+    saved = [optimizer.state_dict()["fp32_from_fp16"][0][0]] if "FP16" in storage else []
+    for found in (
+        amp.float32_state_dict(model, optimizer)["weight"],
+        average.float32_state_dict()["weight"],
+        *(edited, *saved),
+    ):
+        assert torch.equal(found == 0, zero)
+        assert torch.equal(found[zero].signbit(), model.weight[zero].signbit())
 
 
 def test_clamped_weights_stay_clamped(device: str) -> None:

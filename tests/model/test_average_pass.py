@@ -72,7 +72,10 @@ def test_the_formula_bit_for_bit(device: str, average: str, decay: float) -> Non
         rows.append(
             (*tensors(before, average, device, number % 3), *tensors(value, stored, device, 0))
         )
-        after = reference.averaged(held(before, average), held(value, stored), decay)
+        begin = held(before, average)
+        if average == "float16 split32":
+            begin = formats.float16_average(before[0], before[1])
+        after = reference.averaged(begin, held(value, stored), decay)
         wanted.append(held(store(after, average), average))
     _C.average_(*(list(column) for column in zip(*rows, strict=True)), decay)
     for (to, rest, *_), expected in zip(rows, wanted, strict=True):
@@ -86,7 +89,7 @@ def test_an_average_of_float32_keeps_what_float32_can(device: str) -> None:
     """1,000 updates against float64: half a unit in the last place each, at the worst."""
     generator = np.random.default_rng(0)
     target = generator.standard_normal(4096).astype(np.float32)
-    average, rest = torch.zeros(4096, dtype=torch.bfloat16, device=device), None
+    average = torch.zeros(4096, dtype=torch.bfloat16, device=device)
     rest = torch.zeros(4096, dtype=torch.int16, device=device)
     exact = np.zeros(4096)
     for _ in range(1000):
@@ -156,3 +159,17 @@ def test_autograd_sees_the_write(device: str) -> None:
     before = to._version
     _C.average_([to], [None], [torch.zeros(3, device=device)], [None], 0.5)
     assert to._version > before
+
+
+def test_an_average_of_float16_leaves_zero_by_any_updates(device: str) -> None:
+    """Those of a layer that begins at 0 are a 10,000th of its weights, far below float16's."""
+    target = torch.linspace(-1e-4, 1e-4, 101, device=device)
+    average = torch.zeros(101, dtype=torch.float16, device=device)
+    rest = torch.zeros(101, dtype=torch.int16, device=device)
+    for _ in range(1000):
+        _C.average_([average], [rest], [target], [None], 0.9999)
+    found = _C.decode(average, rest, "float16_split32")
+    wanted = target.double() * (1 - 0.9999**1000)
+    step = 2.0**-41  # half of what rest counts in
+    wanted[(average == 0) & (wanted.abs() < 2.0**-25 + 1000 * step)] = 0  # which are read as 0
+    assert (found.double() - wanted).abs().max() <= 1000 * step

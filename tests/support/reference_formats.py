@@ -171,10 +171,10 @@ def _encode_split_bfloat16(x: Floats, bits: int) -> tuple[Bits, Bits]:
 
 
 def _decode_split_bfloat16(weight: Bits, rest: Bits, bits: int) -> Floats:
-    """The place on the line, but the weight alone where that is no place or no finite weight."""
+    """The place on the line, but the weight alone where it is 0 or not finite."""
     sign, upper = weight.astype(np.int64) >> 15, weight.astype(np.int64) & 0x7FFF
     line = (upper << 16) + (rest.astype(np.int64) << (16 - bits))
-    line = np.where((line < 0) | (upper >= 0x7F80), upper << 16, line)
+    line = np.where((upper == 0) | (upper >= 0x7F80), upper << 16, line)
     return (sign << 31 | line).astype(np.uint32).view(F32)
 
 
@@ -193,8 +193,15 @@ def _encode_split_float16(x: Floats, name: str) -> tuple[Bits, Bits]:
 
 
 def _decode_split_float16(weight: Bits, rest: Bits, name: str) -> Floats:
+    """Whole steps from the weight on; a weight of 0 alone, with its sign."""
     wide = weight.view(np.float16).astype(np.float64)
-    return (wide + rest * _float16_step(wide, name)).astype(F32)
+    return np.where(wide == 0, wide, wide + rest * _float16_step(wide, name)).astype(F32)
+
+
+def float16_average(weight: Bits, rest: Bits) -> Floats:
+    """What an averaging pass goes on from: nobody writes an average, so 0 has its steps too."""
+    wide = weight.view(np.float16).astype(np.float64)
+    return (wide + rest * _float16_step(wide, "split32")).astype(F32)
 
 
 # All of them

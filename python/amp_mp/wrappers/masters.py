@@ -91,7 +91,8 @@ class Masters:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters."""
+        """Their masters, in which is what was written into the parameters."""
+        self.follow([] if self.stale else self.pairs())
         return [[master for _, master in pairs] for pairs in self.grouped_pairs()]
 
     @property
@@ -209,11 +210,10 @@ class Masters:
     def edit(self, params: Any) -> Iterator[Any]:
         """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
         pairs, own = self.pairs(), self._optimizer.param_groups
-        groups = [{**group, "master": "float32"} for group in own]
+        model = [[*map(self.model_param, group["params"])] for group in own]
+        groups = [{**g, "master": "float32", "params": p} for g, p in zip(own, model, strict=True)]
         written = [(p, m) for p, m in pairs if self._rounded.get(m) != m._version]
         gradients.copy_all_(written, saturate=True)
-        for group in groups:
-            group["params"] = [*map(self.model_param, group["params"])]
         states = {param: {"master": master} for param, master in pairs}
         with self.blocks.edit(params, [Rule("sgd_", ())] * len(groups), groups, states) as masters:
             yield masters

@@ -24,11 +24,12 @@ struct Averages {
       const size_t n = sizes[p % sizes.size()];
       to.emplace_back(n, formats[p % formats.size()], skew(), skew());
       from.emplace_back(n, formats[p / formats.size() % formats.size()], skew(), skew());
-      to[p].fill(numbers(n, p, 3.0f), true);
+      const bool tiny = random() % 4 == 0;  // below the smallest float16
+      to[p].fill(numbers(n, p, tiny ? 1e-8f : 3.0f), true);
       if (random() % 4 == 0) {
         from[p].fill_with_any_bits(random);
       } else {
-        from[p].fill(numbers(n, p + 1, 1e5f), true);
+        from[p].fill(numbers(n, p + 1, tiny ? 1e-8f : 1e5f), true);
       }
     }
   }
