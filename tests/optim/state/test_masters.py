@@ -105,8 +105,11 @@ def test_what_is_written_is_kept_as_its_format_keeps_it(
     assert_same(array(master_now(optimizer, param)), wanted, "master")
     assert_same(array(param), visible, "parameter")
     if format in ("float32", "split32") and dtype == "bfloat16":  # no bit is lost
-        finite = np.abs(array(LAYOUTS[layout](special))) < 3.38e38
-        assert np.array_equal(wanted[finite], array(LAYOUTS[layout](special))[finite])
+        written = array(LAYOUTS[layout](special))
+        finite = np.abs(written) < 3.38e38
+        if format == "split32":
+            written = np.where(np.abs(written) < 2.0**-134, 0, written)  # a weight of 0
+        assert np.array_equal(wanted[finite], written[finite])
 
 
 @pytest.mark.parametrize("storage", STORED)
