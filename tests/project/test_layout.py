@@ -26,14 +26,14 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 489,
-    "apex": 1401,
+    "apex": 1406,
     "casting": 621,
     "checkpoint": 1017,
     "compat": 1306,
     "diagnose": 1267,
     "grad_scaler": 492,
     "integrations": 40,
-    "model": 1317,
+    "model": 1333,
     "nn": 598,
     "optim": 3915,
     "scaling": 454,
