@@ -2,6 +2,10 @@
 # Where torch is importable already, that torch is used (and nothing is downloaded if the rest is there
 # as well); else torch $(TORCH) is installed with pip.
 
+# An empty variable counts as unset.
+SETTINGS := PYTHON TORCH JOBS TORCH_CUDA_ARCH_LIST SEEDS FIRST COMPILERS
+$(foreach name,$(SETTINGS),$(if $($(name)),,$(eval undefine $(name))))
+
 PYTHON ?= python3
 # The first torch for Python 3.15 is 2.15.
 TORCH ?= $(shell $(PYTHON) -c 'import sys; print("2.13.0" if sys.version_info < (3, 15) else "2.15.0")' 2>/dev/null)

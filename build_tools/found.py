@@ -115,7 +115,7 @@ def check_torches(torches: list[Torch]) -> None:
 
 def compiler() -> list[str]:
     """The C++ compiler and its first arguments."""
-    return shlex.split(os.environ.get("CXX", "g++"))
+    return shlex.split(os.environ.get("CXX") or "g++")
 
 
 def check_python() -> None:

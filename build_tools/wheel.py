@@ -72,8 +72,8 @@ def build(python: Path, torches: list[Path]) -> Path:
     for stale in ROOT.glob("build/lib.*"):
         shutil.rmtree(stale)
     environment = {"AMP_MP_TORCH": os.pathsep.join(map(str, torches))}
-    environment |= {"AMP_MP_OBJECTS": os.environ.get("AMP_MP_OBJECTS", "build/wheel")}
-    environment |= {"AMP_MP_CUDA": os.environ.get("AMP_MP_CUDA", "1")}
+    environment |= {"AMP_MP_OBJECTS": os.environ.get("AMP_MP_OBJECTS") or "build/wheel"}
+    environment |= {"AMP_MP_CUDA": os.environ.get("AMP_MP_CUDA") or "1"}
     command = ("-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation")
     run(python, *command, "-w", raw, ROOT, **environment)
     return next(raw.glob("*.whl"))

@@ -48,7 +48,7 @@ if PRETEND_GPU:
 collect_ignore = [] if "cuda" in DEVICES else [f"{name}.py" for name in ON_A_GPU]
 # Every test on a CUDA stream that is not the default one, where there is a device.
 SIDE_STREAM = os.environ.get("AMP_MP_SIDE_STREAM") == "1" and "cuda" in DEVICES
-if "AMP_MP_ZOO" not in os.environ:  # `make test-zoo`, which has other libraries
+if not os.environ.get("AMP_MP_ZOO"):  # `make test-zoo`, which has other libraries
     collect_ignore.append("zoo")
 
 

@@ -31,7 +31,7 @@ SETTINGS = ("CUDA_HOME", "CXX", "AMP_MP_PLAIN_QUOTIENT")  # of the environment
 def wanted(environment: dict[str, Any]) -> dict[str, Any]:
     """What the library depends on."""
     names = ("python", "torch", "cuda")
-    settings = {name: os.environ.get(name) for name in SETTINGS}
+    settings = {name: os.environ.get(name) or None for name in SETTINGS}
     native = {"native": digest(NATIVE), "architectures": architectures(environment)}
     return {**{name: environment[name] for name in names}, **settings, **native}
 

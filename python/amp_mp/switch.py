@@ -6,7 +6,7 @@ from typing import Any
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
 
-_setting = os.environ.get("AMP_MP", "1")
+_setting = os.environ.get("AMP_MP") or "1"  # an empty variable counts as unset
 check_choice("the environment variable AMP_MP", _setting, ("0", "1"))
 ENABLED = _setting == "1"  # the default of every argument `enabled`
 

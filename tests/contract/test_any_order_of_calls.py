@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 
-EXAMPLES = int(os.environ.get("AMP_MP_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("AMP_MP_EXAMPLES") or 300)
 NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = ((4, 32, 3, 1), (33,), (2, 64))
 

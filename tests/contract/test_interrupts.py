@@ -1,6 +1,6 @@
 """An interrupt at any line of a call leaves all as before it, or as after it, and work goes on.
 
-Calls: optimizer.step, scaler.step, scale_loss, load_state_dict. Interrupts come before any line of
+Calls: optimizer.step, the first one too, scaler.step, scale_loss, state_dict, load_state_dict. Interrupts come before any line of
 the package's Python; the native passes, and what Muon makes of its matrices between them, cannot
 be interrupted. (Where matrices are split over processes Python sends them in the middle of a step,
 which ends before the interrupt is raised.)
@@ -25,17 +25,20 @@ import amp_mp as amp
 class Training:
     """A prepared model with gradients, its optimizer, and what scales its losses."""
 
-    def __init__(self, dtype: torch.dtype, make: Callable[..., Any], scaler: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, make: Callable[..., Any], scaler: bool, steps: int = 1
+    ) -> None:
         torch.manual_seed(3)
         self.model: nn.Module = nn.Sequential(nn.Linear(3, 2, bias=False))
         amp.prepare(self.model, dtype)
         self.dtype, self.optimizer = dtype, make(self.model.parameters())
         self.scaler = amp.GradScaler("cpu", init_scale=64.0) if scaler else None
-        self.backward(1)
-        self.step()
-        if self.scaler:
-            self.scaler.update()
-        self.optimizer.zero_grad()
+        if steps:
+            self.backward(1)
+            self.step()
+            if self.scaler:
+                self.scaler.update()
+            self.optimizer.zero_grad()
         self.backward(7)
 
     def backward(self, seed: int) -> None:
@@ -136,10 +139,49 @@ def test_a_state_dict_is_loaded_or_not(kind: str) -> None:
         held = training.held()
         assert held in (before, after), line
         outcomes.add(held == before)
+        load(training)()  # no later one ends in an error, or differs
+        assert training.held() == after, line
     assert outcomes == {True, False}
     training.optimizer.zero_grad()
     training.backward(8)
     training.step()
+
+
+def test_a_state_dict_is_the_same_after_an_interrupted_one() -> None:
+    training = Training(*KINDS["AdamW"])
+    before = training.held()
+    lines = lines_of(training.optimizer.state_dict)
+    assert lines > 10
+    for line in range(lines):
+        interrupted(training.optimizer.state_dict, line)
+        assert training.held() == before, line
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    assert training.held() == before
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD, tiny", "Muon", "GradScaler"])
+def test_masters_begin_with_float32s_bits_after_an_interrupted_first_step(kind: str) -> None:
+    def begin() -> Training:
+        training = Training(*KINDS[kind], steps=0)
+        training.weights = raw_bytes(dict(training.model.state_dict()))
+        return training
+
+    def go_on(training: Training) -> Any:
+        if raw_bytes(dict(training.model.state_dict())) == training.weights:
+            training.step()
+        return training.held()
+
+    after, outcomes = go_on(begin()), set()
+    for line in range(lines_of(begin().step)):
+        training = begin()
+        interrupted(training.step, line)
+        outcomes.add(raw_bytes(dict(training.model.state_dict())) == training.weights)
+        if training.scaler and True in outcomes:
+            training.scaler = amp.GradScaler("cpu", init_scale=64.0)
+            training.optimizer.zero_grad()
+            training.backward(7)
+        assert go_on(training) == after, line
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("overflows", [False, True])

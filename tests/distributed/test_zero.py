@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from helpers import raw_bytes
 from layouts import Bag, set_grads
 from ranks import on_ranks
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 import amp_mp as amp
 
@@ -52,6 +55,53 @@ def compare(name: str, preset: str) -> list[bool]:
 @pytest.mark.parametrize("preset", ["float32", "exact"])
 def test_zero_clips_and_skips_as_one_process(name: str, preset: str) -> None:
     assert on_ranks(2, compare, name, preset) == [[True] * STEPS] * 2
+
+
+def prepared(zero: bool, **options: Any) -> list[Any]:
+    """Bits of a prepared model's weights after each step, in DistributedDataParallel."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3))
+    amp.prepare(model, LOW, keep_fp32_only=[])
+    ddp = DistributedDataParallel(model)
+    own: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5}
+    if zero:
+        own |= {"process_groups": dist.group.WORLD, **options}
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), amp.optim.AdamW, **own)
+    else:
+        optimizer = amp.optim.AdamW(model.parameters(), **own)
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        ddp(torch.randn(8, 48, dtype=LOW)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([raw_bytes(p) for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_prepared_model_of_one_dtype_trains_as_in_ddp(views: bool) -> None:
+    """torch's ZeroRedundancyOptimizer takes one dtype, hence keep_fp32_only=[]."""
+    plain = on_ranks(2, prepared, False)
+    assert on_ranks(2, prepared, True, parameters_as_bucket_view=views) == plain
+    assert plain[0] == plain[1]
+    assert plain[0][0] != plain[0][-1]
+
+
+def two_dtypes() -> str:
+    model = amp.prepare(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), LOW)
+    try:
+        ZeroRedundancyOptimizer(model.parameters(), amp.optim.AdamW)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_torch_says_of_two_dtypes_is_in_the_docs() -> None:
+    """torch raises it before it makes the optimizer of amp_mp."""
+    pages = Path(__file__).parents[2] / "docs"
+    for text in on_ranks(2, two_dtypes):
+        assert text.partition(" but got")[0] in (pages / "errors.md").read_text()
 
 
 def refused(**options: Any) -> str:

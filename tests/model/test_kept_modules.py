@@ -280,3 +280,38 @@ def test_a_prepared_model_compiles_as_one_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     tokens = torch.arange(5)
     assert torch.equal(compiled(tokens), model(tokens))
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inv_freq
+
+
+def opt_level_2(model: nn.Module) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)[0]
+
+
+SCRIPTED: dict[str, Any] = {
+    "norm": lambda: amp.prepare(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), BF16),
+    "rotary": lambda: amp.prepare(nn.Sequential(nn.Linear(4, 4), Rotary()), BF16),
+    "network_to_half": lambda: amp.apex.fp16_utils.network_to_half(nn.BatchNorm1d(4)),
+    "O2": lambda: opt_level_2(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_torch_jit_script_names_what_exports_the_model(kind: str) -> None:
+    model, x = SCRIPTED[kind](), torch.randn(3, 4, dtype=BF16)
+    with pytest.raises(AttributeError, match=r"use torch\.jit\.trace or"):
+        torch.jit.script(model)
+    with pytest.raises(AttributeError, match=r"use torch\.jit\.trace or"):
+        torch.jit.script(copy.deepcopy(model))
+    model = model.eval()
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))

@@ -19,7 +19,7 @@ import amp_mp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from build_tools import found, metadata, native  # noqa: E402
+from build_tools import found, metadata, native, wheel  # noqa: E402
 
 HAS_GPU = found.has_gpu()
 KNOWN = {  # what `nvcc --list-gpu-arch` of a release lists
@@ -370,6 +370,53 @@ def test_the_description_on_an_index_has_no_relative_links(
     monkeypatch.setattr(metadata, "home", lambda: "")
     assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.2.0"))
     assert metadata.urls("0.2.0") == {}
+
+
+# ---- variables that are set and empty, as CI systems and Dockerfiles set them --------------------
+
+
+def settings(folder: Path, nvcc: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the builds make of their environment."""
+    of_wheel = {}
+
+    def run(*_: object, **environment: str) -> None:
+        of_wheel.update(environment)
+        (folder / "build/wheel-raw").mkdir(parents=True)
+        (folder / "build/wheel-raw/amp_mp.whl").touch()
+
+    monkeypatch.setattr(wheel, "ROOT", folder)
+    monkeypatch.setattr(wheel, "run", run)
+    wheel.build(Path(sys.executable), [])
+    command = ["/usr/bin/make", "-nB", "build", "warnings", "test-streams"]
+    make = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return [
+        found.compiler(),
+        found.host_compiler(),
+        [torch.folder for torch in found.find_torches()],
+        found.find_nvcc([]),
+        found.missing_nvcc([]),
+        found.architecture_flags(nvcc),
+        (metadata.commit(), metadata.home()),
+        of_wheel,
+        make.stdout + make.stderr,
+    ]
+
+
+VARIABLES = "AMP_MP_TORCH AMP_MP_CUDA AMP_MP_OBJECTS AMP_MP_COMMIT AMP_MP_HOME CXX CUDA_HOME"
+VARIABLES += " MAX_JOBS TORCH_CUDA_ARCH_LIST PYTHON TORCH JOBS SEEDS FIRST COMPILERS"
+
+
+@pytest.mark.slow
+def test_an_empty_variable_counts_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = str(nvcc_of("13.0", tmp_path / "toolkit"))
+    tool(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    for name in VARIABLES.split():
+        monkeypatch.delenv(name, raising=False)
+    unset = settings(tmp_path, nvcc, monkeypatch)
+    for name in VARIABLES.split():
+        monkeypatch.setenv(name, "")
+    assert settings(tmp_path, nvcc, monkeypatch) == unset
 
 
 # ---- the environment of `make` -------------------------------------------------------------------

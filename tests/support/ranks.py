@@ -36,7 +36,7 @@ from amp_mp import _C
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 
-LARGE = "AMP_MP_DISTRIBUTED" in os.environ  # make test-distributed: all cases
+LARGE = bool(os.environ.get("AMP_MP_DISTRIBUTED"))  # make test-distributed: all cases
 LIMIT_S = 120.0  # for a call, if it names no other
 AFTER_AN_ERROR_S = 1.0  # how long the other ranks may take to report theirs
 # Imported once, in the process from which the ranks are forked.

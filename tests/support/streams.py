@@ -24,7 +24,7 @@ def late(seed: int) -> Iterator[None]:
         return
     from pretend_gpu.device import delayed_streams
 
-    with delayed_streams(seed + 1000 * int(os.environ.get("AMP_MP_DELAYED_STREAMS", "0"))):
+    with delayed_streams(seed + 1000 * int(os.environ.get("AMP_MP_DELAYED_STREAMS") or 0)):
         yield
 
 

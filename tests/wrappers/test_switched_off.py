@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import amp_mp as amp
+from amp_mp.apex.opt_levels import DTYPE
+from amp_mp.casting.products import VARIABLE
 
 OFF = {"enabled": False}
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -309,13 +311,12 @@ for level in "O1", "O2":
 
 
 def test_amp_mp_0_makes_every_script_plain_and_an_argument_counts_more() -> None:
-    on, off, explicit, wrong, empty = run_each(
+    on, off, explicit, wrong = run_each(
         [
             Script(["-c", SCRIPT], {"AMP_MP": "1"}),
             Script(["-c", SCRIPT], {"AMP_MP": "0"}),
             Script(["-c", EXPLICIT], {"AMP_MP": "0"}),
             Script(["-c", "import amp_mp"], {"AMP_MP": "off"}),
-            Script(["-c", "import amp_mp"], {"AMP_MP": ""}),
         ]
     )
     assert not on.returncode, on.stderr
@@ -329,11 +330,34 @@ def test_amp_mp_0_makes_every_script_plain_and_an_argument_counts_more() -> None
         "torch.float32 True",
         "torch.float16 False",
     ]
-    for each, value in ((wrong, "'off'"), (empty, "''")):
-        assert each.returncode == 1
-        told = f"AMP_MP must be one of 0, 1; found {value}"
-        last = each.stderr.splitlines()[-1]
-        assert last == f"ValueError: the environment variable {told}"
+    assert wrong.returncode == 1
+    told = "ValueError: the environment variable AMP_MP must be one of 0, 1; found 'off'"
+    assert wrong.stderr.splitlines()[-1] == told
+
+
+EMPTY = """
+import torch
+import amp_mp as amp
+from amp_mp.apex import amp as apex_amp
+model = amp.prepare(torch.nn.Linear(4, 4), torch.bfloat16)
+optimizer = torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=1.0)
+apex_amp.initialize(torch.nn.Linear(4, 4), optimizer, opt_level="O3", verbosity=0)
+info = amp.build_info()
+print(info["enabled"], info["cpu"], model.weight.dtype)
+"""
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    """As CI systems and Dockerfiles set them."""
+    names = "AMP_MP", "AMP_MP_CPU", VARIABLE, DTYPE
+    empty, unset = run_each(
+        [
+            Script(["-c", EMPTY], dict.fromkeys(names, "")),
+            Script(["-c", f"import os\nfor n in {names}: os.environ.pop(n, None)\n{EMPTY}"]),
+        ]
+    )
+    assert not unset.returncode, unset.stderr
+    assert (empty.stdout, empty.stderr) == (unset.stdout, unset.stderr)
 
 
 def test_build_info_says_that_it_is_on() -> None:

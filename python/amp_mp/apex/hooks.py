@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp.apex.fp16_utils import model_grads_to_master_grads, tofp16
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import have_masters
+from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.original_values import original_of
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
@@ -27,15 +28,19 @@ skips = SkippedSteps()
 live_masters = WeakSet[Masters]()  # of optimizers that initialize was given
 
 
+class _Cast(NotScriptable, partial[Any]):
+    """A hook that casts what a model is given or returns."""
+
+
 def cast_forward(model: nn.Module, dtype: torch.dtype | None, out: torch.dtype | None) -> None:
     """Casts what the model is given to `dtype`, and what it returns to `out`; None does not.
 
     Hooks, so that copies and pickles of the model cast as it does.
     """
     if dtype is not None:
-        model.register_forward_pre_hook(partial(_cast_inputs, tofp16(dtype)), with_kwargs=True)
+        model.register_forward_pre_hook(_Cast(_cast_inputs, tofp16(dtype)), with_kwargs=True)
     if out is not None:
-        model.register_forward_hook(partial(_cast_outputs, tofp16(out)))
+        model.register_forward_hook(_Cast(_cast_outputs, tofp16(out)))
 
 
 def _cast_inputs(cast: nn.Module, _: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     elif products == "auto":
         if (products := _C.products.choice(dtype)) == "undecided":
             products = measured(dtype)
-        if setting is None and distributed.is_available() and distributed.is_initialized():
+        if not setting and distributed.is_available() and distributed.is_initialized():
             store = distributed.distributed_c10d._get_default_store()
             products = store.compare_set(f"amp_mp/products/{name}", "", products).decode()
     _C.products.choose(dtype, products == "float32")
@@ -47,7 +47,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
 def check_products(products: str) -> None:
     """Raises ValueError for another word, in the argument or in AMP_MP_PRODUCTS."""
     check_choice("products", products, CHOICES)
-    check_choice(VARIABLE, os.environ.get(VARIABLE, "measure"), SETTINGS)
+    check_choice(VARIABLE, os.environ.get(VARIABLE) or "measure", SETTINGS)
 
 
 def measured(dtype: torch.dtype) -> str:

@@ -19,6 +19,18 @@ MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 CAST_FROM = "_amp_mp_cast_from"
 
 
+class NotScriptable:
+    """A hook of a module in Python; torch.jit.script asks for its name before it compiles it."""
+
+    @property
+    def __name__(self) -> str:
+        """Raises the AttributeError that torch.jit.script then shows."""
+        raise AttributeError(
+            "torch.jit.script cannot compile the casts around this model's modules, which are "
+            "hooks in Python; use torch.jit.trace or torch.export"
+        )
+
+
 @dataclasses.dataclass
 class LowPrecisionWeight:
     """A converted parameter of a model, found by module and name, so that copies have theirs."""
@@ -53,8 +65,8 @@ def compute_in_float32(modules: list[nn.Module], neighbour: LowPrecisionWeight |
 def return_given_dtype(modules: list[nn.Module]) -> None:
     """Casts what modules with float32 buffers return to the dtype of their first tensor."""
     for module in modules:
-        if _leave_rotary not in module._forward_hooks.values():
-            module.register_forward_hook(_leave_rotary, with_kwargs=True)
+        if _LeaveRotary() not in module._forward_hooks.values():
+            module.register_forward_hook(_LeaveRotary(), with_kwargs=True)
 
 
 def float32_is_kept(module: nn.Module) -> bool:
@@ -88,7 +100,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @dataclasses.dataclass
-class _Leave:
+class _Leave(NotScriptable):
     """A hook that casts the result back to the dtype of the module's first low-precision input."""
 
     neighbour: LowPrecisionWeight | None = None
@@ -104,11 +116,15 @@ class _Leave:
         return _lowered(output, dtype)
 
 
-def _leave_rotary(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    if _converts_itself(module):
-        return output
-    given = (t.dtype for t in tensors_in(*args, *kwargs.values()) if t.is_floating_point())
-    return _lowered(output, next(given, None))
+@dataclasses.dataclass
+class _LeaveRotary(NotScriptable):
+    """A hook that casts the result to the dtype of the module's first floating-point input."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if _converts_itself(module):
+            return output
+        given = (t.dtype for t in tensors_in(*args, *kwargs.values()) if t.is_floating_point())
+        return _lowered(output, next(given, None))
 
 
 def _lowered(output: Any, dtype: torch.dtype | None) -> Any:

@@ -51,7 +51,7 @@ def ledger() -> Iterator[Ledger]:
 def delay_as_asked(name: str) -> None:
     """Delays kernels if AMP_MP_DELAYED_STREAMS says so, in the order of its seed and the name."""
     asked = os.environ.get("AMP_MP_DELAYED_STREAMS")
-    native.set_delay(None if asked is None else zlib.crc32(f"{asked} {name}".encode()))
+    native.set_delay(None if not asked else zlib.crc32(f"{asked} {name}".encode()))
 
 
 @contextmanager

@@ -20,16 +20,18 @@ set_master, master_of, beside = _masters.set, _masters.of, _masters.beside
 class FirstValues:
     """What amp_mp.model keeps of prepared parameters.
 
-    This package does not import that one, which puts its two functions here when it is imported.
-    take: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
+    This package does not import that one, which puts its functions here when it is imported.
+    find: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
+    drop: frees them; after its state has the master, so that an interrupt loses nothing.
     tensors_of: what is kept for it until then.
     """
 
-    take: Callable[[Tensor], Tensor | None]
+    find: Callable[[Tensor], Tensor | None]
+    drop: Callable[[Tensor], None]
     tensors_of: Callable[[Tensor], tuple[Tensor, ...]]
 
 
-first_values = FirstValues(take=lambda param: None, tensors_of=lambda param: ())
+first_values = FirstValues(lambda param: None, lambda param: None, lambda param: ())
 swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
