@@ -21,25 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
-PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
-# Lines of each folder of the package, and of the files beside them ("."). They may only fall: a new
-# feature says by how many lines it raises one.
-FOLDER_LINES = {
-    ".": 496,
-    "apex": 1419,
-    "casting": 621,
-    "checkpoint": 1017,
-    "compat": 1306,
-    "diagnose": 1267,
-    "grad_scaler": 492,
-    "integrations": 40,
-    "model": 1321,
-    "nn": 598,
-    "optim": 3915,
-    "scaling": 454,
-    "sharding": 621,
-    "wrappers": 1544,
-}
 SHARED = {
     "amp_mp.dtypes",
     "amp_mp.nested",
@@ -142,45 +123,6 @@ def test_private_names_are_used_in_their_own_file_alone() -> None:
         and not belongs_to_self(node.value)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def lines_of(path: Path) -> int:
-    return len(path.read_text().splitlines())
-
-
-def test_python_files_are_short() -> None:
-    sizes = {str(path.relative_to(ROOT)): lines_of(path) for path in MODULES.values()}
-    assert {path: n for path, n in sizes.items() if n > PYTHON_LINES} == {}
-
-
-def test_folders_do_not_grow() -> None:
-    found = dict.fromkeys(FOLDER_LINES, 0)
-    for path in MODULES.values():
-        folder = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."
-        found[folder] = found.get(folder, 0) + lines_of(path)
-    grown = {f: (n, FOLDER_LINES.get(f, 0)) for f, n in found.items() if n > FOLDER_LINES.get(f, 0)}
-    assert grown == {}
-
-
-def test_files_of_tests_are_short() -> None:
-    files = (ROOT / "tests").rglob("*.py")
-    assert {str(f.relative_to(ROOT)): n for f in files if (n := lines_of(f)) > TEST_LINES} == {}
-
-
-def test_native_files_are_short_or_say_why_not() -> None:
-    """A longer file's comment at the top has a sentence with "because" in it."""
-    sizes = {path: lines_of(path) for path in NATIVE}
-    wrong = {
-        str(path.relative_to(ROOT)): n
-        for path, n in sizes.items()
-        if n > NATIVE_LINES and "because" not in comment_at_the_top(path)
-    }
-    assert not wrong
-
-
-def comment_at_the_top(path: Path) -> str:
-    found = re.match(r"(?:#pragma once\n|\s+|//.*\n)*", path.read_text())
-    return found[0] if found else ""
 
 
 @cache
