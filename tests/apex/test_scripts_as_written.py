@@ -1,0 +1,82 @@
+"""Scripts as their authors wrote them for Apex, run by the command `python -m amp_mp.apex`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from forked import Script, run_each
+
+# The names that each file of Apex defines, of those that are here; as of Apex's last version with
+# amp.
+NAMES = {
+    "amp._amp_state": "_amp_state master_params",
+    "amp.amp": (
+        "init half_function float_function promote_function register_half_function "
+        "register_float_function register_promote_function"
+    ),
+    "amp.frontend": "Properties initialize state_dict load_state_dict",
+    "amp.handle": "scale_loss disable_casts AmpHandle",
+    "amp.scaler": "LossScaler",
+    "contrib.clip_grad.clip_grad": "clip_grad_norm_",
+    "contrib.xentropy.softmax_xentropy": "SoftmaxCrossEntropyLoss",
+    "fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "fp16_utils.fp16util": (
+        "tofp16 BN_convert_float network_to_half convert_network prep_param_lists "
+        "model_grads_to_master_grads master_params_to_model_params to_python_float clip_grad_norm"
+    ),
+    "fp16_utils.loss_scaler": "to_python_float",
+    "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "normalization.fused_layer_norm": (
+        "manual_rms_norm fused_layer_norm_affine fused_layer_norm fused_rms_norm_affine "
+        "fused_rms_norm mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine "
+        "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"
+    ),
+    "optimizers.fused_adagrad": "FusedAdagrad",
+    "optimizers.fused_adam": "FusedAdam",
+    "optimizers.fused_lamb": "FusedLAMB",
+    "optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "optimizers.fused_novograd": "FusedNovoGrad",
+    "optimizers.fused_sgd": "FusedSGD",
+    "parallel.LARC": "LARC",
+    "parallel.distributed": "DistributedDataParallel Reducer",
+    "parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "parallel.sync_batchnorm": "SyncBatchNorm",
+}
+
+
+@pytest.mark.parametrize("file", sorted(NAMES))
+def test_names_are_found_in_the_files_of_apex(file: str) -> None:
+    package = import_module(f"amp_mp.apex.{file.rpartition('.')[0]}")
+    for name in NAMES[file].split():
+        found: dict[str, object] = {}
+        exec(f"from amp_mp.apex.{file} import {name}", found)
+        assert found[name] is getattr(package, name)
+
+
+def test_scripts_import_by_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    lines = [f"from apex.{file} import {', '.join(n.split())}" for file, n in NAMES.items()]
+    lines += [
+        "import sys, apex",
+        "import apex.optimizers.fused_adam",
+        "import apex.parallel.LARC",
+        "import apex.normalization.fused_layer_norm as norms",
+        "from apex.amp import _amp_state as state",
+        "assert apex.optimizers.fused_adam.FusedAdam is FusedAdam is apex.optimizers.FusedAdam",
+        "assert norms.FusedRMSNorm is FusedRMSNorm and state is _amp_state",
+        "assert apex.parallel.LARC.LARC is LARC is sys.modules['apex.parallel.LARC'].LARC",
+        "import torch",
+        "model = torch.nn.Linear(2, 1)",
+        "sgd = FusedSGD(model.parameters(), lr=0.5)",
+        "model, sgd = initialize(model, sgd, opt_level='O2', loss_scale=8.0)",
+        "assert _amp_state.opt_properties.opt_level == 'O2'",
+        "assert [s.loss_scale() for s in _amp_state.loss_scalers] == [8.0]",
+        "with scale_loss(model(torch.ones(1, 2)).sum(), sgd) as scaled: scaled.backward()",
+        "assert [p.dtype for p in master_params(sgd)] == [torch.float32] * 2",
+        "print('ends')",
+    ]
+    script.write_text("\n".join(lines))
+    (found,) = run_each([Script(["-m", "amp_mp.apex", str(script)])])
+    assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["ends"]), found.stderr
