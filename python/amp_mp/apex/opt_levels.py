@@ -64,10 +64,12 @@ def choose(opt_level: str, dtype: torch.dtype | None, given: tuple[Any, ...]) ->
             "letter O, not with the number zero"
         )
     changes = {n: value for n, value in zip(CHANGES, given, strict=True) if value is not None}
+    if changes.get("cast_model_type") is False:
+        changes["cast_model_type"] = None
     low = _low_precision(dtype, changes.get("cast_model_type"))
     defaults = dict(zip(CHANGES, LEVELS[opt_level][1:], strict=False))
     for name in ("cast_model_type", "cast_model_outputs"):
-        if name in changes:
+        if changes.get(name) is not None:
             check_dtype(changes[name], NATIVE, name)
     for name in changes.keys() & {"keep_batchnorm_fp32", "master_weights", "patch_torch_functions"}:
         check_choice(name, str(changes[name]), ("True", "False"))
