@@ -80,3 +80,39 @@ def test_scripts_import_by_file(tmp_path: Path) -> None:
     script.write_text("\n".join(lines))
     (found,) = run_each([Script(["-m", "amp_mp.apex", str(script)])])
     assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["ends"]), found.stderr
+
+
+SAYS = """
+import sys
+from apex.optimizers import FusedSGD
+class Kept:
+    pass
+import pickle
+assert type(pickle.loads(pickle.dumps(Kept()))) is Kept and __name__ == "__main__"
+print(sys.argv[1:], FusedSGD.__name__, 3 + beside.value if "beside" in globals() else "")
+"""
+# What follows the command; the exit code and what is printed, as without `-m amp_mp.apex`.
+ENDS = {
+    "a module": (["-m", "package.train", "-m", "--lr", "2"], 0, "['-m', '--lr', '2'] FusedSGD 7"),
+    "a package": (["-m", "package", "a b"], 3, "['a b'] FusedSGD "),
+    "code": (["-c", SAYS + "sys.exit('at the end')", "-c"], 1, "['-c'] FusedSGD "),
+    "an error": (["-c", SAYS + "raise KeyError(4)"], 1, "[] FusedSGD "),
+    "with a dtype": (["--dtype", "bfloat16", "-m", "package"], 3, "[] FusedSGD "),
+    "no module": (["-m", "package.nothing"], 1, ""),
+}
+
+
+def test_modules_and_code_run_as_python_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package").mkdir()
+    files = {"__init__": "", "beside": "value = 4", "__main__": f"{SAYS}sys.exit(3)"}
+    files["train"] = f"from package import beside\n{SAYS}assert sys.argv[0] == __file__\n"
+    for name, text in files.items():
+        (tmp_path / "package" / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    scripts = [Script(["-m", "amp_mp.apex", *given]) for given, _, _ in ENDS.values()]
+    for (name, (_, code, printed)), found in zip(ENDS.items(), run_each(scripts), strict=True):
+        assert (found.returncode, found.stdout.rstrip("\n")) == (code, printed), (name, found)
+        assert ("at the end" in found.stderr) == (name == "code")
+        assert ("KeyError: 4" in found.stderr) == (name == "an error")
