@@ -24,9 +24,10 @@ NAMES = {
     "fp16_utils.fp16_optimizer": "FP16_Optimizer",
     "fp16_utils.fp16util": (
         "tofp16 BN_convert_float network_to_half convert_network prep_param_lists "
-        "model_grads_to_master_grads master_params_to_model_params to_python_float clip_grad_norm"
+        "model_grads_to_master_grads master_params_to_model_params to_python_float clip_grad_norm "
+        "FP16Model convert_module"
     ),
-    "fp16_utils.loss_scaler": "to_python_float",
+    "fp16_utils.loss_scaler": "LossScaler DynamicLossScaler to_python_float",
     "multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
     "normalization.fused_layer_norm": (
         "manual_rms_norm fused_layer_norm_affine fused_layer_norm fused_rms_norm_affine "
