@@ -99,7 +99,7 @@ def initialize(
 
     Raises, before anything is changed, RuntimeError for an unknown level, arguments that contradict
     it, a low-precision parameter where models are converted, a model in DistributedDataParallel, an
-    FP16_Optimizer, or an optimizer given before; TypeError or ValueError for an argument of another type or value.
+    FP16_Optimizer, or an optimizer given before; TypeError or ValueError for another argument.
     """
     model_list = _listed(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")

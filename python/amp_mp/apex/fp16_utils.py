@@ -128,7 +128,8 @@ class FP16Model(nn.Module):
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Casts a module's own floating-point parameters, gradients and buffers, in place."""
-    module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+    apply: Any = module._apply
+    apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 
 class LossScaler:
@@ -155,7 +156,7 @@ class LossScaler:
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Calls backward of the loss times the scale, in float32."""
-        (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
+        torch.autograd.backward(loss.float() * self.loss_scale, retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
