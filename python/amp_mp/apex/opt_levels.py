@@ -48,6 +48,11 @@ class Properties:
     cast_model_outputs: torch.dtype | None = None
     dtype: torch.dtype = torch.float16
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values by Apex's names."""
+        return {n: x for n, x in vars(self).items() if n not in ("cast_model_outputs", "dtype")}
+
     def __str__(self) -> str:
         """One line for the log."""
         shown = [(name, getattr(self, name)) for name in CHANGES]
