@@ -26,7 +26,7 @@ PYTHON_LINES, NATIVE_LINES, TEST_LINES = 350, 220, 500
 # feature says by how many lines it raises one.
 FOLDER_LINES = {
     ".": 489,
-    "apex": 1426,
+    "apex": 1546,
     "casting": 621,
     "checkpoint": 1017,
     "compat": 1306,
@@ -35,7 +35,7 @@ FOLDER_LINES = {
     "integrations": 40,
     "model": 1317,
     "nn": 598,
-    "optim": 3915,
+    "optim": 3919,
     "scaling": 454,
     "sharding": 621,
     "wrappers": 1544,
