@@ -243,16 +243,17 @@ def test_adam_of_other_dtypes(device: str) -> None:
     assert not params[0].isfinite().any()
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lamb(device: str, weight_decay: float) -> None:
+@pytest.mark.parametrize(("weight_decay", "mode", "averages"), paired((0.0, 0.1), (0, 1), (0, 1)))
+def test_lamb(device: str, weight_decay: float, mode: int, averages: int) -> None:
     params, m, v = with_states(device, 2, "float32")
     given = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": weight_decay}
     given |= {"bias_correction": True, "max_grad_norm": 1.0, "use_nvlamb": False}
+    given |= {"adam_w_mode": mode, "grad_averaging": averages}
     wanted = lamb(start(params), 3, given, 3.0)
     for step in range(3):
         grads, noop = grads_of(device, step, 3.0), flag(device)
         norm, _ = run(amp_C.multi_tensor_l2norm, noop, [grads])
-        args = (0.02, 0.9, 0.98, 1e-6, step + 1, 1, weight_decay, 1, 1, norm, 1.0, False)
+        args = (0.02, 0.9, 0.98, 1e-6, step + 1, 1, weight_decay, averages, mode, norm, 1.0, False)
         run(amp_C.multi_tensor_lamb, noop, [grads, params, m, v], *args)
     close(params, wanted, 2e-6)
 
@@ -271,27 +272,32 @@ def test_novograd(device: str, corrected: int, mode: int) -> None:
     close(params, wanted, 2e-6)
 
 
-def test_adagrad(device: str) -> None:
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad(device: str, mode: int) -> None:
     params, h = with_states(device, 1, "float32")
-    wanted = adagrad(start(params), 3, {"lr": 0.02, "eps": 1e-8, "weight_decay": 0.1})
+    given = {"lr": 0.02, "eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": mode}
+    wanted = adagrad(start(params), 3, given)
     for step in range(3):
         lists = [grads_of(device, step), params, h]
-        run(amp_C.multi_tensor_adagrad, flag(device), lists, 0.02, 1e-8, 0, 0.1)
+        run(amp_C.multi_tensor_adagrad, flag(device), lists, 0.02, 1e-8, mode, 0.1)
     close(params, wanted, 2e-6)
 
 
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, False)])
-def test_sgd(device: str, momentum: float, nesterov: bool) -> None:
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "after"),
+    [(0.9, False, False), (0.9, True, False), (0.0, False, False), (0.9, True, True)],
+)
+def test_sgd(device: str, momentum: float, nesterov: bool, after: bool) -> None:
     """Scaled gradients, float16 copies, and nothing where the flag is set."""
     params, buffers = with_states(device, 1, "float32")
     halves = [p.half() for p in params]
     for buffer in buffers:
         buffer.fill_(torch.nan)  # what the first run ignores
     given = {"lr": 0.1, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.1}
-    wanted = sgd(start(params), 3, given | {"nesterov": nesterov})
+    wanted = sgd(start(params), 3, given | {"nesterov": nesterov, "wd_after_momentum": after})
     for step in range(3):
         lists = [[g * 4 for g in grads_of(device, step)], params, buffers, halves]
-        args = (0.1, momentum, 0.0, 0.1, nesterov, step == 0, False, 0.25)
+        args = (0.1, momentum, 0.0, 0.1, nesterov, step == 0, after, 0.25)
         before = [t.clone() for each in lists for t in each]
         run(amp_C.multi_tensor_sgd, flag(device, 1), lists, *args)
         same = zip(before, (t for each in lists for t in each), strict=True)
@@ -301,27 +307,11 @@ def test_sgd(device: str, momentum: float, nesterov: bool) -> None:
     assert all(torch.equal(h, p.half()) for h, p in zip(halves, params, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("op", "count", "args", "match"),
-    [
-        ("adagrad", 3, (0.1, 1e-8, 1, 0.1), "mode must be 0"),
-        ("lamb", 4, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 0, 1, 1.0, 1.0, 0), "grad_averaging must"),
-        ("lamb", 4, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 0, 1.0, 1.0, 0), "mode must be 1"),
-        ("sgd", 3, (0.1, 0.9, 0.0, 0.1, False, True, True, 1.0), "wd_after_momentum must be 0"),
-        (
-            "novograd",
-            3,
-            (torch.ones(1), 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 0),
-            "norm_type must be 2",
-        ),
-    ],
-)
-def test_what_the_rule_lacks_is_named(
-    op: str, count: int, args: tuple[Any, ...], match: str
-) -> None:
-    lists = [[torch.ones(3)] for _ in range(count)]
-    with pytest.raises(ValueError, match=match):
-        run(getattr(amp_C, f"multi_tensor_{op}"), flag("cpu"), lists, *args)
+def test_what_the_rule_lacks_is_named() -> None:
+    lists, norms = [[torch.ones(3)] for _ in range(3)], torch.ones(1)
+    args = (norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 0)
+    with pytest.raises(ValueError, match="norm_type must be 2"):
+        run(amp_C.multi_tensor_novograd, flag("cpu"), lists, *args)
     assert all((t == 1).all() for each in lists for t in each)
 
 
@@ -336,3 +326,30 @@ def test_update_scale_hysteresis(device: str) -> None:
         seen.append((int(scale.item()) // 16384, growth.item(), patience.item()))
     wanted = [(4, 1, 2), (4, 0, 1), (4, 1, 2), (4, 0, 1), (2, 0, 0), (1, 0, -1)]
     assert seen == [*wanted, (1, 1, 2), (2, 0, 2), (2, 1, 2), (4, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "wanted"),
+    [
+        (1.0, 0.5, 1, 1, [8, 8, 4, 2, 2]),
+        (0.5, 1.0, 1, 1, [4, 2, 2, 2, 1]),
+        (2.0, 0.5, 0, 0, [8, 8, 4, 2, 2]),
+    ],
+)
+def test_update_scale_hysteresis_of_any_numbers(
+    device: str,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    wanted: list[float],
+) -> None:
+    """What Apex takes, which checks none: a growth of 1 for a scale that only falls, say."""
+    scale, growth, patience = torch.tensor([8.0], device=device), flag(device), flag(device, 1)
+    numbers = growth_factor, backoff_factor, growth_interval, hysteresis
+    seen = []
+    for found in (0, 0, 1, 1, 0):
+        found_inf = torch.tensor([float(found)], device=device)
+        amp_C.update_scale_hysteresis(scale, growth, patience, found_inf, *numbers)
+        seen.append(scale.item())
+    assert seen == wanted

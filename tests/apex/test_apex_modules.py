@@ -94,6 +94,53 @@ def test_functions_of_norms() -> None:
     assert n.FusedRMSNorm(6).eps == n.FusedLayerNorm(6).eps == 1e-5
 
 
+def test_a_model_that_casts_what_it_is_given() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = fp16_utils.FP16Model(net)
+    assert model.network is net
+    assert (net[0].weight.dtype, net[1].weight.dtype) == (torch.float16, torch.float32)
+    assert set(model.state_dict()) == {f"network.{name}" for name in net.state_dict()}
+    x = torch.randn(5, 3)
+    assert torch.equal(model(x), net(x.half()))
+    assert fp16_utils.FP16Model(net, torch.bfloat16)(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convert_module_leaves_the_modules_below(dtype: str) -> None:
+    lstm = nn.LSTM(2, 3)
+    lstm.below, lstm.steps = nn.Linear(2, 2), nn.Buffer(torch.arange(2))
+    params, grads = list(lstm.parameters(recurse=False)), torch.ones(12, 2)
+    params[0].grad = grads
+    fp16_utils.convert_module(lstm, DTYPES[dtype])
+    assert list(map(id, lstm.parameters(recurse=False))) == list(map(id, params))
+    assert {p.dtype for p in params} == {params[0].grad.dtype} == {DTYPES[dtype]}
+    assert (lstm.below.weight.dtype, lstm.steps.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_loss_scalers_of_a_loop_by_hand(dynamic: bool) -> None:
+    """The example of Apex's file: scale, look for overflow, divide, step or not, update."""
+    weight = nn.Parameter(torch.zeros(2))
+    made = fp16_utils.DynamicLossScaler(16.0, 4.0, 3) if dynamic else fp16_utils.LossScaler(16.0)
+    wanted, last, skipped = 16.0, -1, 0
+    for i in range(40):
+        overflow = i in (3, 4, 5, 6, 20)
+        assert made.loss_scale == made.cur_scale == wanted
+        weight.grad = None
+        made.backward((weight * torch.inf).sum() if overflow else weight.sum(), retain_graph=True)
+        found = made.has_overflow(iter([weight, nn.Parameter(torch.zeros(1))]))
+        assert found == (overflow and dynamic)
+        assert overflow or weight.grad.tolist() == [wanted, wanted]
+        made.update_scale(found)
+        if found:
+            wanted, last, skipped = max(wanted / 4, 1), i, skipped + 1
+        elif dynamic and (i - last) % 3 == 0:
+            wanted *= 4
+    assert skipped == (5 if dynamic else 0)
+    assert fp16_utils.DynamicLossScaler().loss_scale == 2.0**32
+    assert fp16_utils.LossScaler().loss_scale == 1
+
+
 def test_small_functions_of_fp16_utils() -> None:
     assert fp16_utils.to_python_float(torch.tensor([1.5])) == 1.5
     assert fp16_utils.clip_grad_norm is nn.utils.clip_grad_norm_

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from apex_reference import (
     Arrays,
@@ -22,7 +23,8 @@ from apex_reference import (
     sgd,
     start,
 )
-from tiers import paired
+from helpers import DTYPES, array, assert_same, random
+from tiers import paired, pairs
 from torch import nn
 
 import amp_mp as amp
@@ -91,34 +93,40 @@ def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: 
     compare(start(params), wanted)
 
 
+LAMB = ("use_nvlamb", "bias_correction", "adam_w_mode", "grad_averaging")
+
+
 @pytest.mark.parametrize(
-    ("use_nvlamb", "weight_decay", "max_grad_norm", "bias_correction"),
-    paired((True, False), (0.0, 0.01), (1.0, 100.0, None), (True, False)),
+    ("flags", "weight_decay", "max_grad_norm"),
+    paired(pairs(*[(True, False)] * 4), (0.0, 0.01), (1.0, 100.0, None)),
 )
 def test_fused_lamb(
-    device: str,
-    use_nvlamb: bool,
-    weight_decay: float,
-    max_grad_norm: float | None,
-    bias_correction: bool,
+    device: str, flags: tuple[bool, ...], weight_decay: float, max_grad_norm: float | None
 ) -> None:
-    given: dict[str, Any] = {"use_nvlamb": use_nvlamb, "weight_decay": weight_decay, "lr": 0.02}
-    given |= {"max_grad_norm": max_grad_norm, "bias_correction": bias_correction}
+    given: dict[str, Any] = {"weight_decay": weight_decay, "lr": 0.02}
+    given |= {"max_grad_norm": max_grad_norm, **dict(zip(LAMB, flags, strict=True))}
     for kind in (optimizers.FusedLAMB, optimizers.FusedMixedPrecisionLamb):
         params = parameters(device)
         wanted = lamb(start(params), 4, all_of("FusedLAMB", given), 3.0)
         compare(train(kind(params, **given), params, size=3.0), wanted)
 
 
+@pytest.mark.parametrize("wd_after_momentum", [False, True])
 @pytest.mark.parametrize(
     ("momentum", "dampening", "weight_decay", "nesterov"),
     [(0.0, 0.0, 0.0, False), (0.9, 0.0, 0.1, True), (0.9, 0.5, 0.1, False), (0, 0, 0.1, False)],
 )
 def test_fused_sgd(
-    device: str, momentum: float, dampening: float, weight_decay: float, nesterov: bool
+    device: str,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    wd_after_momentum: bool,
 ) -> None:
     given: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": dampening}
     given |= {"weight_decay": weight_decay, "nesterov": nesterov}
+    given |= {"wd_after_momentum": wd_after_momentum}
     params = parameters(device)
     wanted = sgd(start(params), 4, given)
     compare(train(optimizers.FusedSGD(params, **given), params), wanted)
@@ -137,12 +145,63 @@ def test_fused_novograd(
     compare(train(optimizers.FusedNovoGrad(params, **given), params), wanted)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_fused_adagrad(device: str, weight_decay: float) -> None:
+@pytest.mark.parametrize(
+    ("weight_decay", "adagrad_w_mode"), [(0.0, False), (0.1, False), (0.1, True)]
+)
+def test_fused_adagrad(device: str, weight_decay: float, adagrad_w_mode: bool) -> None:
     params = parameters(device)
-    wanted = adagrad(start(params), 4, all_of("FusedAdagrad", {"weight_decay": weight_decay}))
-    optimizer = optimizers.FusedAdagrad(params, weight_decay=weight_decay)
-    compare(train(optimizer, params), wanted)
+    given = {"weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
+    wanted = adagrad(start(params), 4, all_of("FusedAdagrad", given))
+    compare(train(optimizers.FusedAdagrad(params, **given), params), wanted)
+
+
+# What the rules of csrc/core do for Apex's classes alone, in the order of their operations.
+LR, DECAY, BETAS, EPS = 0.05, 0.1, (0.9, 0.98), 1e-6
+F32 = np.float32
+
+
+def sgd_decoupled(g: Any, w: Any, t: int, b: Any) -> tuple[Any, ...]:
+    b = F32(0.9) * b + F32(1 if t == 1 else 0.5) * g
+    return F32(1 - LR * DECAY) * w - F32(LR) * b, b
+
+
+def adagrad_decoupled(g: Any, w: Any, t: int, h: Any) -> tuple[Any, ...]:
+    h = h + g * g
+    return F32(1 - LR * DECAY) * w - F32(LR) * (g / (np.sqrt(h) + F32(EPS))), h
+
+
+def lamb_l2(g: Any, w: Any, t: int, m: Any, v: Any) -> tuple[Any, ...]:
+    g = g + F32(DECAY) * w
+    m, v = F32(BETAS[0]) * m + g, F32(BETAS[1]) * v + F32(1 - BETAS[1]) * (g * g)
+    root = np.sqrt(v) * F32(1 / np.sqrt(1 - BETAS[1] ** t)) + F32(EPS)
+    update = m * F32(1 / (1 - BETAS[0] ** t)) / root
+    ratio = reference.norm(w) / reference.norm(update)
+    return w - F32(LR * ratio) * update, m, v
+
+
+EXACT: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "FusedSGD": (sgd_decoupled, 1, {"momentum": 0.9, "dampening": 0.5, "wd_after_momentum": True}),
+    "FusedAdagrad": (adagrad_decoupled, 1, {"eps": EPS, "adagrad_w_mode": True}),
+    "FusedLAMB": (
+        lamb_l2,
+        2,
+        {"betas": BETAS, "adam_w_mode": False, "grad_averaging": False, "max_grad_norm": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_steps_are_the_formulas_bit_for_bit(device: str, kind: str) -> None:
+    function, count, given = EXACT[kind]
+    param = nn.Parameter(torch.from_numpy(random(500, 1)).to(device))
+    optimizer = getattr(optimizers, kind)([param], lr=LR, weight_decay=DECAY, **given)
+    w, states = random(500, 1), [np.zeros(500, np.float32)] * count
+    for t in range(1, 5):
+        grad = random(500, 10 + t)
+        param.grad = torch.from_numpy(grad).to(device)
+        optimizer.step()
+        w, *states = function(grad, w, t, *states)
+        assert_same(array(param), w, f"{kind}, step {t}")
 
 
 def test_the_defaults_are_apexs() -> None:
@@ -179,14 +238,10 @@ def test_the_defaults_are_apexs() -> None:
     [
         ("FusedAdam", {"amsgrad": True}, RuntimeError, r"amsgrad=True.*optim.AdamW\(amsgrad=True"),
         ("FusedLAMB", {"amsgrad": True}, RuntimeError, "amsgrad=True"),
-        ("FusedLAMB", {"grad_averaging": False}, ValueError, "grad_averaging=False.*=True"),
-        ("FusedLAMB", {"adam_w_mode": False}, ValueError, "adam_w_mode=False: pass adam_w_mode=T"),
         ("FusedMixedPrecisionLamb", {"step": 3}, ValueError, "step=3"),
         ("FusedNovoGrad", KINDS["FusedNovoGrad"] | {"norm_type": 0}, ValueError, "norm_type=0"),
         ("FusedNovoGrad", KINDS["FusedNovoGrad"] | {"init_zero": True}, ValueError, "init_zero"),
-        ("FusedAdagrad", {"adagrad_w_mode": True}, ValueError, "no adagrad_w_mode=True: pass"),
-        ("FusedSGD", {"lr": 0.1, "wd_after_momentum": True}, ValueError, "wd_after_momentum=True"),
-        ("FusedSGD", {}, TypeError, "missing a required argument: 'lr'"),
+        ("FusedSGD", {}, ValueError, "required optimization parameter lr"),
         ("FusedAdam", {"lrr": 0.1}, TypeError, "lrr"),
         ("FusedAdam", {"lr": -1.0}, ValueError, "lr must not be negative"),
     ],
@@ -265,6 +320,56 @@ def test_beside_a_grad_scaler_and_larc(device: str) -> None:
     scaler.step(fused)
     assert torch.equal(model.weight, before)
     assert fused.step_was_skipped
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_groups_may_bring_the_rate(kind: str) -> None:
+    """And then no default is needed; a group without one is refused where there is none."""
+    params, twins = parameters("cpu"), parameters("cpu")
+    others = {name: value for name, value in KINDS[kind].items() if name != "lr"}
+    groups = [{"params": params[:2], "lr": 0.25}, {"params": params[2:], "lr": 0.5}]
+    optimizer = getattr(optimizers, kind)(groups, **others)
+    for each in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert [group["lr"] for group in each.param_groups] == [0.25, 0.5]
+        late = {"params": [nn.Parameter(torch.ones(2))]}
+        if kind == "FusedSGD":
+            with pytest.raises(ValueError, match=r"required optimization parameter lr|lr must"):
+                each.add_param_group(late)
+        each.add_param_group({**late, "lr": 0.125})
+        assert [group["lr"] for group in each.param_groups] == [0.25, 0.5, 0.125]
+    groups = [{"params": twins[:2], "lr": 0.25}, {"params": twins[2:], "lr": 0.5}]
+    twin = getattr(optimizers, kind)(groups, **others, lr=3.0)
+    assert all(map(np.array_equal, train(optimizer, params), train(twin, twins)))
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, amp.GradScaler])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "larc"), paired(sorted(KINDS), ("float32", "bfloat16", "float16"), (0, 1))
+)
+def test_gradients_are_true_after_a_step_of_a_grad_scaler(
+    device: str, kind: str, dtype: str, larc: bool, scaler: Any
+) -> None:
+    """As with Apex's: its scaler's step leaves them unscaled, its capturable step unscales."""
+    kept: dict[str, Any] = {"weight_decay": 0.0}  # which LARC adds to gradients
+    kept |= {"max_grad_norm": None} if larc and "max_grad_norm" in all_of(kind, {}) else {}
+    for options in ({}, {"capturable": True}) if kind == "FusedAdam" else ({},):
+        param = nn.Parameter(torch.tensor([1.0, -2.0], device=device, dtype=DTYPES[dtype]))
+        optimizer = getattr(optimizers, kind)([param], **KINDS[kind] | kept | options)
+        stepped = LARC(optimizer, trust_coefficient=1e6) if larc else optimizer
+        scales = scaler(device, init_scale=8.0, growth_interval=1)
+        for factor in (1.0, 3.0):
+            optimizer.zero_grad()
+            scales.scale((param.float() * factor).sum()).backward()
+            assert param.grad is not None
+            scales.step(stepped)
+            scales.update()
+            assert param.grad.tolist() == [factor, factor]
+        assert scales.get_scale() == 32.0
+        before = param.detach().clone()
+        optimizer.zero_grad()
+        scales.scale(param.float().sum() * torch.inf).backward()
+        scales.step(stepped)
+        assert torch.equal(param, before)
 
 
 def test_a_state_dict_of_apex_loads() -> None:

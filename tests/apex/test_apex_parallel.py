@@ -90,5 +90,29 @@ def test_syncbn_on_one_process() -> None:
     converted.load_state_dict({**plain.state_dict(), **dict(plain.named_parameters())})
     torch.testing.assert_close(converted(x), wanted)
     assert type(parallel.convert_syncbn_model(nn.BatchNorm1d(3))) is parallel.SyncBatchNorm
-    with pytest.raises(ValueError, match=r"channel_last=True: use inputs of shape \(N, C"):
-        parallel.convert_syncbn_model(nn.BatchNorm2d(3), channel_last=True)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 5, 3), (2, 5, 4, 3)])
+def test_syncbn_of_channels_in_the_last_dimension(shape: tuple[int, ...]) -> None:
+    """Also converted, and with the relu that Apex fuses, of a second tensor added or not."""
+    x, z = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    weight, bias = torch.rand(3), torch.randn(3)
+    flat = x.reshape(-1, 3)
+    wanted = (flat - flat.mean(0)) / (flat.var(0, unbiased=False) + 1e-5).sqrt()
+    wanted = (wanted * weight + bias).view(shape)
+    plain = nn.BatchNorm2d(3)
+    converted = parallel.convert_syncbn_model(nn.Sequential(plain), channel_last=True)[0]
+    fused = parallel.SyncBatchNorm(3, 1e-5, 0.1, channel_last=True, fuse_relu=True)
+    for norm in (converted, fused):
+        norm.load_state_dict({**plain.state_dict(), "weight": weight, "bias": bias})
+        assert isinstance(norm, nn.SyncBatchNorm)
+    torch.testing.assert_close(converted(x), wanted)
+    torch.testing.assert_close(fused(x), wanted.relu())
+    torch.testing.assert_close(fused(x, z), (wanted + z).relu())
+    assert fused(x).shape == shape
+    fused.eval()
+    mean, var = fused.running_mean, fused.running_var
+    wanted = ((flat - mean) / (var + 1e-5).sqrt() * weight + bias).view(shape).relu()
+    torch.testing.assert_close(fused(x), wanted)
+    first = parallel.SyncBatchNorm(3, fuse_relu=True)
+    torch.testing.assert_close(first(flat), nn.BatchNorm1d(3)(flat).relu())

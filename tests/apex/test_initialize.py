@@ -187,8 +187,9 @@ def test_models_and_optimizers_that_it_does_not_take() -> None:
         start(3)
     with pytest.raises(TypeError, match=r"optimizers must be a torch.*found list"):
         start(model, [[sgd(model)]])
-    with pytest.raises(RuntimeError, match=r"0.weight is torch.float16 already"):
-        start(network().half())
+    for level in ("O0", "O2", "O3"):
+        with pytest.raises(RuntimeError, match=r"0.weight is torch.float16 already; .*'" + level):
+            start(network().half(), opt_level=level)
     with pytest.raises(RuntimeError, match="found a DataParallel"):
         start(nn.DataParallel(network()))
     wrapped = amp_mp.FP16_Optimizer(sgd(model), verbose=False)
@@ -215,10 +216,52 @@ def test_a_later_initialize_begins_anew() -> None:
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
 
 
-@pytest.mark.parametrize("name", ["frontend", "wrap", "OptimWrapper", "compat"])
+@pytest.mark.parametrize("name", ["nothing", "wrap", "OptimWrapper", "compat"])
 def test_names_that_are_left_out_say_why(name: str) -> None:
     with pytest.raises(AttributeError, match=f"'amp_mp.apex.amp' has no attribute '{name}'"):
         getattr(amp, name)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_model_that_is_not_to_be_cast(level: str) -> None:
+    """What Apex's O0 and O1 pass for a model that stays as it is."""
+    model, x = network(), batch()[0]
+    wanted = model(x)
+    start(model, sgd(model), level, cast_model_type=False)
+    assert amp._amp_state.opt_properties is not None
+    assert amp._amp_state.opt_properties.cast_model_type is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if level != "O1":
+        assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O1", {}), ("O1", {"cast_model_type": False}), ("O2", {"cast_model_type": False})],
+)
+def test_a_model_in_low_precision_is_taken_as_it_is(
+    level: str, options: dict[str, Any], low: torch.dtype
+) -> None:
+    """Trainable or not; O2 has masters of what is trained."""
+    model, frozen = Weight(torch.tensor([2.0, -3.0]).to(low)), network().to(low)
+    optimizer = sgd(model, lr=2.0**-12)
+    models, _ = start([model, frozen], optimizer, level, dtype=low, loss_scale=8.0, **options)
+    assert {p.dtype for each in models for p in each.parameters()} == {low}
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model(torch.tensor([1.0, 2.0]).to(low)), optimizer)
+        (param,) = amp.master_params(optimizer)
+        assert param.grad is not None
+        assert param.grad.tolist() == [1.0, 2.0]
+        optimizer.step()
+    (param,) = amp.master_params(optimizer)
+    exact = torch.tensor([2.0 - 2.0**-11, -3.0 - 2.0**-10])
+    if level == "O2":
+        assert torch.equal(param, exact)
+        assert torch.equal(model.state_dict()["w"], exact)
+    else:
+        assert model.state_dict()["w"].dtype == low
 
 
 # Models of O2.

@@ -76,22 +76,6 @@ def test_numbers_may_be_tensors() -> None:
     assert (found[0] < 1).all()
 
 
-@pytest.mark.parametrize(
-    ("numbers", "match"),
-    [
-        ((1.0, 0.5, 2, 2), "growth_factor must be above 1, found 1"),
-        ((2.0, 1.0, 2, 2), "backoff_factor must be above 0 and below 1"),
-        ((2.0, 0.5, 0, 2), "growth_interval must be a whole number from 1 on, found 0"),
-        ((2.0, 0.5, 2, 0), "hysteresis must be a whole number from 1 on"),
-    ],
-)
-def test_settings_of_the_scale_are_checked(numbers: tuple[Any, ...], match: str) -> None:
-    scale = torch.tensor([8.0])
-    with pytest.raises(ValueError, match=match):
-        amp_C.update_scale_hysteresis(scale, flag(), flag(), torch.ones(1), *numbers)
-    assert scale.item() == 8
-
-
 def test_clipping_reads_dense_layouts_itself() -> None:
     """float16 of other layouts has a finite norm as well; gaps and other dtypes are torch's."""
     large = torch.full((2, 3, 4, 5), 6e4, dtype=torch.float16)

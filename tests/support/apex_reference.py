@@ -49,10 +49,12 @@ def lamb(w: Arrays, steps: int, a: dict[str, Any], size: float) -> Arrays:
         norm = np.sqrt(sum((g * g).sum() for g in grads))
         clip = max(1.0, norm / a["max_grad_norm"]) if a["max_grad_norm"] else 1.0
         for i, g in enumerate(grads):
-            g = g / clip
-            m[i] = b1 * m[i] + (1 - b1) * g
+            decay = a["weight_decay"] * w[i]
+            g = g / clip + (0 if a["adam_w_mode"] else decay)
+            m[i] = b1 * m[i] + (1 - b1 if a["grad_averaging"] else 1.0) * g
             v[i] = b2 * v[i] + (1 - b2) * g * g
-            update = m[i] / c1 / (np.sqrt(v[i] / c2) + a["eps"]) + a["weight_decay"] * w[i]
+            update = m[i] / c1 / (np.sqrt(v[i] / c2) + a["eps"])
+            update = update + (decay if a["adam_w_mode"] else 0)
             adapts = a["weight_decay"] != 0 or a["use_nvlamb"]
             ratio = np.linalg.norm(w[i]) / np.linalg.norm(update) if adapts else 1.0
             w[i] = w[i] - a["lr"] * ratio * update
@@ -63,12 +65,13 @@ def sgd(w: Arrays, steps: int, a: dict[str, Any]) -> Arrays:
     buffers: Arrays = [None] * len(w)
     for t in range(steps):
         for i, g in enumerate(gradients(t)):
-            g = g.astype(np.float64) + a["weight_decay"] * w[i]
+            decay, after = a["weight_decay"] * w[i], a["wd_after_momentum"]
+            g = g.astype(np.float64) + (0 if after else decay)
             if a["momentum"]:
                 first, damp = buffers[i] is None, 1 - a["dampening"]
                 buffers[i] = g if first else a["momentum"] * buffers[i] + damp * g
                 g = g + a["momentum"] * buffers[i] if a["nesterov"] else buffers[i]
-            w[i] = w[i] - a["lr"] * g
+            w[i] = w[i] - a["lr"] * (g + (decay if after else 0))
     return w
 
 
@@ -95,9 +98,11 @@ def adagrad(w: Arrays, steps: int, a: dict[str, Any]) -> Arrays:
     h: Arrays = [np.zeros(x.shape) for x in w]
     for t in range(steps):
         for i, g in enumerate(gradients(t)):
-            g = g.astype(np.float64) + a["weight_decay"] * w[i]
+            decay, decoupled = a["weight_decay"] * w[i], a["adagrad_w_mode"]
+            g = g.astype(np.float64) + (0 if decoupled else decay)
             h[i] = h[i] + g * g
-            w[i] = w[i] - a["lr"] * g / (np.sqrt(h[i]) + a["eps"])
+            update = g / (np.sqrt(h[i]) + a["eps"]) + (decay if decoupled else 0)
+            w[i] = w[i] - a["lr"] * update
     return w
 
 

@@ -11,7 +11,7 @@ struct AdamMoments {
 
   static AMP_MP_BOTH AdamMoments at(const Hyper& h) {
     return {.beta1 = float(h.beta1),
-            .one_minus_beta1 = float(1 - h.beta1),
+            .one_minus_beta1 = float(h.grad_averaging ? 1 - h.beta1 : 1.0),
             .beta2 = float(h.beta2),
             .one_minus_beta2 = float(1 - h.beta2)};
   }

@@ -8,11 +8,14 @@ namespace amp_mp {
 struct Adagrad {
   static constexpr int kStates = 1, kSquares = 0b1;
   float lr, weight_decay;
+  float shrink;  // 1 - lr weight_decay if that is decoupled, else 1
   RootDivisor divide;
 
   static AMP_MP_BOTH Adagrad at(const Hyper& h, const Clock& c) {
-    return {.lr = float(h.lr / (1 + (c.step - 1) * h.lr_decay)),
-            .weight_decay = float(h.weight_decay),
+    const double rate = h.lr / (1 + (c.step - 1) * h.lr_decay);
+    return {.lr = float(rate),
+            .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
+            .shrink = float(h.decoupled ? 1 - rate * h.weight_decay : 1.0),
             .divide = {1, float(h.eps)}};
   }
 
@@ -25,8 +28,8 @@ struct Adagrad {
   }
 
   AMP_MP_BOTH void take(float quotient, float& w, float&) const {
-    // take the step
-    w = w - lr * quotient;
+    // decay the weight and take the step
+    w = shrink * w - lr * quotient;
   }
 
   AMP_MP_BOTH void operator()(float g, float& w, float& sum) const {

@@ -14,7 +14,7 @@ struct Hyper {
   bool nesterov, maximize, clip, always_adapt, decoupled = false;
   bool lr_is_double = false;
   bool bias_correction = true, reg_inside_moment = true;
-  bool cautious = false;
+  bool cautious = false, grad_averaging = true, adam_w_mode = true;
   // Address of the learning rate on the device, or null. A captured step reads it at each replay.
   const void* lr_at = nullptr;
 };

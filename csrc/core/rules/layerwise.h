@@ -13,21 +13,27 @@ struct LAMB {
   static constexpr bool kNorms = true, kUpdateNorm = true;
   AdamMoments average;
   float eps;
-  Decay decay;  // the weight's part of the direction: weight_decay, or 0 where it is cautious
+  float penalty;  // weight_decay of the L2 penalty, 0 if it is decoupled
+  Decay decay;    // the weight's part of the direction: weight_decay, or 0 where it is cautious
   float inv_bias1, inv_bias2_root;  // 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
   float step_size;                  // lr |w| / |direction|
 
   static AMP_MP_BOTH LAMB at(const Hyper& h, const Clock& c, const Norms& n) {
     const bool adapts = n.weight > 0 && n.update > 0 && (h.always_adapt || h.weight_decay != 0);
+    const auto decoupled = float(h.adam_w_mode ? h.weight_decay : 0.0);
     return {.average = AdamMoments::at(h),
             .eps = float(h.eps),
-            .decay = {float(h.weight_decay), float(h.cautious ? 0.0 : h.weight_decay)},
+            .penalty = float(h.adam_w_mode ? 0.0 : h.weight_decay),
+            .decay = {decoupled, h.cautious ? 0.0f : decoupled},
             .inv_bias1 = float(1 / (1 - c.beta1_power)),
             .inv_bias2_root = float(1 / sqrt(1 - c.beta2_power)),
             .step_size = float(h.lr * (adapts ? n.weight / n.update : 1.0))};
   }
 
-  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
+  AMP_MP_BOTH void moments(float g, float w, float& m, float& v) const {
+    // add the gradient of the L2 penalty, if there is one
+    average.update(select(penalty != 0, g + penalty * w, g), m, v);
+  }
 
   AMP_MP_BOTH float direction(float w, float m, float v) const {
     // Adam's update with both biases corrected, plus the decoupled weight decay

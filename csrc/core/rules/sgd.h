@@ -10,15 +10,17 @@ namespace amp_mp {
 struct SGD {
   static constexpr int kStates = 1, kSquares = 0;
   float lr, weight_decay, momentum;
-  float gain;  // 1 - dampening; 1 in the first step
+  float gain;    // 1 - dampening; 1 in the first step
+  float shrink;  // 1 - lr weight_decay if that is decoupled, else 1
   bool nesterov;
 
   static AMP_MP_BOTH SGD at(const Hyper& h, const Clock& c) {
     const double gain = c.step == 1 ? 1.0 : 1 - h.dampening;
     return {.lr = float(h.lr),
-            .weight_decay = float(h.weight_decay),
+            .weight_decay = float(h.decoupled ? 0.0 : h.weight_decay),
             .momentum = float(h.momentum),
             .gain = float(gain),
+            .shrink = float(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
             .nesterov = h.nesterov};
   }
 
@@ -27,8 +29,8 @@ struct SGD {
     g = g + weight_decay * w;
     // update the momentum buffer
     buffer = momentum * buffer + gain * g;
-    // take the step
-    w = w - lr * select(nesterov, g + momentum * buffer, buffer);
+    // decay the weight and take the step
+    w = shrink * w - lr * select(nesterov, g + momentum * buffer, buffer);
   }
 };
 

@@ -38,15 +38,15 @@ one float32 or float64. Gradients that are inf or NaN count as they are: noop_fl
 
 constexpr const char* kAdagrad = R"(amp_mp.optim.Adagrad's step.
 
-tensor_lists: gradients, parameters, sum. mode: 0, L2; another with a weight decay is a ValueError.
+tensor_lists: gradients, parameters, sum. mode: 0 for L2; in another the weight decay is decoupled.
 )";
 
 constexpr const char* kLamb = R"(amp_mp.optim.LAMB's step; gradients are not written.
 
-tensor_lists: gradients, parameters, exp_avg, exp_avg_sq. step: from 1. grad_averaging: 1. mode: 1
-if there is a weight decay. ValueError for another of these. Gradients are multiplied by
-min(1, max_grad_norm / global_grad_norm), a number or a tensor of one element. use_nvlamb: adapt the
-rate also without weight decay.
+tensor_lists: gradients, parameters, exp_avg, exp_avg_sq. step: from 1. grad_averaging: 0 adds
+gradients to the first moment times 1, not 1 - beta1. mode: 0 for L2, else the weight decay is
+decoupled. Gradients are multiplied by min(1, max_grad_norm / global_grad_norm), a number or a
+tensor of one element. use_nvlamb: adapt the rate also without weight decay.
 )";
 
 constexpr const char* kNovograd = R"(amp_mp.optim.NovoGrad's step.
@@ -60,15 +60,14 @@ constexpr const char* kSgd = R"(amp_mp.optim.SGD's step of the gradients times s
 
 Nothing is written where noop_flag is not 0. tensor_lists: gradients, parameters, momentum_buffer,
 and low-precision copies of the parameters or nothing. first_run: ignore what the buffers hold.
-wd_after_momentum: 0 with momentum and weight decay, else ValueError.
+wd_after_momentum: whether the weight decay is decoupled.
 )";
 
 constexpr const char* kHysteresis =
     R"(amp_mp.scaling.Hysteresis on tensors of one element, in place.
 
 current_scale, found_inf: float32, an overflow where found_inf > 0; growth_tracker,
-hysteresis_tracker: int32. Returns current_scale. ValueError unless growth_factor > 1,
-0 < backoff_factor < 1, growth_interval >= 1 and hysteresis >= 1.
+hysteresis_tracker: int32. Returns current_scale, which stays in [2^-126, 2^126].
 )";
 
 constexpr const char* kClip = R"(torch's clip_grad_norm_ for the 2-norm, in place.

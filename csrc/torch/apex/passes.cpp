@@ -80,10 +80,6 @@ bool is_native(const at::Tensor& grad, const at::Device& device) {
          !grad.is_inference();
 }
 
-void check_setting(const char* name, double value, bool holds, const char* what) {
-  TORCH_CHECK_VALUE(holds && std::isfinite(value), name, " must be ", what, ", found ", value);
-}
-
 }  // namespace
 
 void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
@@ -137,13 +133,6 @@ at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
                                    const at::Tensor& found_inf, double growth_factor,
                                    double backoff_factor, int64_t growth_interval,
                                    int64_t hysteresis) {
-  check_setting("growth_factor", growth_factor, growth_factor > 1, "above 1");
-  check_setting("backoff_factor", backoff_factor, backoff_factor > 0 && backoff_factor < 1,
-                "above 0 and below 1");
-  const char* whole = "a whole number from 1 on";
-  check_setting("growth_interval", double(growth_interval), growth_interval >= 1, whole);
-  check_setting("hysteresis", double(hysteresis), hysteresis >= 1, whole);
-
   const at::NoGradGuard no_grad;
   const at::Device device = current_scale.device();
   const int64_t size = sizeof(HysteresisScale) / sizeof(double);

@@ -54,11 +54,6 @@ at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper& bet
   return clocks;
 }
 
-void check_only(const char* name, int64_t found, int64_t only) {
-  TORCH_CHECK_VALUE(found == only, name, " must be ", only,
-                    ": the rule of amp_mp.optim has no other");
-}
-
 // lists: gradients, parameters, the rule's states, and maybe others.
 template <class Rule>
 void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensors& numbers,
@@ -116,11 +111,11 @@ void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_li
 void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                           const Number& lr, double eps, int64_t mode, double weight_decay) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
-  if (weight_decay != 0) check_only("mode", mode, 0);
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay);
   numbers.hyper.eps = eps;
+  numbers.hyper.decoupled = mode != 0;
   at::Tensor verdict = make_verdict(lists);
   apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0, numbers.hyper));
 }
@@ -131,12 +126,12 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
                        int64_t mode, const Number& global_grad_norm, double max_grad_norm,
                        bool use_nvlamb) {
   const TensorLists lists = unpack_lists(tensor_lists, {4});
-  check_only("grad_averaging", grad_averaging, 1);
-  if (weight_decay != 0) check_only("mode", mode, 1);
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
   numbers.hyper.always_adapt = use_nvlamb;
+  numbers.hyper.grad_averaging = grad_averaging != 0;
+  numbers.hyper.adam_w_mode = mode != 0;
   numbers.hyper.bias_correction = bias_correction;
   at::Tensor verdict = make_verdict(lists);
   const at::Tensor multiplier = field(verdict, offsetof(Verdict, multiplier));
@@ -155,7 +150,7 @@ void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tenso
                            double weight_decay, bool grad_averaging, int64_t moment_mode,
                            int64_t norm_type) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
-  check_only("norm_type", norm_type, 2);
+  TORCH_CHECK_VALUE(norm_type == 2, "norm_type must be 2: the rule of amp_mp.optim has no other");
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
@@ -175,13 +170,13 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
                       double weight_decay, double momentum, double dampening, const Number& lr,
                       bool nesterov, bool first_run, bool wd_after_momentum, double scale) {
   const TensorLists lists = unpack_lists(tensor_lists, {3, 4});
-  if (weight_decay != 0 && momentum != 0) check_only("wd_after_momentum", wd_after_momentum, 0);
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay);
   numbers.hyper.momentum = momentum;
   numbers.hyper.dampening = dampening;
   numbers.hyper.nesterov = nesterov;
+  numbers.hyper.decoupled = wd_after_momentum;
   at::Tensor verdict = make_verdict(lists);
   const at::Tensor skip = field(verdict, offsetof(Verdict, found_inf)),
                    multiplier = field(verdict, offsetof(Verdict, multiplier));

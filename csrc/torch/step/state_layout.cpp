@@ -36,7 +36,9 @@ HyperNumber hyper_number(const std::string& name) {
       {"decoupled", &Hyper::decoupled},
       {"bias_correction", &Hyper::bias_correction},
       {"reg_inside_moment", &Hyper::reg_inside_moment},
-      {"cautious", &Hyper::cautious}};
+      {"cautious", &Hyper::cautious},
+      {"grad_averaging", &Hyper::grad_averaging},
+      {"adam_w_mode", &Hyper::adam_w_mode}};
   HyperNumber row;
   for (const auto& [own, number] : doubles)
     if (name == own) row.number = number;

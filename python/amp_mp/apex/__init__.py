@@ -29,6 +29,25 @@ __all__ = [
 ]
 # fmt: on
 __getattr__ = missing_from(__name__)
+# Apex's files, by package: each is here the package itself, which has the names of all of them.
+FILES = {
+    "amp": "_amp_state amp frontend handle scaler",
+    "contrib.clip_grad": "clip_grad",
+    "contrib.xentropy": "softmax_xentropy",
+    "fp16_utils": "fp16_optimizer fp16util loss_scaler",
+    "multi_tensor_apply": "multi_tensor_apply",
+    "normalization": "fused_layer_norm",
+    "optimizers": "fused_adagrad fused_adam fused_lamb fused_mixed_precision_lamb fused_novograd "
+    "fused_sgd",
+    "parallel": "LARC distributed optimized_sync_batchnorm sync_batchnorm",
+}
+for name, files in FILES.items():
+    package = sys.modules[f"{__name__}.{name}"]
+    for file in files.split():
+        sys.modules[f"{package.__name__}.{file}"] = package
+        if (shown := vars(package).setdefault(file, package)) is not package:
+            for each in package.__all__:  # of a class or function, as parallel.LARC.LARC
+                setattr(shown, each, getattr(package, each))
 
 
 def register() -> None:

@@ -5,13 +5,14 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from amp_mp.apex import register
 from amp_mp.apex.opt_levels import DTYPE
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the script as `python script.py` would, with `apex` and `amp_C` from here."""
+    """Runs a script, `-m module` or `-c code` as python would, with apex and amp_C from here."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_mp.apex",
         description="Run a script written for NVIDIA Apex unchanged. Under torchrun: "
@@ -19,17 +20,26 @@ def main(arguments: list[str] | None = None) -> None:
     )
     help = "low precision of amp.initialize, where the script does not say: float16"
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], help=help)
-    parser.add_argument("script", type=Path, help="the script, run.py")
+    for flag, help in (("-m", "script is a module's name"), ("-c", "script is code")):
+        parser.add_argument(flag, dest="flag", action="store_const", const=flag, help=help)
+    parser.add_argument("script", help="the script, run.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     options = parser.parse_args(arguments)
-    if not options.script.is_file():
-        parser.error(f"there is no script {options.script}")
+    script, flag = options.script, options.flag
+    if not flag and not Path(script).is_file():
+        parser.error(f"there is no script {script}")
     if options.dtype:
         os.environ[DTYPE] = options.dtype
     register()
-    sys.argv = [str(options.script), *options.args]
-    sys.path[0] = str(options.script.resolve().parent)
-    runpy.run_path(str(options.script), run_name="__main__")
+    sys.argv = [flag or script, *options.args]
+    if flag == "-m":
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    elif flag == "-c":
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(script, "<string>", "exec"), vars(module))
+    else:
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = ENABLED,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
@@ -82,12 +82,13 @@ def initialize(
     A later call ends the level, the loss scales and the casts of an earlier one.
 
     Args:
-        models, optimizers: one or a list each. float32 models, before DistributedDataParallel.
+        models, optimizers: one or a list each. Models before DistributedDataParallel; float32 where
+            they are converted.
         enabled: False returns all as it is, scale_loss yields the loss; the default under AMP_MP=0.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale:
             instead of the level's own, where not None. "True", "False" and "128.0" are taken as
             what they say; loss_scale may be a policy of amp_mp.scaling. keep_batchnorm_fp32 keeps
-            every normalisation layer, as prepare does.
+            every normalisation layer, as prepare does. cast_model_type=False converts nothing.
         cast_model_outputs: what models return in O1, O2, O3; default: float32, in O1 as it comes.
         num_losses: how many loss scales there are, each with a loss_id in scale_loss.
         verbosity: 0 prints nothing.
@@ -97,8 +98,8 @@ def initialize(
             variable AMP_MP_APEX_DTYPE, or float16. In bfloat16 the loss scale is 1 by default.
 
     Raises, before anything is changed, RuntimeError for an unknown level, arguments that contradict
-    it, a parameter in low precision, a model in DistributedDataParallel, an FP16_Optimizer, or an
-    optimizer given before; TypeError or ValueError for an argument of another type or value.
+    it, a low-precision parameter where models are converted, a model in DistributedDataParallel, an
+    FP16_Optimizer, or an optimizer given before; TypeError or ValueError for another argument.
     """
     model_list = _listed(models, nn.Module, "models")
     optimizer_list = [] if optimizers is None else _listed(optimizers, Optimizer, "optimizers")
@@ -111,7 +112,7 @@ def initialize(
     policy = make_scale(chosen.loss_scale, min_loss_scale, max_loss_scale)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses must be a whole number above 0, found {num_losses!r}")
-    _check(model_list, optimizer_list)
+    _check(model_list, optimizer_list, chosen)
     _begin(chosen)
     device = "cuda" if any(p.is_cuda for m in model_list for p in m.parameters()) else "cpu"
     if verbosity > 0:
@@ -139,17 +140,19 @@ def _listed(given: Any, kind: type[Any], argument: str) -> list[Any]:
     return found
 
 
-def _check(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+def _check(models: list[nn.Module], optimizers: list[Optimizer], chosen: Properties) -> None:
+    converts = chosen.cast_model_type is not None
     for model in models:
         for module in model.modules():
             if is_wrapper(module) or isinstance(module, nn.DataParallel):
                 kind = type(module).__name__
                 raise RuntimeError(f"models: found a {kind}; wrap the model after amp.initialize")
         for name, tensor in named_tensors(model).items():
-            if tensor.dtype in LOW_PRECISION:
+            if converts and tensor.dtype in LOW_PRECISION:
                 raise RuntimeError(
-                    f"models: {name} is {tensor.dtype} already; give amp.initialize a float32 "
-                    "model, it converts what the opt level asks for"
+                    f"models: {name} is {tensor.dtype} already; opt_level={chosen.opt_level!r} "
+                    "converts a float32 model: give it that, or with cast_model_type=False this "
+                    "one stays as it is"
                 )
     for optimizer in optimizers:
         if isinstance(optimizer, FP16_Optimizer):
@@ -180,9 +183,10 @@ def _convert(model: nn.Module, chosen: Properties) -> None:
         function = partial(prepare, enabled=True) if chosen.master_weights else convert_network
         function(model, target, keep_fp32_only=kept)
         choose_products("auto", target)
-        save_float32(model)
     elif target is not None:
         convert_network(model, target)
+    if target in LOW_PRECISION or chosen.master_weights:
+        save_float32(model)
     cast_forward(model, target, out or (None if target is None else torch.float32))
 
 
@@ -221,7 +225,10 @@ def scale_loss(
         yield loss
         return
     if delay_overflow_check:
-        raise NotImplementedError("delay_overflow_check=True: leave it out, every block checks")
+        raise NotImplementedError(
+            "delay_overflow_check=True, which Apex has since June 2019, leaves overflows to the "
+            "script: leave it out, every block checks"
+        )
     if loss_id not in range(len(_amp_state.loss_scalers)):
         known = f"num_losses={len(_amp_state.loss_scalers)} of amp.initialize"
         raise ValueError(f"loss_id must be from 0 on and below {known}, found {loss_id!r}")

@@ -1,5 +1,8 @@
 """apex.fp16_utils: conversions, masters that a training loop keeps by hand, and FP16_Optimizer."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -9,14 +12,18 @@ from amp_mp.apex.missing import missing_from
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
 from amp_mp.model.original_values import take_original
+from amp_mp.scaling.policies import Static
+from amp_mp.sharding.gradients import overflow_in
 from amp_mp.wrappers import fp16_optimizer
-from amp_mp.wrappers.gradients import copy_all_, gradients_of, make_gradient
+from amp_mp.wrappers.fp16_optimizer import apex_policy
+from amp_mp.wrappers.gradients import copy_all_, gradients_of, make_gradient, totals_of
 
 # fmt: off
 __all__ = [
-    "BN_convert_float", "FP16_Optimizer", "clip_grad_norm", "convert_network",
-    "master_params_to_model_params", "model_grads_to_master_grads", "network_to_half",
-    "prep_param_lists", "to_python_float", "tofp16",
+    "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler",
+    "clip_grad_norm", "convert_module", "convert_network", "master_params_to_model_params",
+    "model_grads_to_master_grads", "network_to_half", "prep_param_lists", "to_python_float",
+    "tofp16",
 ]
 # fmt: on
 __getattr__ = missing_from(__name__)
@@ -122,3 +129,59 @@ def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.
     """
     check_dtype(dtype, LOW_PRECISION)
     return nn.Sequential(tofp16(dtype), convert_network(model, dtype))
+
+
+class FP16Model(nn.Module):
+    """network_to_half with the converted model as its `network`."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        _, self.network = network_to_half(network, dtype)
+        self._cast = tofp16(dtype)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the model returns for the inputs, cast as by tofp16."""
+        return self.network(*map(self._cast, inputs))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts a module's own floating-point parameters, gradients and buffers, in place."""
+    apply: Any = module._apply
+    apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
+
+
+class LossScaler:
+    """A loss scale that never moves, for loops that scale by hand."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._policy = apex_policy(scale, False, None, None)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self._policy.scale
+
+    cur_scale = loss_scale
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient is inf or NaN; a scale that never moves does not look."""
+        looks = not isinstance(self._policy, Static)
+        return looks and overflow_in(totals_of(list(params)), 1.0)[0]
+
+    def update_scale(self, overflow: bool) -> None:
+        """Moves the scale after an iteration."""
+        self._policy.update(overflow)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Calls backward of the loss times the scale, in float32."""
+        torch.autograd.backward(loss.float() * self.loss_scale, retain_graph=retain_graph)
+
+
+class DynamicLossScaler(LossScaler):
+    """Divides by scale_factor on overflow; multiplies after scale_window iterations without."""
+
+    def __init__(
+        self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
+    ) -> None:
+        given = {"init_scale": init_scale, "scale_factor": scale_factor}
+        self._policy = apex_policy(1.0, True, {**given, "scale_window": scale_window}, None)

@@ -7,15 +7,12 @@ from typing import Any
 ATTENTION = "its CUDA kernels are not there: use torch's scaled_dot_product_attention"
 PLAIN = "its CUDA kernels are not there: use the layers of torch.nn under torch.compile"
 SHARDED = "use torch's fully_shard with the optimizers of amp_mp.optim (docs/distributed.md)"
-FILE = "a file of Apex's own; use apex.amp, which has its public functions"
 PATCHES = "nothing is patched here; use amp_mp.set_policy, and amp_mp.policies to see casts"
-FILES = "amp frontend handle scaler _initialize"
 KERNELS = (
     "bottleneck conv_bias_relu cudnn_gbn focal_loss group_norm groupbn index_mul_2d nccl_allocator "
     "peer_memory transducer"
 )
 MISSING = {
-    **{f"amp.{name}": FILE for name in FILES.split()},
     **{f"amp.{n}": PATCHES for n in ("compat", "lists", "rnn_compat", "utils", "wrap")},
     "amp.NoOpHandle": "use apex.amp.init, which returns it",
     **{f"amp.{n}": "use init().wrap_optimizer" for n in ("opt", "OptimWrapper")},
@@ -25,10 +22,6 @@ MISSING = {
     **dict.fromkeys(("mlp", "fused_dense"), PLAIN),
     **{f"contrib.{name}": ATTENTION for name in ("fmha", "multihead_attn", "openfold_triton")},
     **{f"contrib.{name}": PLAIN for name in KERNELS.split()},
-    "fp16_utils.FP16Model": "use network_to_half",
-    "fp16_utils.convert_module": "use convert_network, or module.to(dtype)",
-    "fp16_utils.DynamicLossScaler": "use amp_mp.scaling.Backoff",
-    "fp16_utils.LossScaler": "use amp_mp.scaling.Static",
     "parallel.create_syncbn_process_group": "use torch.distributed.new_subgroups",
     "contrib.layer_norm": "use amp_mp.apex.normalization.FusedLayerNorm",
     "contrib.optimizers": SHARDED + "; FP16_Optimizer is in amp_mp.apex.fp16_utils",

@@ -48,6 +48,11 @@ class Properties:
     cast_model_outputs: torch.dtype | None = None
     dtype: torch.dtype = torch.float16
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values by Apex's names."""
+        return {n: x for n, x in vars(self).items() if n not in ("cast_model_outputs", "dtype")}
+
     def __str__(self) -> str:
         """One line for the log."""
         shown = [(name, getattr(self, name)) for name in CHANGES]
@@ -64,10 +69,12 @@ def choose(opt_level: str, dtype: torch.dtype | None, given: tuple[Any, ...]) ->
             "letter O, not with the number zero"
         )
     changes = {n: value for n, value in zip(CHANGES, given, strict=True) if value is not None}
+    if changes.get("cast_model_type") is False:
+        changes["cast_model_type"] = None
     low = _low_precision(dtype, changes.get("cast_model_type"))
     defaults = dict(zip(CHANGES, LEVELS[opt_level][1:], strict=False))
     for name in ("cast_model_type", "cast_model_outputs"):
-        if name in changes:
+        if changes.get(name) is not None:
             check_dtype(changes[name], NATIVE, name)
     for name in changes.keys() & {"keep_batchnorm_fp32", "master_weights", "patch_torch_functions"}:
         check_choice(name, str(changes[name]), ("True", "False"))

@@ -4,14 +4,20 @@ from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.optimizer import required
 
+from amp_mp import _C
 from amp_mp.optim.adam import MOMENTS, AdamW
 from amp_mp.optim.adaptive import Adagrad
-from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.base import FusedOptimizer, rules_of
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, State, numbers
+from amp_mp.optim.rule import Number, Rule, State, numbers
 from amp_mp.optim.sgd import SGD
+from amp_mp.optim.step.handed import Handed
+from amp_mp.optim.step.stepper import Stepper
+from amp_mp.sharding.gradients import by_device
+from amp_mp.wrappers.gradients import gradients_of, master_params
 
 __all__ = [
     *("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"),
@@ -24,12 +30,30 @@ LAMB_ARGUMENTS |= {"use_nvlamb": False}
 MODES = ("set_grad_none", "capturable", "adam_w_mode")
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 NATIVE = numbers(*NUMBERS)
+AFTER = Number("decoupled", "wd_after_momentum")
+
+
+class UnscalingStepper(Stepper):
+    """Also divides the gradients by a loss scaler's scale, for scripts that read them then."""
+
+    def run(self, optimizer: Any) -> Handed:
+        """As Stepper's; gradients of a skipped step stay as they are."""
+        handed, verdict = super().run(optimizer), self.native.verdict
+        if handed.scale is None or handed.keeps or self.releases or verdict is None:
+            return handed
+        grads = gradients_of(master_params(optimizer))
+        for device, indices in by_device(grads).items():
+            own, division = [grads[i] for i in indices], _C.decide(device, [], scale=handed.scale)
+            division[0].copy_(verdict[0])
+            _C.copy_(own, own, verdict=division)
+        return handed
 
 
 class ApexOptimizer(FusedOptimizer):
     """What Apex's optimizers have in common beside amp_mp.optim's, whose options they take too.
 
     Low-precision parameters have masters whatever master_weights says (`master="none"` is without).
+    After a step under a loss scaler gradients are the true ones.
 
     Args:
         bias_correction: False leaves out the divisions by 1 - beta^t. Default True.
@@ -64,6 +88,9 @@ class ApexOptimizer(FusedOptimizer):
         vars(self).update({n: bool(given[n]) for n in MODES if n in given})
         options: Any = {n: v for n, v in given.items() if n in Options.__annotations__}
         FusedOptimizer.__init__(self, params, {n: given[n] for n in self._numbers}, options)
+
+    def _make_stepper(self) -> None:
+        self._stepper = UnscalingStepper(self, self._rules, self._rules_of, self._group_rules)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{n: getattr(self, n) for n in MODES}}
@@ -105,26 +132,25 @@ class FusedAdam(ApexOptimizer, AdamW):
 
 
 class FusedAdagrad(ApexOptimizer, Adagrad):
-    """amp_mp.optim.Adagrad; adagrad_w_mode, decoupled weight decay, must be False."""
+    """amp_mp.optim.Adagrad; adagrad_w_mode=True decouples the weight decay."""
 
-    _numbers, _only = ("lr", "eps", "weight_decay"), {"adagrad_w_mode": False}
-    _rules = (Rule("adagrad_", numbers(*_numbers), (State("sum", "square"),)),)
+    _numbers = ("lr", "eps", "weight_decay", "adagrad_w_mode")
+    _native = numbers("lr", "eps", "weight_decay", adagrad_w_mode="decoupled")
+    _rules = (Rule("adagrad_", _native, (State("sum", "square"),)),)
     _arguments: ClassVar = {
-        "lr": 1e-2,
-        "eps": 1e-10,
-        "weight_decay": 0.0,
-        "set_grad_none": True,
-    } | _only
+        **{"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "set_grad_none": True},
+        "adagrad_w_mode": False,
+    }
 
 
 class FusedSGD(ApexOptimizer, SGD):
-    """amp_mp.optim.SGD; wd_after_momentum must be False."""
+    """amp_mp.optim.SGD; lr may come from the groups, wd_after_momentum=True decouples the decay."""
 
     momentum_form = "unscaled"
-    _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-    _only: ClassVar = {"wd_after_momentum": False}
+    _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
+    _rules: ClassVar[Any] = tuple(r._replace(numbers=(*r.numbers, AFTER)) for r in rules_of(SGD))
     _arguments: ClassVar = {
-        **{"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+        **{"lr": required, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
         **{"nesterov": False, "wd_after_momentum": False, "materialize_master_grads": True},
         "set_grad_none": False,
     }
@@ -133,15 +159,14 @@ class FusedSGD(ApexOptimizer, SGD):
 class FusedLAMB(ApexOptimizer, LAMB):
     """amp_mp.optim.LAMB of gradients clipped to max_grad_norm, or not with None.
 
-    use_nvlamb is amp_mp's always_adapt; adam_w_mode and grad_averaging must be True. `.grad` is not
-    written.
+    use_nvlamb is amp_mp's always_adapt. adam_w_mode=False: the weight decay is L2.
+    grad_averaging=False: gradients are added to the first moment times 1, not 1 - beta1. The update
+    is not written to `.grad`.
     """
 
-    _rules = (
-        Rule("lamb_", numbers(*NUMBERS, use_nvlamb="always_adapt"), MOMENTS, needs_norms=True),
-    )
-    _numbers = (*NUMBERS, "use_nvlamb")
-    _only: ClassVar = {"grad_averaging": True, "adam_w_mode": True}
+    _numbers = (*NUMBERS, "grad_averaging", "adam_w_mode", "use_nvlamb")
+    _native = numbers(*_numbers[:-1], use_nvlamb="always_adapt")
+    _rules = (Rule("lamb_", _native, MOMENTS, needs_norms=True),)
     _arguments = LAMB_ARGUMENTS
 
 
@@ -149,7 +174,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """FusedLAMB with lr as a tensor; step must be 0: load a state dict instead."""
 
     capturable = True
-    _only: ClassVar = FusedLAMB._only | {"step": 0}
+    _only: ClassVar = {"step": 0}
     _arguments: ClassVar = {
         **{"lr": 1e-3, "step": 0},
         **{name: LAMB_ARGUMENTS[name] for name in LAMB_ARGUMENTS if name != "set_grad_none"},

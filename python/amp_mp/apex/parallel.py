@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn import SyncBatchNorm
+from torch.nn import functional
 
 from amp_mp.apex.missing import missing_from
 from amp_mp.wrappers.larc import LARC
@@ -100,10 +100,32 @@ class Reducer:
         torch._foreach_div_(present, float(dist.get_world_size()))
 
 
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's; channel_last: of inputs (N, *, C). fuse_relu: relu(norm(input) + z)."""
+
+    channel_last = fuse_relu = False
+
+    def __init__(
+        self, *args: Any, channel_last: bool = False, fuse_relu: bool = False, **named: Any
+    ) -> None:
+        super().__init__(*args, **named)
+        self.channel_last, self.fuse_relu = channel_last, fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """The normalised input plus z, if given, of its shape."""
+        last = -1 if self.channel_last else 1
+        found = super().forward(input.movedim(last, 1)).movedim(1, last)
+        found = found if z is None else found + z
+        return functional.relu(found) if self.fuse_relu else found
+
+
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> Any:
-    """torch's convert_sync_batchnorm; ValueError for channel_last, inputs of shape (N, *, C)."""
-    if channel_last:
-        raise ValueError("channel_last=True: use inputs of shape (N, C, *) in torch.channels_last")
-    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+    """torch's convert_sync_batchnorm to SyncBatchNorm of here."""
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    made = convert(module, process_group)
+    torchs: list[Any] = [each for each in made.modules() if type(each) is nn.SyncBatchNorm]
+    for each in torchs:
+        each.__class__, each.channel_last = SyncBatchNorm, channel_last
+    return made

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import required
 
 from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
@@ -54,7 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         kinds = kinds_of(self._rules)
         check_options(type(self).__name__, choosable_states(self._rules), options)
-        check_group({**defaults, **options})
+        check_group({n: x for n, x in {**defaults, **options}.items() if x is not required})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.skip_norm_above = options.get("skip_norm_above")

@@ -62,7 +62,7 @@ NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
 RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
 FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
 FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
-FLAGS |= {"cautious"}
+FLAGS |= {"cautious", "adam_w_mode", "adagrad_w_mode", "wd_after_momentum"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
 
 

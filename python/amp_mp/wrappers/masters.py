@@ -337,7 +337,7 @@ class FusedMasters(Masters):
             self._max_norm, self._measured = None, None
 
     def _handed(self) -> Handed:
-        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm)
+        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm, keeps=True)
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""

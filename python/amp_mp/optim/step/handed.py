@@ -78,6 +78,8 @@ class Handed:
     marks: GradientMarks | None = None
     # Whether it is from a torch.amp.GradScaler, which does not know all processes.
     from_stock: bool = False
+    # Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
+    keeps: bool = False
     # Whether a step has used them.
     used: bool = False
 

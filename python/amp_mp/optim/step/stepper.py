@@ -130,8 +130,8 @@ class Stepper:
         if self.attachment is not None:
             self.attachment.forget()
 
-    def run(self, optimizer: Any) -> None:
-        """Measures, decides and applies; or ends the iteration, where backward has stepped."""
+    def run(self, optimizer: Any) -> Handed:
+        """Measures, decides and applies, or ends the iteration; returns what it was handed."""
         if self.masters.open:
             self.masters.refuse("step()")
         handed, attachment = self._handed_now(optimizer), self.attachment
@@ -139,7 +139,7 @@ class Stepper:
             if self.hooks.replaced.is_due():
                 self.hooks.check_replaced(optimizer.param_groups)
             attachment.finish(handed)
-            return
+            return handed
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
         checks = optimizer.check_overflow
         spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
@@ -162,6 +162,7 @@ class Stepper:
         if skipped is not None:
             groups = optimizer.param_groups
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
+        return handed
 
     def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's `step`, with what a loss scaler passes to it."""
