@@ -31,14 +31,14 @@ FOLDER_LINES = {
     "checkpoint": 1017,
     "compat": 1306,
     "diagnose": 1267,
-    "grad_scaler": 492,
+    "grad_scaler": 497,
     "integrations": 40,
     "model": 1317,
     "nn": 598,
-    "optim": 3915,
+    "optim": 3943,
     "scaling": 454,
-    "sharding": 621,
-    "wrappers": 1544,
+    "sharding": 632,
+    "wrappers": 1545,
 }
 SHARED = {
     "amp_mp.dtypes",
