@@ -156,7 +156,9 @@ def test_a_second_graph_has_gradients_of_its_own() -> None:
 
     def trained(captures: bool) -> list[Tensor]:
         training = Iteration(unscales=False)
-        inputs = {rows: torch.zeros(rows, 16, dtype=torch.float16, device="cuda") for rows in (4, 6)}
+        inputs = {
+            rows: torch.zeros(rows, 16, dtype=torch.float16, device="cuda") for rows in (4, 6)
+        }
         graphs, parts = {}, ["backward", "step", "update"]
         source = torch.Generator().manual_seed(4)
         for step in range(8):
@@ -259,7 +261,7 @@ def test_what_asks_on_the_host_is_refused_in_a_capture(
     before = [p.detach().clone() for p in training.model.parameters()]
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(RuntimeError, match="asks on the host.*a CUDA graph cannot capture"),
+        pytest.raises(RuntimeError, match=r"asks on the host.*a CUDA graph cannot capture"),
         torch.cuda.graph(graph),
     ):
         iteration()

@@ -223,10 +223,10 @@ class GradScaler(torch.amp.GradScaler):
         state["max_abs_per_device"] = self._placed(optimizer, "max_abs", largest)
         return self._placed(optimizer, "found_inf", found)
 
-    def _maybe_opt_step(self, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kw: Any) -> Any:
         """Called by torch's step, which asks on the host whether to step the optimizer."""
-        gradients.refuse_capture(state["found_inf_per_device"])
-        return super()._maybe_opt_step(optimizer, state, *args, **kwargs)
+        gradients.refuse_capture(optimizer_state["found_inf_per_device"])
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kw)
 
     def _placed(
         self, optimizer: Optimizer, name: str, numbers: dict[torch.device, Tensor]

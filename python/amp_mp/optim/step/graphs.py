@@ -41,7 +41,7 @@ def drop_in_a_capture(param: Tensor) -> RemovableHandle:
         if (param := kept()) is not None and is_capturing(param.device):
             param.grad = None
 
-    handle = param.register_hook(drop)
+    handle: RemovableHandle = param.register_hook(drop)  # type: ignore[no-untyped-call]
     return handle
 
 
