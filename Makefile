@@ -22,7 +22,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint warnings format bench gpu gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -116,6 +116,11 @@ bench: build
 # what decides the most first; each part takes less than 10 minutes, and they share one build.
 gpu:
 	bash benchmarks/gpu/gpu.sh
+
+# Other libraries for gpu-bench, from the package index, in build/peers: copy it to the machine with the
+# GPU. PEERS="--cuda 12.8 --python 3.11" if it has others than 13.0 and 3.12.
+gpu-peers: $(VENV)/tools
+	$(PY) benchmarks/gpu/gpu_peers_folder.py $(PEERS)
 
 gpu-tests gpu-bench gpu-sanitize: gpu-%:
 	bash benchmarks/gpu/gpu.sh $*

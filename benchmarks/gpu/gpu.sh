@@ -11,14 +11,15 @@
 #
 # A step's output is in build/gpu/STEP.log; the end of a failing one's is printed, and the verdict last.
 # The results go to benchmarks/results/GPU.json after every step and every figure; figures of an
-# earlier call stay there. With OUT set, copies of it, the picture and all logs go to that folder.
+# earlier call stay there. With OUT set, copies of it, the picture and all logs go to that folder
+# after every step. The libraries of build/peers (make gpu-peers) are found.
 set -uo pipefail
 part=${1:-all}
 case $part in
   all) total=1600 steps='bits host_waits bench_key cuda_tests bench memcheck racecheck other_tests' ;;
   tests) total=530 steps='bits host_waits cuda_tests other_tests' ;;
-  bench) total=590 steps='bench' ;;
-  sanitize) total=590 steps='memcheck racecheck' ;;
+  bench) total=540 steps='bench' ;;
+  sanitize) total=540 steps='memcheck racecheck' ;;
   *) echo "gpu.sh: expected tests, bench, sanitize or nothing, found $part" >&2; exit 2 ;;
 esac
 total=${GPU_SECONDS:-$total}
@@ -31,6 +32,7 @@ for folder in ${folders[@]+"${folders[@]}"}; do  # relative ones are the caller'
 done
 [ -n "${OUT:-}" ] && OUT=$(realpath -m -- "$OUT")
 cd "$(dirname "$0")/../.." || exit 1
+[ -d build/peers ] && callers+=:$PWD/build/peers
 python=${PYTHON:-python3}
 logs=build/gpu
 export PYTHONPATH=$PWD/python:$PWD/tests/support$callers PYTHONUNBUFFERED=1
@@ -44,7 +46,7 @@ if ! "$python" benchmarks/gpu/gpu_environment.py --json "$logs/environment.json"
   exit 1
 fi
 cat "$logs/environment.log"
-summary=("$python" benchmarks/gpu/gpu_summary.py "$logs")
+summary=("$python" benchmarks/gpu/gpu_summary.py "$logs" ${OUT:+--out "$OUT"})
 # shellcheck disable=SC2086
 "${summary[@]}" plan build $steps || exit 1
 
@@ -52,7 +54,7 @@ ended=0
 finish() {  # says what is known, also when interrupted
   [ "$ended" = 1 ] && return
   ended=1
-  "${summary[@]}" finish ${OUT:+--out "$OUT"}
+  "${summary[@]}" finish
 }
 trap finish EXIT
 child=
@@ -108,7 +110,7 @@ sanitize() {  # TOOL
     return
   fi
   WATCHED=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9)
-  pytest "$1" 200 1 -p no:xdist -k "$subset" \
+  pytest "$1" 175 1 -p no:xdist -k "$subset" \
     tests/optim/step/test_rules.py tests/optim/step/test_measure.py tests/formats/test_formats.py
   WATCHED=()
 }
@@ -134,7 +136,7 @@ run() {
     bench_key) bench bench_key 240 --key ${AGAIN:+--again} ;;
     bench)  # after bench_key it goes on
       [ "$part" = bench ] || AGAIN=
-      bench bench 520 ${AGAIN:+--again} ;;
+      bench bench 500 ${AGAIN:+--again} ;;
     cuda_tests)  # left out: what runs the kernels on the CPU, and what builds the library once more
       pytest cuda_tests 150 6 -k cuda "${others[@]}" "${bits[@]/#/--ignore=}" ;;
     memcheck | racecheck) sanitize "$1" ;;

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import gpu_results
 import torch
+from gpu_peers_folder import PEERS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -92,6 +94,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+CLOCKS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "celsius": "temperature.gpu",
+    "watts": "power.draw",
+}
+
+
+def clocks() -> dict[str, float] | None:
+    """The GPU's clocks, temperature and power now; None where nvidia-smi does not tell them."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS.values())}"]
+    if uuid := getattr(torch.cuda.get_device_properties(0), "uuid", None):
+        query.append(f"--id=GPU-{uuid}")
+    said = command_output(*query, "--format=csv,noheader,nounits") or ""
+    values = said.partition("\n")[0].split(", ")
+    told = zip(CLOCKS, values, strict=False)
+    return {name: float(v) for name, v in told if re.fullmatch(r"[0-9.]+", v)} or None
+
+
 def environment(device: str, quick: bool = False) -> dict[str, Any]:
     """All of it; `quick`: of figures that only try the code."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -106,6 +127,7 @@ def environment(device: str, quick: bool = False) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cores": os.cpu_count(),
+        "clocks": clocks() if on_gpu else None,
         "packages": versions(),
         "quick": quick,
     }
@@ -116,11 +138,15 @@ def describe(found: dict[str, Any]) -> str:
     lines = [f"{found['gpu'] or 'CPU'}, driver {found['driver']}, {found['cores']} cores"]
     lines.append(f"python {found['python']}, torch {found['torch']}, CUDA {found['cuda']}")
     lines.append(f"commit {found['commit'] or 'unknown'}, code {found['source']}")
-    if not found["commit"]:
-        lines[-1] += "; name the commit by AMP_MP_COMMIT=... or in the file COMMIT"
-    lines.append("here: " + ", ".join(" ".join(item) for item in found["packages"].items()))
-    missing = [name for name in MODULES if name not in found["packages"]]
-    lines.append(f"not here: {', '.join(missing) or 'nothing that is asked for'}")
+    if found["clocks"]:
+        lines.append(", ".join(f"{name} {value:g}" for name, value in found["clocks"].items()))
+    here = found["packages"]
+    for what, names in (("peers", PEERS), ("libraries", [m for m in MODULES if m not in PEERS])):
+        lines.append(f"{what}: " + ", ".join(f"{n} {here[n]}" for n in names if n in here))
+        if missing := [name for name in names if name not in here]:
+            lines[-1] += f"; not here: {', '.join(missing)}"
+    if not set(PEERS) & here.keys():
+        lines.append("make gpu-peers makes a folder of them where there is a network: build/peers")
     return "\n".join(lines)
 
 
@@ -134,6 +160,11 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("make gpu: torch finds no GPU here")
     found = environment(arguments.device, arguments.quick)
+    if not found["commit"]:
+        raise SystemExit(
+            "make gpu: no git and no file COMMIT says which commit this is; name it, "
+            "AMP_MP_COMMIT=$(git rev-parse HEAD) make gpu, or write AMP_MP_COMMIT=unknown"
+        )
     path = arguments.out / gpu_results.file_name(found["gpu"])
     gpu_results.begin(path, found)
     arguments.json.write_text(json.dumps({**found, "results": str(path)}) + "\n")

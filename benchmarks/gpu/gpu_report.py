@@ -137,7 +137,7 @@ def list_table(content: dict[str, Any]) -> str:
     ceilings = ", ".join(f"{name} {rate:.0f}" for name, rate in content["ceilings"].items())
     lines = [f"{content['title']}. GB/s: {ceilings or 'none measured'}"]
     lines.append(
-        f"{'':28}{'ms':>8}{'host':>8}{'MB':>7}{'GB/s':>6}{'copy':>6}{'torch':>9}"
+        f"{'':28}{'ms':>8}{'+-':>5}{'host':>8}{'MB':>7}{'GB/s':>6}{'copy':>6}{'torch':>9}"
         f"{'launch':>7}{'wait':>5}"
     )
     base = content["candidates"].get(BASE, {})
@@ -147,16 +147,26 @@ def list_table(content: dict[str, Any]) -> str:
             continue
         against = speed(found, base if "ms" in base else None)
         lines.append(
-            f"{name[:28]:<28}{found['ms']:8.3f}{found['host_ms']:8.3f}{found['bytes'] / 1e6:7.0f}"
+            f"{name[:28]:<28}{found['ms']:8.3f}{spread(found):>5}{found['host_ms']:8.3f}"
+            f"{found['bytes'] / 1e6:7.0f}"
             f"{found['gb_s']:6.0f}{found['share']:6.0%}"
             f"{f'{against:.2f}x' if against else '':>9}"
             f"{found.get('launches', ''):>7}{waits(found):>5}"
         )
+        if name.startswith("amp_mp") and (times := found.get("kernel_us")):
+            each = (f"{kernel.split('::')[-1]} {us[1]:.1f}" for kernel, us in times.items())
+            lines.append(f"    us: {', '.join(each)}"[:110])
         if "error" in found:
             lines.append(f"    {found['error'][:90]}")
     if content.get("error"):
         lines.append(content["error"])
     return "\n".join(lines)
+
+
+def spread(found: Entry) -> str:
+    """Half of the distance between the quartiles, as a share of the median."""
+    first, middle, third = found.get("ms_quartiles", (0.0, 0.0, 0.0))
+    return f"{(third - first) / 2 / middle:.0%}" if middle else ""
 
 
 def waits(found: Entry) -> str:

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/gpu_summary.py build/gpu plan build bits bench
     python benchmarks/gpu/gpu_summary.py build/gpu record bits 34 0
-    python benchmarks/gpu/gpu_summary.py build/gpu finish --out FOLDER
+    python benchmarks/gpu/gpu_summary.py build/gpu --out FOLDER finish
 
 The folder is where gpu.sh leaves logs and environment.json. The JSON's "left" lists the steps of
 the latest call that have not ended, the running one first; a call that is killed leaves them there.
+With --out each of the three copies results and logs there.
 finish has exit status 1 if a step failed. A sanitizer that the machine refuses has not failed, nor
 has a step for which there was no time; a missed target is told, and fails nothing.
 """
@@ -158,12 +159,10 @@ def copy_out(out: Path, logs: Path, json_path: Path) -> None:
     (out / "gpu.log").write_text(whole)
 
 
-def finish(logs: Path, out: Path | None) -> bool:
+def finish(logs: Path) -> bool:
     """Prints what the call has found; whether a step failed or none ran."""
     path, parts = results_of(logs), parts_of(logs)
     content = gpu_results.load(path)
-    if out:
-        copy_out(out, logs, path)
     ran = [part.name for part in parts if part.ran and part.name in BENCHMARKS]
     log = read(logs / f"{ran[-1]}.log") if ran else ""
     print(log.partition("== tables\n")[2].partition("== targets")[0])
@@ -185,16 +184,17 @@ def finish(logs: Path, out: Path | None) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("logs", type=Path, help="where gpu.sh left logs and environment.json")
+    parser.add_argument("--out", type=Path, help="copy results and logs there too")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plan").add_argument("names", nargs="+", help="of the steps to come")
     recording = commands.add_parser("record")
     recording.add_argument("name", help="of the step that has ended")
     recording.add_argument("seconds", type=int, help="that it took")
     recording.add_argument("status", help="its exit status, or skipped, or absent")
-    finishing = commands.add_parser("finish")
-    finishing.add_argument("--out", type=Path, help="copy results and logs there too")
+    commands.add_parser("finish")
     arguments = parser.parse_args()
     logs: Path = arguments.logs
+    failed = False
     if arguments.command == "plan":
         plan(logs, arguments.names)
     elif arguments.command == "record":
@@ -202,7 +202,10 @@ def main() -> None:
         text = outcome(name, status, read(logs / f"{name}.log"))
         record(logs, Part(name, arguments.seconds, text))
     else:
-        raise SystemExit(finish(logs, arguments.out))
+        failed = finish(logs)
+    if arguments.out:
+        copy_out(arguments.out, logs, results_of(logs))
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

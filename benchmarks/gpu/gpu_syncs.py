@@ -66,9 +66,9 @@ def check(device: str) -> dict[str, dict[str, Any]]:
 
         for _ in range(5):
             whole()
-        counts = as_dict(count(whole, device))
+        counts = as_dict(*count(device, whole))
         backward()
-        alone = count(step, device)
+        (alone,) = count(device, step)
         counts |= {"step_launches": alone.launches, "step_kernels": alone.kernels}
         found[f"{str(dtype).removeprefix('torch.')} {memory}"] = counts
     return found

@@ -93,6 +93,13 @@ def median(values: list[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
+def quartiles(values: list[float]) -> list[float]:
+    """First quartile, median and third quartile; of one value three times that."""
+    if len(values) < 2:
+        return 3 * values
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
 class Ceilings:
     """What the memory can do: device-to-device copy, reading alone, in place; GB/s each.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 from gpu_candidates import Candidate, Copy
 from gpu_counts import as_dict, count
+from gpu_environment import clocks
 from gpu_lists import ShapeList, shape_lists
 from gpu_peers import candidates
-from gpu_timing import Ceilings, Timed, copies_needed, finish, interleave, median
+from gpu_timing import Ceilings, Timed, copies_needed, finish, interleave, median, quartiles
 
 DEVICE_LOST = 3
+TRACED = 7  # steps in the trace of a candidate
 SECONDS = 40.0  # for a candidate's building, timing or counting
 Entry = dict[str, Any]
 
@@ -113,7 +116,10 @@ class Worker:
         rate = entry["bytes"] / seconds / 1e9
         entry |= {
             "ms": 1e3 * seconds,
+            "ms_quartiles": [1e3 * s for s in quartiles(timed.device)],
             "host_ms": 1e3 * median(timed.host),
+            "host_ms_quartiles": [1e3 * s for s in quartiles(timed.host)],
+            "clocks": clocks() if self.device == "cuda" else None,
             "rounds": len(timed.device),
             "gb_s": rate,
             "copy_gb_s": copy,
@@ -197,10 +203,14 @@ class Worker:
                 self.count(candidate, built[candidate.name])
 
     def count(self, candidate: Candidate, copies: list[Copy]) -> None:
-        """Kernels and waits of one more step of what has been timed."""
+        """Kernels and waits of one more step of what has been timed; quartiles of some more."""
 
         def work() -> None:
-            self.entries[candidate.name] |= as_dict(count(copies[0].run, self.device))
+            runs = [copy.run for copy, _ in zip(itertools.cycle(copies), range(TRACED))]
+            steps = count(self.device, *runs)
+            names = steps[0].kernel_us
+            times = {n: quartiles([s.kernel_us.get(n, 0.0) for s in steps]) for n in names}
+            self.entries[candidate.name] |= {**as_dict(steps[0]), "kernel_us": times}
 
         self.guard(candidate.name, work, "not_counted")
 

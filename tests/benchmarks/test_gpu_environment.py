@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_build
 import gpu_environment
 import gpu_results
 import pytest
+import torch
 
 # ---- the commit ----------------------------------------------------------------------------------
 
@@ -101,10 +104,35 @@ def test_libraries_of_pythonpath_are_seen(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    here, missing = (line.partition(": ")[2].split(", ") for line in found.splitlines()[-2:])
-    assert "flashoptim 0.1.4" in here
-    assert "flashoptim" not in missing
-    assert "numpy" in {name.split()[0] for name in here}
+    peers, others = found.splitlines()[-2:]
+    assert peers.startswith("peers: flashoptim 0.1.4; not here: torch-optimi, bitsandbytes")
+    assert re.search(r"libraries: .*numpy [0-9]", others)
+
+
+def test_clocks_are_asked_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/bash\n[ "$1" = --query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw ] &&\n'
+        '[ "$2" = --id=GPU-abc ] && echo "1980, 2619, 45, [N/A]"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    named = SimpleNamespace(uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
+    assert gpu_environment.clocks() == {"sm_mhz": 1980.0, "memory_mhz": 2619.0, "celsius": 45.0}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gpu_environment.clocks() is None
+
+
+def test_a_call_that_knows_no_commit_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_environment, "commit", lambda: None)
+    arguments = ["x", "--device", "cpu", "--json", str(tmp_path / "e"), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match=r"AMP_MP_COMMIT=\$\(git rev-parse HEAD\)"):
+        gpu_environment.main()
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- the file of the results ---------------------------------------------------------------------

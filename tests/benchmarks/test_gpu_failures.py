@@ -180,10 +180,14 @@ def test_a_trace_that_has_seen_nothing_has_measured_nothing() -> None:
 def test_a_table_tells_times_and_errors() -> None:
     entries = {
         "torch fused": timed(20.0, gb_s=3000, share=1.0, launches=30, waits=0, to_host=2),
+        "amp_mp exact": timed(10.0, gb_s=3000, share=1.0, ms_quartiles=[9.9, 10.0, 10.1])
+        | {"kernel_us": {"amp_mp::cuda::apply": [900.0, 901.26, 903.0]}},
         "flashoptim 24-bit": {"error": "ModuleNotFoundError: No module named 'flashoptim'"},
     }
     content = {"title": "a list", "ceilings": {"copy": 3000.4}, "candidates": entries}
     lines = gpu_report.list_table(content).splitlines()
     assert lines[0] == "a list. GB/s: copy 3000"
     assert " ".join(lines[2].split()) == "torch fused 20.000 20.000 1000 3000 100% 1.00x 30 2"
-    assert lines[3].endswith("No module named 'flashoptim'")
+    assert " ".join(lines[3].split()) == "amp_mp exact 10.000 1% 10.000 1000 3000 100% 2.00x"
+    assert lines[4] == "    us: apply 901.3"
+    assert lines[5].endswith("No module named 'flashoptim'")

@@ -62,7 +62,7 @@ def test_waits_and_launches_are_told(
     (logs / "host_waits.json").write_text(json.dumps({"bfloat16 exact": counts}))
     gpu_summary.record(logs, Part("host_waits", 3, "FAILED: exit status 1"))
     assert results(logs)["host_waits"] == {"bfloat16 exact": counts}
-    assert gpu_summary.finish(logs, None)
+    assert gpu_summary.finish(logs)
     printed = capsys.readouterr().out
     assert "host waits in a training step: 1" in printed
     assert f"launches of step and update: {launches} at most" in printed

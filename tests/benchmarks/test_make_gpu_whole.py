@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu_lists import shape_lists
-from gpu_machine import Machine
+from gpu_machine import ROOT, Machine
+from pretend_gpu.build import build, why_unavailable
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("gpu_benchmark")]
 
@@ -50,3 +54,35 @@ def test_make_gpu_and_its_parts_work_in_a_bare_copy_and_share_one_build(tmp_path
 
 def compilations(machine: Machine) -> int:
     return len(machine.called("nvcc")) + len(machine.called("g++"))
+
+
+@pytest.mark.timeout(1200)  # the first one builds the pretend GPU
+def test_every_step_finds_its_tests_and_the_sanitizers_subset_passes(tmp_path: Path) -> None:
+    """With the tests of the tree on the pretend GPU: all are collected, the subset is run."""
+    if reason := why_unavailable():
+        pytest.skip(f"no pretend GPU: {reason}")
+    build()
+    paths = f"PYTHONPATH={ROOT}/python:{ROOT}/tests/support"
+    tests = f'cd "{ROOT}" && {paths} AMP_MP_PRETEND_GPU=1 exec "{sys.executable}" "$@"'
+    machine = Machine(tmp_path, {"-p no:xdist": tests, "-m pytest -q": f"{tests} --collect-only"})
+    tool = '#!/bin/bash\necho "$@" >>"$(dirname "$0")/sanitized"\nexec "${@:5}"\n'
+    machine.tool("compute-sanitizer", tool)
+    whole = machine.make("gpu", OUT=str(tmp_path / "out"))
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    found = machine.results
+    assert {part["outcome"] for part in found["parts"].values()} == {"passed"}
+    for name, least in (("memcheck", 30), ("racecheck", 30)):
+        assert passed(found, name) >= least
+    collected = (tmp_path / "out/gpu.log").read_text()
+    for name, least in (("bits", 500), ("cuda_tests", 3000), ("other_tests", 3000)):
+        log = collected.partition(f"==== {name}.log\n")[2].partition("\n====")[0]
+        assert int(re.findall(r"(\d+)(?:/\d+)? tests collected", log)[-1]) >= least
+    asked = (tmp_path / "bin/sanitized").read_text().splitlines()
+    assert [line.partition(" --error-exitcode 9 ")[0] for line in asked] == [
+        "--tool memcheck",
+        "--tool racecheck",
+    ]
+
+
+def passed(found: Any, name: str) -> int:
+    return int(found["suites"][name]["counts"].partition(" passed")[0].split()[-1])

@@ -7,7 +7,8 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from helpers import PRETEND_GPU
 from torch import Tensor, nn
 
 import amp_mp as amp
+from amp_mp.optim.base import stepper_of
+from amp_mp.scaling import NormSpike
 
 PARTS = ("zero_grad", "backward", "unscale_", "clip", "step", "update")
 STEPS, WARM = 9, 2
@@ -23,6 +26,14 @@ REFUSED = (
     r"unscale_\(\) (has already been|is being) called|step\(\) has already been called|"
     r"No inf checks were recorded|was added to gradients that unscale_ had divided"
 )
+
+
+def ours(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return amp.optim.AdamW(params, lr=0.01)
+
+
+def torchs(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True, capturable=True)
 
 
 @pytest.fixture(params=["cuda"], autouse=True)
@@ -36,12 +47,20 @@ def cuda(request: pytest.FixtureRequest, device: str) -> str:
 class Iteration:
     """A training whose iteration is these parts, each of which may be captured."""
 
-    def __init__(self, unscales: bool) -> None:
+    def __init__(
+        self,
+        unscales: bool,
+        make: Callable[[Any], Any] = ours,
+        dtype: torch.dtype = torch.float16,
+        loss_scale: Any = None,
+    ) -> None:
         torch.manual_seed(1)
-        self.model = amp.prepare(nn.Linear(16, 8).to("cuda"), torch.float16)
-        self.inputs = torch.zeros(4, 16, dtype=torch.float16, device="cuda")
-        self.optimizer = amp.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scaler = amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=3)
+        self.model = nn.Linear(16, 8).to("cuda", dtype)
+        self.inputs = torch.zeros(4, 16, dtype=dtype, device="cuda")
+        self.optimizer = make(self.model.parameters())
+        self.scaler = amp.GradScaler(
+            "cuda", init_scale=2.0**8, growth_interval=3, loss_scale=loss_scale
+        )
         self.unscales, self.keeps = unscales, False
 
     def zero_grad(self) -> None:
@@ -69,7 +88,9 @@ class Iteration:
         """Weights and scale. Captured parts that follow one another are one graph."""
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         _, backward, _, clip, _, _ = captured
-        self.keeps = clip and not backward  # torch's clipping needs them where they were
+        # Torch's clipping and optimizers need them where they were.
+        own = isinstance(self.optimizer, amp.optim.AdamW)
+        self.keeps = not own or (clip and not backward)
         source = torch.Generator().manual_seed(4)
         for step in range(STEPS):
             self.inputs.copy_(torch.randn(4, 16, generator=source))
@@ -102,13 +123,24 @@ SPLITS = [s for s in itertools.product([False, True], repeat=len(PARTS)) if s[0]
 
 @pytest.mark.skipif(not PRETEND_GPU, reason="bits of a GPU's products may depend on the stream")
 @pytest.mark.parametrize("unscales", [True, False])
-def test_every_split_is_right_or_refused(unscales: bool) -> None:
-    wanted = Iteration(unscales).trained((False,) * len(PARTS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (ours, torch.float16),
+        (torchs, torch.float64),  # which torch's scaler unscales
+        pytest.param((torchs, torch.float32), marks=pytest.mark.full),
+        pytest.param((ours, torch.float16, "LogMax"), marks=pytest.mark.full),
+        pytest.param((torchs, torch.float32, "LogMax"), marks=pytest.mark.full),
+    ],
+    ids=["ours", "torchs64", "torchs", "ours-LogMax", "torchs-LogMax"],
+)
+def test_every_split_is_right_or_refused(kind: tuple[Any, ...], unscales: bool) -> None:
+    wanted = Iteration(unscales, *kind).trained((False,) * len(PARTS))
     right = []
     for split in SPLITS:
         name = ", ".join(p for p, captures in zip(PARTS, split, strict=True) if captures)
         try:
-            found = Iteration(unscales).trained(split)
+            found = Iteration(unscales, *kind).trained(split)
         except (RuntimeError, AssertionError) as error:
             if not re.search(REFUSED, str(error)):
                 raise
@@ -116,7 +148,34 @@ def test_every_split_is_right_or_refused(unscales: bool) -> None:
             assert all(map(torch.equal, found, wanted)), f"wrong with a captured {name}"
             right.append(name)
     assert {"", "zero_grad, backward", ", ".join(PARTS)} <= set(right)
-    assert {"step", "clip"} <= set(right) or not unscales
+    assert ({"step", "clip"} if unscales else {"step, update"}) <= set(right)
+
+
+def test_a_second_graph_has_gradients_of_its_own() -> None:
+    """zero_grad, then capture, once for each length of the input; replays of both in turn."""
+
+    def trained(captures: bool) -> list[Tensor]:
+        training = Iteration(unscales=False)
+        inputs = {
+            rows: torch.zeros(rows, 16, dtype=torch.float16, device="cuda") for rows in (4, 6)
+        }
+        graphs, parts = {}, ["backward", "step", "update"]
+        source = torch.Generator().manual_seed(4)
+        for step in range(8):
+            training.inputs = inputs[rows := 4 + step % 2 * 2]
+            training.inputs.copy_(torch.randn(rows, 16, generator=source))
+            if step < WARM or not captures:
+                training.call(["zero_grad", *parts])
+                continue
+            if rows not in graphs:
+                graphs[rows] = torch.cuda.CUDAGraph()
+                training.zero_grad()
+                with torch.cuda.graph(graphs[rows]):
+                    training.call(parts)
+            graphs[rows].replay()
+        return [*(p.detach().clone() for p in training.model.parameters()), training.scaler._scale]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
 
 
 def load(training: Iteration) -> None:
@@ -137,11 +196,16 @@ def change_format(training: Iteration) -> None:
     training.optimizer.param_groups[0]["exp_avg"] = "bfloat16"
 
 
-@pytest.mark.parametrize("change", [load, add, move, change_format])
+def set_history(training: Iteration) -> None:
+    stepper_of(training.optimizer).native.norm_history = (4.0, 1.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("change", [load, add, move, change_format, set_history])
 def test_tensors_that_a_graph_keeps_are_not_left_in_silence(
     change: Callable[[Iteration], None],
 ) -> None:
     training = Iteration(unscales=False)
+    training.optimizer.skip_norm_above = NormSpike()
     training.inputs.normal_()
     for captures in (False, True):
         training.call(["zero_grad", "backward"])
@@ -156,3 +220,49 @@ def test_tensors_that_a_graph_keeps_are_not_left_in_silence(
             training.call(["zero_grad", "backward", "step", "update"])
     (said,) = [str(each.message) for each in found]
     assert re.search(r"its tensors are others now .* Capture the step again", said)
+
+
+def of_host(training: Iteration, what: str, start: Callable[..., Any]) -> Callable[[], None]:
+    """An iteration in which the host asks whether gradients overflow."""
+    if what == "scaler":
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), capturable=True)
+        return lambda: training.call(["backward", "step", "update"])
+    inner: Any = ours if what.endswith("fused") else torchs
+    if what.startswith("FP16_Optimizer"):
+        wrapper = amp.FP16_Optimizer(inner(training.model.parameters()), dynamic_loss_scale=True)
+
+        def whole() -> None:
+            wrapper.backward(training.model(training.inputs).float().square().sum())
+            wrapper.step()
+
+        return whole
+    handle, optimizer = start(), inner(training.model.parameters())
+
+    def block() -> None:
+        loss = training.model(training.inputs).float().square().sum()
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return block
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["scaler", "FP16_Optimizer", "FP16_Optimizer fused", "scale_loss", "scale_loss fused"],
+)
+def test_what_asks_on_the_host_is_refused_in_a_capture(
+    what: str, start: Callable[..., Any]
+) -> None:
+    halves = what.startswith("FP16_Optimizer")
+    training = Iteration(unscales=False, dtype=torch.float16 if halves else torch.float32)
+    iteration = of_host(training, what, start)
+    iteration()
+    before = [p.detach().clone() for p in training.model.parameters()]
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"asks on the host.*a CUDA graph cannot capture"),
+        torch.cuda.graph(graph),
+    ):
+        iteration()
+    assert all(map(torch.equal, before, training.model.parameters()))

@@ -105,8 +105,11 @@ class GradScaler(torch.amp.GradScaler):
                 "loss's backward; after an interrupt call scaler.update() and optimizer.zero_grad()"
             )
         captures = is_capturing(torch.device(self._device))
+        measures = state["stage"] is OptState.READY  # and not after unscale_
+        if measures:
+            state["captured"] = captures
         # Of an eager unscale_ a captured step finds the result where it always is.
-        refuse_split("step", state.get("captured") or captures, captures)
+        refuse_split("step", state["captured"] or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
         if own is None or "closure" in kwargs or stepper_of(own).releases:
             # unscale_ may have found it on another stream
@@ -115,7 +118,6 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        measures = state["stage"] is OptState.READY  # and not after unscale_
         check_gradients(own)
         outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
@@ -136,7 +138,6 @@ class GradScaler(torch.amp.GradScaler):
             found = verdict[0] if own.skip_norm_above is None else verdict[0] % 2
             state["found_inf_per_device"] = {verdict.device: found}
             state["max_abs_per_device"] = {verdict.device: verdict[3]}
-            state["captured"] = captures
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()
             state["found_inf_per_device"] = self._keep(optimizer, stepper.totals())
@@ -191,7 +192,6 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0."""
         state = self._per_optimizer_states[id(optimizer)]
-        state["captured"] = any(map(is_capturing, totals))
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
             state["max_abs_per_device"] = {
                 d: total[1] / self._scale.to(d) for d, total in totals.items()
@@ -209,6 +209,8 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(f"unscale_: {attached}; its max_grad_norm clips")
         read = self._read(optimizer)
         self._updates.is_read(inv_scale.device)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["captured"] = is_capturing(inv_scale.device)
         if read is None or self._scale is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return self._placed(optimizer, "found_inf", found)
@@ -217,10 +219,14 @@ class GradScaler(torch.amp.GradScaler):
             own = [grads[i] for i in indices]
             _C.copy_(own, own, verdict=_C.decide(device, [], scale=self._scale))
         found = self._keep(optimizer, totals)
-        state = self._per_optimizer_states[id(optimizer)]
         largest = state.get("max_abs_per_device", {})
         state["max_abs_per_device"] = self._placed(optimizer, "max_abs", largest)
         return self._placed(optimizer, "found_inf", found)
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kw: Any) -> Any:
+        """Called by torch's step, which asks on the host whether to step the optimizer."""
+        gradients.refuse_capture(optimizer_state["found_inf_per_device"])
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kw)
 
     def _placed(
         self, optimizer: Optimizer, name: str, numbers: dict[torch.device, Tensor]
@@ -250,7 +256,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("update")
         captures = is_capturing(scale.device)
         for state in states:
-            refuse_split("update", state.get("captured", captures), captures)
+            refuse_split("update", state["captured"], captures)
         taken = self._updates.take(alone=len(states) == 1)
         if taken is not None and policy is None:
             self._scale, self._growth_tracker = taken

@@ -124,7 +124,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; once a CUDA graph has captured a step, gradients stay where it reads them."""
-        super().zero_grad(set_to_none and not self._stepper.native.is_captured)
+        stays = set_to_none and self._stepper.native.is_captured
+        super().zero_grad(set_to_none and not stays)
+        self._stepper.keep_gradients(stays)
         handed = self._stepper.handed
         if handed is not None and handed.marks is not None:
             self._stepper.handed = None  # no gradient carries a scale any more

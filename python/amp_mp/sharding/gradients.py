@@ -1,6 +1,6 @@
 """The reader of gradients: those on this process, of DTensors and plain tensors, and statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,19 @@ def measure(tensors: Sequence[Tensor]) -> dict[torch.device, Tensor]:
 
 def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
     """Whether totals count an inf or NaN, and their largest |x| / scale; waits for the device."""
+    refuse_capture(totals)
     overflow = any(bool(total[2] > 0) for total in totals.values())
     return overflow, max((float(total[1]) for total in totals.values()), default=0.0) / scale
+
+
+def refuse_capture(devices: Iterable[torch.device]) -> None:
+    """Raises RuntimeError where a CUDA graph captures what waits for the gradients' overflow."""
+    if "cuda" in {d.type for d in devices} and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this step asks on the host whether gradients overflow, which a CUDA graph cannot "
+            "capture. Capture amp.GradScaler around an optimizer of amp_mp, or torch's with "
+            "fused=True and capturable=True"
+        )
 
 
 def local_gradient(param: Any, label: str) -> Tensor | None:

@@ -19,7 +19,7 @@ from amp_mp.optim.step.handed import GradientMarks, Handed, carries_scale, nonze
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
-from amp_mp.sharding.gradients import overflow_in
+from amp_mp.sharding.gradients import overflow_in, refuse_capture
 from amp_mp.text_table import warn
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.gradients import master_params, multiply_gradients, set_aside, totals_of
@@ -107,6 +107,7 @@ class ScaledLosses:
             if isinstance(policy, Static) and policy.scale == 1:
                 yield loss
                 return
+            refuse_capture([torch.device(self._device_type)])
             iteration = self._begin()
             scale, params = policy.scale, all_parameters(optimizers)
             inner = [without_larc(each) for each in optimizers]

@@ -1,10 +1,12 @@
 """CUDA graphs, and the graphs of torch.compile."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import _disable_dynamo  # type: ignore[attr-defined]
+from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
+from torch.utils.hooks import RemovableHandle
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,6 +27,22 @@ def refuse_split(part: str, captured: bool, captures: bool) -> None:
             f"{part} {graph}, and the part of the iteration before it is not: capture unscale_, "
             "step and update together, or none of them"
         )
+
+
+def drop_in_a_capture(param: Tensor) -> RemovableHandle:
+    """Lets the parameter's next backward begin without its gradient if a CUDA graph captures it.
+
+    Zeros to which a graph adds would grow with every replay; without them it makes its own.
+    """
+    kept = weakref.ref(param)
+
+    def drop(_: Tensor) -> None:
+        handle.remove()
+        if (param := kept()) is not None and is_capturing(param.device):
+            param.grad = None
+
+    handle: RemovableHandle = param.register_hook(drop)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def outside_graphs(function: Function) -> Function:

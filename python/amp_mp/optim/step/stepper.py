@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule, kinds_of
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.state.masters import MasterBlocks
+from amp_mp.optim.step.graphs import drop_in_a_capture
 from amp_mp.optim.step.handed import Handed, carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
@@ -106,6 +108,7 @@ class Stepper:
         self.masters, self.hooks = MasterBlocks(), Hooks()
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
+        self._kept: list[RemovableHandle] = []
 
     @property
     def optimizer(self) -> Any:
@@ -129,6 +132,14 @@ class Stepper:
         self.hooks.memory = None
         if self.attachment is not None:
             self.attachment.forget()
+
+    def keep_gradients(self, kept: bool) -> None:
+        """kept: whether zero_grad has written zeros into gradients that it was to drop."""
+        for hook in self._kept:
+            hook.remove()
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        if kept and not torch.cuda.is_current_stream_capturing():
+            self._kept = [drop_in_a_capture(p) for p in params if p.requires_grad]
 
     def run(self, optimizer: Any) -> Handed:
         """Measures, decides and applies, or ends the iteration; returns what it was handed."""
