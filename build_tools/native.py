@@ -40,6 +40,7 @@ from build_tools.found import (
     find_cuda,
     find_torches,
     host_compiler,
+    machine,
     run,
 )
 from build_tools.generated import facts_unit, torch_units
@@ -47,7 +48,7 @@ from build_tools.generated import facts_unit, torch_units
 CSRC = ROOT / "csrc"
 KERNELS = "amp_mp.native.libamp_mp_kernels"
 LONGEST = ("apply", "torch_folders", "loops", "torch_ops", "decide")  # of the sources to compile
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 
 # -ffp-contract=off and -fmad=false: CPU, CUDA and a NumPy reference agree bit for bit.
@@ -63,6 +64,8 @@ NVCC_FLAGS += f" -Xcompiler -fPIC,{SHOWN}"
 # Errors for `make warnings` and CI; a user's newer compiler may have new warnings.
 STRICT = os.environ.get("AMP_MP_WERROR") == "1"
 WARNINGS = "-Wall -Wextra" + (" -Werror" if STRICT else "")
+if not IS_X86:  # on aarch64 GCC notes how GCC 10 passed a std::pair
+    WARNINGS += " -Wno-psabi"
 NVCC_WARNINGS = "-Werror all-warnings" if STRICT else ""
 
 
