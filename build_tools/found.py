@@ -63,6 +63,7 @@ class Cuda:
 
     nvcc: str
     release: str
+    host: list[str]  # options that name the C++ compiler
     architectures: list[str]
     runtime: Path  # static: the library then loads on machines without CUDA
 
@@ -203,9 +204,10 @@ def find_cuda(torches: list[Torch]) -> Cuda | None:
             f"a toolkit of torch's version, or say that the driver is new enough:\n"
             f"    CUDA_HOME=/usr/local/cuda-{of_torch.cuda} {INSTALL}\n    AMP_MP_CUDA=1 {INSTALL}"
         )
-    check_host_compiler(nvcc)
+    host = host_compiler(Path(top[1]))
+    check_host_compiler(nvcc, host)
     runtime = static_runtime(Path(top[1]), torches)
-    return Cuda(nvcc, f"{major}.{minor}", architecture_flags(nvcc), runtime)
+    return Cuda(nvcc, f"{major}.{minor}", host, architecture_flags(nvcc), runtime)
 
 
 def static_runtime(toolkit: Path, torches: list[Torch]) -> Path:
@@ -231,15 +233,17 @@ def find_nvcc(torches: list[Torch]) -> str | None:
     return next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
 
 
-def host_compiler() -> list[str]:
-    """nvcc's option that names the C++ compiler; nvcc itself takes g++."""
+def host_compiler(toolkit: Path) -> list[str]:
+    """nvcc's options that name the C++ compiler; nvcc itself takes g++."""
     cxx = compiler()
-    return ["-ccbin", *cxx] if os.environ.get("CXX") and len(cxx) == 1 else []
+    named = ["-ccbin", *cxx] if os.environ.get("CXX") and len(cxx) == 1 else []
+    # For another processor nvcc looks for headers of its own, but CUDA's are the same for all.
+    return named + (["-isystem", str(toolkit / "include")] if is_foreign() else [])
 
 
-def check_host_compiler(nvcc: str) -> None:
+def check_host_compiler(nvcc: str, host: list[str]) -> None:
     """Raises SystemExit where the C++ compiler is newer than nvcc knows."""
-    command = [nvcc, *host_compiler(), "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    command = [nvcc, *host, "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]

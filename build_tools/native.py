@@ -39,7 +39,6 @@ from build_tools.found import (
     compiler,
     find_cuda,
     find_torches,
-    host_compiler,
     machine,
     run,
 )
@@ -127,7 +126,7 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
         dense = int(cuda.release.split(".")[0]) >= 13
         flags = ["--compress-mode=size"] if dense else ["-Xfatbin", "-compress-all"]
         flags += [
-            *host_compiler(),
+            *cuda.host,
             *NVCC_FLAGS.split(),
             *NVCC_WARNINGS.split(),
             *cuda.architectures,

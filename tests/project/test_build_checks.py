@@ -321,8 +321,9 @@ def test_a_compiler_that_is_too_new_for_nvcc_is_named(
         found.find_cuda(ours)
     assert "CXX=g++-14 pip install" in str(error.value)
     monkeypatch.setenv("CXX", "g++-14")
-    assert found.find_cuda(ours) is not None
-    assert found.host_compiler() == ["-ccbin", "g++-14"]
+    cuda = found.find_cuda(ours)
+    assert cuda is not None
+    assert cuda.host == ["-ccbin", "g++-14"]
 
 
 def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(
@@ -356,11 +357,9 @@ def test_another_processor_takes_its_own_compiler_tags_and_cuda_runtime(
 ) -> None:
     assert (found.machine(), found.is_foreign()) == (for_other, True)
     assert os.environ["SETUPTOOLS_EXT_SUFFIX"].endswith(f"-{for_other}-linux-gnu.so")
-    assert found.host_compiler() == ["-ccbin", f"{for_other}-linux-gnu-g++"]
     monkeypatch.setenv("CUDA_HOME", str(nvcc_of("13.0", tmp_path / "cuda").parents[1]))
     ours = torches(stub_torch, monkeypatch)
-    site = stub_torch.parent
-    # The toolkit has this machine's.
+    site = stub_torch.parent  # the toolkit has this machine's
     with pytest.raises(SystemExit, match=f"{re.escape(str(site))} for {for_other}"):
         found.find_cuda(ours)
     (site / "nvidia/cu13/lib").mkdir(parents=True)
@@ -368,6 +367,8 @@ def test_another_processor_takes_its_own_compiler_tags_and_cuda_runtime(
     cuda = found.find_cuda(ours)
     assert cuda is not None
     assert cuda.runtime == site / "nvidia/cu13/lib/libcudart_static.a"
+    headers = ["-isystem", str(tmp_path / "cuda/include")]
+    assert cuda.host == ["-ccbin", f"{for_other}-linux-gnu-g++", *headers]
     options = wheel.for_machine(for_other)
     assert {f"manylinux_2_28_{for_other}", "--only-binary=:all:"} <= {*options}
     assert wheel.for_machine(wheel.HOST) == []
