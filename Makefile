@@ -15,14 +15,14 @@ ZOO := .venv-zoo
 SITE := .venv-docs
 JOBS ?= 2
 # Kernels are compiled for this machine's GPU, or else one that many have; pip compiles for all.
-ARCH = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
-TORCH_CUDA_ARCH_LIST ?= $(or $(ARCH),9.0)
+GPU = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
+TORCH_CUDA_ARCH_LIST ?= $(or $(GPU),9.0)
 NATIVE := $(shell find csrc -type f) $(wildcard build_tools/*.py) setup.py pyproject.toml
 PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -62,11 +62,17 @@ test-fast: build
 
 # The wheel for $(PYTHON): bindings for torch 2.11 to 2.15, kernels for all architectures. Half an hour
 # and 8 GB of downloads. test-wheel TORCH=2.15.0 installs it beside that torch and runs tests there.
+# ARCH=aarch64 makes it for another processor (apt install g++-aarch64-linux-gnu).
 wheel:
-	"$(PYTHON)" build_tools/wheel.py
+	"$(PYTHON)" build_tools/wheel.py $(if $(ARCH),--arch $(ARCH))
 
 test-wheel:
 	"$(PYTHON)" build_tools/test_wheel.py --torch $(TORCH)
+
+# A wheel for aarch64 under qemu: the README's example, tests, and states of every optimizer in every
+# format, which have to be this machine's bits. Half an hour, 1 GB of downloads at first.
+test-aarch64: build
+	$(PY) build_tools/test_aarch64.py --torch $(TORCH) --jobs $(JOBS)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.

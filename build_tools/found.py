@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import runpy
 import shlex
@@ -62,6 +63,7 @@ class Cuda:
 
     nvcc: str
     release: str
+    host: list[str]  # options that name the C++ compiler
     architectures: list[str]
     runtime: Path  # static: the library then loads on machines without CUDA
 
@@ -113,6 +115,16 @@ def check_torches(torches: list[Torch]) -> None:
             )
 
 
+def machine() -> str:
+    """The processor that is built for: this one, or that of _PYTHON_HOST_PLATFORM (wheel.py)."""
+    return sysconfig.get_platform().rpartition("-")[2]
+
+
+def is_foreign() -> bool:
+    """Whether what is built runs on another processor than this one."""
+    return machine() != platform.machine()
+
+
 def compiler() -> list[str]:
     """The C++ compiler and its first arguments."""
     return shlex.split(os.environ.get("CXX") or "g++")
@@ -131,6 +143,15 @@ def check_python() -> None:
         raise SystemExit(
             f"Python's headers are missing ({header}):\n"
             f"    apt install python3-dev    # or {package}; on Fedora: dnf install python3-devel"
+        )
+    # Debian's pyconfig.h includes another processor's, which has a package of its own.
+    command = [*compiler(), "-fsyntax-only", f"-I{header.parent}", "-x", "c++", str(header)]
+    done = subprocess.run(command, capture_output=True, text=True) if is_foreign() else None
+    if done and done.returncode:
+        raise SystemExit(
+            f"Python's headers in {header.parent} are not for {machine()}:\n{done.stderr}"
+            "pyenv's serve every processor. Debian has a package for each:\n"
+            f"    dpkg --add-architecture arm64; apt install lib{package}:arm64"
         )
 
 
@@ -183,13 +204,24 @@ def find_cuda(torches: list[Torch]) -> Cuda | None:
             f"a toolkit of torch's version, or say that the driver is new enough:\n"
             f"    CUDA_HOME=/usr/local/cuda-{of_torch.cuda} {INSTALL}\n    AMP_MP_CUDA=1 {INSTALL}"
         )
-    check_host_compiler(nvcc)
+    host = host_compiler(Path(top[1]))
+    check_host_compiler(nvcc, host)
+    runtime = static_runtime(Path(top[1]), torches)
+    return Cuda(nvcc, f"{major}.{minor}", host, architecture_flags(nvcc), runtime)
+
+
+def static_runtime(toolkit: Path, torches: list[Torch]) -> Path:
+    """CUDA's static library: the toolkit's, or, for another processor, that of pip's packages."""
     name = "libcudart_static.a"
     folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
-    found = [p for folder in folders if (p := Path(top[1], folder, name)).exists()]
+    places, under = [toolkit / folder for folder in folders], str(toolkit)
+    if is_foreign():  # the toolkit's first folders have this processor's
+        places = [p for torch in torches for p in torch.folder.parent.glob("nvidia/cu*/lib")]
+        under = f"{torches[0].folder.parent} for {machine()}"
+    found = [path for place in places if (path := place / name).exists()]
     if not found:
-        raise SystemExit(f"{name} not found under {top[1]}; install the CUDA runtime's library")
-    return Cuda(nvcc, f"{major}.{minor}", architecture_flags(nvcc), found[0])
+        raise SystemExit(f"{name} not found under {under}; install the CUDA runtime's library")
+    return found[0]
 
 
 def find_nvcc(torches: list[Torch]) -> str | None:
@@ -201,15 +233,17 @@ def find_nvcc(torches: list[Torch]) -> str | None:
     return next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
 
 
-def host_compiler() -> list[str]:
-    """nvcc's option that names the C++ compiler; nvcc itself takes g++."""
+def host_compiler(toolkit: Path) -> list[str]:
+    """nvcc's options that name the C++ compiler; nvcc itself takes g++."""
     cxx = compiler()
-    return ["-ccbin", *cxx] if os.environ.get("CXX") and len(cxx) == 1 else []
+    named = ["-ccbin", *cxx] if os.environ.get("CXX") and len(cxx) == 1 else []
+    # For another processor nvcc looks for headers of its own, but CUDA's are the same for all.
+    return named + (["-isystem", str(toolkit / "include")] if is_foreign() else [])
 
 
-def check_host_compiler(nvcc: str) -> None:
+def check_host_compiler(nvcc: str, host: list[str]) -> None:
     """Raises SystemExit where the C++ compiler is newer than nvcc knows."""
-    command = [nvcc, *host_compiler(), "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    command = [nvcc, *host, "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]

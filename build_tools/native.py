@@ -39,7 +39,7 @@ from build_tools.found import (
     compiler,
     find_cuda,
     find_torches,
-    host_compiler,
+    machine,
     run,
 )
 from build_tools.generated import facts_unit, torch_units
@@ -47,7 +47,7 @@ from build_tools.generated import facts_unit, torch_units
 CSRC = ROOT / "csrc"
 KERNELS = "amp_mp.native.libamp_mp_kernels"
 LONGEST = ("apply", "torch_folders", "loops", "torch_ops", "decide")  # of the sources to compile
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 
 # -ffp-contract=off and -fmad=false: CPU, CUDA and a NumPy reference agree bit for bit.
@@ -63,6 +63,8 @@ NVCC_FLAGS += f" -Xcompiler -fPIC,{SHOWN}"
 # Errors for `make warnings` and CI; a user's newer compiler may have new warnings.
 STRICT = os.environ.get("AMP_MP_WERROR") == "1"
 WARNINGS = "-Wall -Wextra" + (" -Werror" if STRICT else "")
+if not IS_X86:  # on aarch64 GCC notes how GCC 10 passed a std::pair
+    WARNINGS += " -Wno-psabi"
 NVCC_WARNINGS = "-Werror all-warnings" if STRICT else ""
 
 
@@ -124,7 +126,7 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
         dense = int(cuda.release.split(".")[0]) >= 13
         flags = ["--compress-mode=size"] if dense else ["-Xfatbin", "-compress-all"]
         flags += [
-            *host_compiler(),
+            *cuda.host,
             *NVCC_FLAGS.split(),
             *NVCC_WARNINGS.split(),
             *cuda.architectures,

@@ -89,6 +89,15 @@ def newest_wheel() -> Path:
     return found[-1]
 
 
+def copy_tree(tree: Path) -> None:
+    """Copies what tests read, without the package, and the README's first block as example.py."""
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tree / name)
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    (tree / "example.py").write_text(example)
+
+
 def main() -> None:
     """What the text above says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,12 +109,8 @@ def main() -> None:
     run(python, "-m", "pip", "check")
     with tempfile.TemporaryDirectory(prefix="amp_mp-wheel-") as folder:
         tree = Path(folder)
-        for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tree / name)
+        copy_tree(tree)
         run(python, "-c", ABOUT, cwd=tree)
-        example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-        (tree / "example.py").write_text(example)
         run(python, "example.py", cwd=tree, env={})
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMP_MP_", "PYTHON"))}
         command = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "loadgroup"]

@@ -5,6 +5,8 @@
 #include "core/formats.h"
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace amp_mp::cpu {
@@ -46,6 +48,25 @@ AMP_MP_BOTH void narrow(Vector x, float16* to) {
 AMP_MP_BOTH Vector clamp(Vector x) {
   x = _mm256_min_ps(_mm256_set1_ps(kFloat16Max), x);
   return _mm256_max_ps(_mm256_set1_ps(-kFloat16Max), x);
+}
+#elif defined(__aarch64__)
+// FZ16, which torch.set_flush_denormal sets, does not reach these conversions.
+constexpr int kHalfLanes = 4;
+typedef float32x4_t Vector;
+AMP_MP_BOTH Vector load(const float* from) { return vld1q_f32(from); }
+AMP_MP_BOTH void store(Vector x, float* to) { vst1q_f32(to, x); }
+AMP_MP_BOTH Vector widen(const float16* from) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
+}
+AMP_MP_BOTH void narrow(Vector x, float16* to) {
+  const Vector quiet = vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000));
+  x = vbslq_f32(vceqq_f32(x, x), x, quiet);
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+AMP_MP_BOTH Vector clamp(Vector x) {  // not vminq_f32, which changes a signalling NaN
+  const Vector largest = vdupq_n_f32(kFloat16Max), least = vdupq_n_f32(-kFloat16Max);
+  x = vbslq_f32(vcgtq_f32(x, largest), largest, x);
+  return vbslq_f32(vcltq_f32(x, least), least, x);
 }
 #else
 constexpr int kHalfLanes = 1;

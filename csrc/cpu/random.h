@@ -1,6 +1,5 @@
 #pragma once
-// core/random.h for a whole tile: several draws at once, in vectors. Included once for each
-// instruction set.
+// core/random.h for a whole tile: draws in vectors. Included once for each instruction set.
 #include "core/random.h"
 #include "cpu/convert.h"
 
@@ -26,6 +25,8 @@ AMP_MP_BOTH Wide multiply(Wide a, Wide b) {
   return Wide(_mm256_mul_epu32(__m256i(a), __m256i(b)));
 #elif defined(__SSE2__)
   return Wide(_mm_mul_epu32(__m128i(a), __m128i(b)));
+#elif defined(__aarch64__)  // without it a scalar product for each lane
+  return Wide(vmull_u32(vmovn_u64(uint64x2_t(a)), vmovn_u64(uint64x2_t(b))));
 #else
   return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif

@@ -46,20 +46,30 @@ def test_decoding_is_exact_for_all_65536_patterns(device: str, name: str) -> Non
     assert_same(array(to), wanted, name)
 
 
-def test_float16_subnormals_survive_flushing_of_denormals() -> None:
-    low = torch.arange(1, 1024, dtype=torch.int16).view(torch.float16)
-    wanted = low.numpy().astype(np.float32)
-    if not torch.set_flush_denormal(True):
+@pytest.mark.parametrize("flush", [False, True], ids=["kept", "flushed"])
+def test_float16_has_the_same_bits_where_denormals_are_flushed(flush: bool) -> None:
+    """Every pattern decoded and every kind of float32 encoded, to the bit, NaNs included."""
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    halves = torch.from_numpy(patterns.view(np.int16)).view(torch.float16)
+    floats = torch.from_numpy(interesting_floats())
+    wide, low = torch.empty(halves.numel()), torch.empty(floats.numel(), dtype=torch.float16)
+    if not torch.set_flush_denormal(flush) and flush:
         pytest.fail("this processor cannot flush denormals")
     try:
-        to = torch.empty(low.numel())
-        _C.copy_([to], [low])
-        back = torch.empty_like(low)
-        _C.copy_([back], [to])
+        _C.copy_([wide], [halves])
+        _C.copy_([low], [floats])
     finally:
         torch.set_flush_denormal(False)
-    assert_same(to.numpy(), wanted, "decoded")
-    assert torch.equal(back.view(torch.int16), low.view(torch.int16))
+    # A NaN keeps its payload and becomes a quiet one; encoded, it becomes 0x7E00.
+    nan = (patterns & 0x7FFF) > 0x7C00
+    wanted = patterns.view(np.float16).astype(np.float32).view(np.uint32)
+    payload = (patterns.astype(np.uint32) & 0x3FF) << 13
+    quiet = ((patterns.astype(np.uint32) & 0x8000) << 16) | 0x7FC00000 | payload
+    np.testing.assert_array_equal(wide.numpy().view(np.uint32), np.where(nan, quiet, wanted))
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = floats.numpy().astype(np.float16)
+    bits = np.where(np.isnan(rounded), np.uint16(0x7E00), rounded.view(np.uint16))
+    np.testing.assert_array_equal(low.numpy().view(np.uint16), bits)
 
 
 def test_the_reference_agrees_with_numpy_and_torch() -> None:

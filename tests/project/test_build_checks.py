@@ -321,8 +321,9 @@ def test_a_compiler_that_is_too_new_for_nvcc_is_named(
         found.find_cuda(ours)
     assert "CXX=g++-14 pip install" in str(error.value)
     monkeypatch.setenv("CXX", "g++-14")
-    assert found.find_cuda(ours) is not None
-    assert found.host_compiler() == ["-ccbin", "g++-14"]
+    cuda = found.find_cuda(ours)
+    assert cuda is not None
+    assert cuda.host == ["-ccbin", "g++-14"]
 
 
 def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(
@@ -337,6 +338,49 @@ def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(
     tool(nvcc, "echo hello")
     with pytest.raises(SystemExit, match=r"does not answer like a CUDA compiler"):
         found.find_cuda(ours)
+
+
+# ---- another processor ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_other(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A processor that this machine has not, and what wheel.py sets to build for it."""
+    other = "aarch64" if wheel.HOST != "aarch64" else "x86_64"
+    for name, value in wheel.foreign(other).items():
+        monkeypatch.setenv(name, value)
+    return other
+
+
+def test_another_processor_takes_its_own_compiler_tags_and_cuda_runtime(
+    for_other: str, stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (found.machine(), found.is_foreign()) == (for_other, True)
+    assert os.environ["SETUPTOOLS_EXT_SUFFIX"].endswith(f"-{for_other}-linux-gnu.so")
+    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("13.0", tmp_path / "cuda").parents[1]))
+    ours = torches(stub_torch, monkeypatch)
+    site = stub_torch.parent  # the toolkit has this machine's
+    with pytest.raises(SystemExit, match=f"{re.escape(str(site))} for {for_other}"):
+        found.find_cuda(ours)
+    (site / "nvidia/cu13/lib").mkdir(parents=True)
+    (site / "nvidia/cu13/lib/libcudart_static.a").touch()
+    cuda = found.find_cuda(ours)
+    assert cuda is not None
+    assert cuda.runtime == site / "nvidia/cu13/lib/libcudart_static.a"
+    headers = ["-isystem", str(tmp_path / "cuda/include")]
+    assert cuda.host == ["-ccbin", f"{for_other}-linux-gnu-g++", *headers]
+    options = wheel.for_machine(for_other)
+    assert {f"manylinux_2_28_{for_other}", "--only-binary=:all:"} <= {*options}
+    assert wheel.for_machine(wheel.HOST) == []
+
+
+def test_python_headers_of_this_processor_alone_are_named(for_other: str, tmp_path: Path) -> None:
+    gxx = f"{for_other}-linux-gnu-g++"
+    tool(tmp_path / f"bin/{gxx}", "echo 'aarch64-linux-gnu/pyconfig.h: No such file' >&2; exit 1")
+    with pytest.raises(SystemExit, match=f"are not for {for_other}.*\n.*pyconfig.h: No such file"):
+        found.check_python()
+    tool(tmp_path / f"bin/{gxx}", "exit 0")
+    found.check_python()
 
 
 # ---- what a release says of itself ---------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Prints this process's instruction set and a digest of what steps, copies and norms compute in it.
+"""Prints this process's instruction set, and digests of what the native passes compute in it.
 
-Usage: digest.py THREADS. test_instruction_sets.py runs it with AMP_MP_CPU set.
+Usage: digest.py THREADS. test_instruction_sets.py runs it with AMP_MP_CPU set, `make test-aarch64`
+on another processor. Muon is left out: its matrix products are torch's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import cuts
 import torch
-from helpers import DTYPES, on, random
-from rules import RULES, STORAGES
+from helpers import DTYPES, interesting_floats, on, random, state_names
+from rules import FLOAT32_ONLY, RULES, SQUARES, STORAGES
 from torch import Tensor
 
 import amp_mp as amp
@@ -21,6 +22,23 @@ from amp_mp import _C
 
 def raw(tensor: Tensor) -> bytes:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def conversions(digest: Any) -> None:
+    """Every pattern of 16 bits to float32, and float32 with every exponent and every tie back."""
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    floats = torch.from_numpy(interesting_floats())
+    for dtype in (torch.float16, torch.bfloat16):
+        wide, low = torch.empty(patterns.numel()), torch.empty(floats.numel(), dtype=dtype)
+        _C.copy_([wide], [patterns.view(dtype)])
+        digest.update(raw(wide))
+        for saturate in (False, True):
+            _C.copy_([low], [floats], saturate=saturate)
+            digest.update(raw(low))
+        for format in amp.formats.NAMES:
+            parts = amp.formats.encode(floats, format, weight_dtype=dtype)
+            for tensor in (*parts, amp.formats.decode(parts, format)):
+                digest.update(raw(tensor))
 
 
 def unaligned_steps_and_copies(digest: Any) -> None:
@@ -47,13 +65,17 @@ def every_rule_in_every_format(digest: Any) -> None:
     def tensors(seed: int) -> list[Tensor]:
         return [
             torch.from_numpy(random(rows * columns, seed)).view(rows, columns).squeeze(1).to(dtype)
-            for dtype in (torch.bfloat16, torch.float16)
+            for dtype in DTYPES.values()
             for rows, columns in ((1030, 32), (37, 1), (33, 31))
         ]
 
     weights, *grads = tensors(0), tensors(1), tensors(2)
-    for kind, numbers in RULES.values():
-        for storage in [*STORAGES.values(), {"master": "none", "rounding": "stochastic"}]:
+    for rule, (kind, numbers) in RULES.items():
+        names = state_names(kind([torch.nn.Parameter(weights[0])], **numbers))
+        free = [n for n in names if n not in FLOAT32_ONLY and not rule.startswith("centered")]
+        halves = {name: "float16_root" if name in SQUARES else "float16" for name in free}
+        drawn = {"master": "none", "rounding": "stochastic"}
+        for storage in [*STORAGES.values(), drawn, halves]:
             params = [torch.nn.Parameter(w.clone()) for w in weights]
             optimizer = kind(params, **numbers, **storage, max_grad_norm=1.0)
             for step in grads:
@@ -89,11 +111,15 @@ def shards_of_rows(digest: Any) -> None:
             digest.update(name.encode() + whole.tobytes())
 
 
+PARTS = (
+    *(conversions, unaligned_steps_and_copies, every_rule_in_every_format),
+    *(averages, shards_of_rows),
+)
+
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
-    found = hashlib.sha256()
-    unaligned_steps_and_copies(found)
-    every_rule_in_every_format(found)
-    averages(found)
-    shards_of_rows(found)
-    print(amp.build_info()["cpu"], found.hexdigest())
+    print(amp.build_info()["cpu"])
+    for part in PARTS:
+        found = hashlib.sha256()
+        part(found)
+        print(part.__name__, found.hexdigest(), flush=True)
