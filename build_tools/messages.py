@@ -1,7 +1,7 @@
-"""The texts of errors and warnings in the code: `python build_tools/messages.py [--missing]`.
+"""The texts of errors and warnings in the code: `python build_tools/messages.py` prints them.
 
-Each is printed with its place, and with "..." for what varies in it. docs/errors.md has an entry
-for each; --missing lists those that it lacks.
+Each with its place, and with "..." for what varies in it. The site (site.py) lists them at the end
+of docs/errors.md.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "errors.md"
 Names = dict[str, list[ast.AST]]
 # Functions that are given a text for the user, and functions that return one.
 SPEAKING = {"warn", "warning", "print", "say", "error", "add_note", "run"}
@@ -175,16 +173,9 @@ def strings(part: list[str]) -> list[str]:
 
 
 def messages(page: str) -> list[str]:
-    """The lines of a page that are messages: those of text blocks, first cells in backticks."""
+    """The lines of a page's text blocks."""
     blocks = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    cells = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
-    return [line.strip() for line in [*"".join(blocks).splitlines(), *cells] if line.strip()]
-
-
-def has_entry(text: str, lines: list[str]) -> bool:
-    """Whether a line has the longest fixed part of a text; of a short text, all of it."""
-    longest = max(fragments(text), key=len)
-    return any(longest in line if len(longest) >= 15 else text.strip() == line for line in lines)
+    return [line.strip() for line in "".join(blocks).splitlines() if line.strip()]
 
 
 def is_in_code(line: str, known: list[str]) -> bool:
@@ -193,8 +184,15 @@ def is_in_code(line: str, known: list[str]) -> bool:
     return any(pattern.search(text) for text in known)
 
 
+def listed() -> str:
+    """Markdown that has every text, by the file that it is in."""
+    parts = []
+    for file, found in itertools.groupby(texts(), lambda each: each[0]):
+        lines = "\n".join(dict.fromkeys(text for _, _, text in found))
+        parts.append(f"`{file}`\n\n```text\n{lines}\n```\n")
+    return "\n".join(parts)
+
+
 if __name__ == "__main__":
-    lines = messages(PAGE.read_text()) if "--missing" in sys.argv else []
     for file, line, text in texts():
-        if not has_entry(text, lines):
-            print(f"{file}:{line}: {text}")
+        print(f"{file}:{line}: {text}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from progress import Bar
@@ -103,55 +102,29 @@ def remaining(case: Case, arm: str, seed: int = 0) -> list[float]:
     return shares
 
 
-def main(plot: Path | None, longest: int) -> None:
+def main(longest: int) -> None:
     torch.set_num_threads(1)
     table = Table(title="Remaining share of the initial loss", title_justify="left")
     for column in ("case", "steps", *ARMS):
         table.add_column(column, justify="right")
-    curves: dict[str, dict[str, list[float]]] = {}
     cases = [case for case in CASES if max(case.steps) <= longest]
     with Bar(total=len(cases) * len(ARMS), unit="run", dynamic_ncols=True) as bar:
         for case in cases:
-            curves[case.name] = {}
+            curves = {}
             for arm in ARMS:
-                curves[case.name][arm] = remaining(case, arm)
+                curves[arm] = remaining(case, arm)
                 bar.update()
             for steps in case.steps:
-                row = [f"{curves[case.name][arm][steps - 1]:.3g}" for arm in ARMS]
+                row = [f"{curves[arm][steps - 1]:.3g}" for arm in ARMS]
                 table.add_row(case.name, str(steps), *row)
     Console(width=110).print(table)
-    if plot is not None:
-        draw(curves, plot)
-        print(f"wrote {plot}")
-
-
-def draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Save one panel per case, with logarithmic axes."""
-    from matplotlib import pyplot
-
-    picture, panels = pyplot.subplots(
-        1, len(curves), figsize=(4 * len(curves), 4), sharey=True, squeeze=False
-    )
-    for panel, (name, arms) in zip(panels[0], curves.items(), strict=True):
-        for width, (arm, shares) in zip((5, 4, 3, 2, 1), arms.items(), strict=True):
-            panel.plot(
-                range(1, len(shares) + 1), [max(s, 1e-10) for s in shares], label=arm, lw=width
-            )
-        panel.set(xscale="log", yscale="log", title=f"case {name}", xlabel="step", ylim=(1e-9, 3))
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("remaining share of the initial loss")
-    panels[0][-1].legend()
-    picture.tight_layout()
-    picture.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plot", type=Path, help="file for a picture (.png or .svg)")
     parser.add_argument(
         "--longest", type=int, default=10**9, help="leave out cases with more steps"
     )
-    arguments = parser.parse_args()
-    main(arguments.plot, arguments.longest)
+    main(parser.parse_args().longest)

@@ -104,6 +104,12 @@ def _group_of(file: Path) -> str | None:
     return found and found[1]
 
 
+@pytest.fixture(params=["cuda"])
+def cuda(request: pytest.FixtureRequest) -> str:
+    """In the names of tests that need a GPU, for those who choose by device."""
+    return request.param
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """Each device type there is."""

@@ -1,7 +1,7 @@
 """Fit a linear layer in two processes: each has its own data, and gradients are averaged."""
 
 # With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
-# masters and a scaled loss. float32/distributed.py is the same script without FP16_Optimizer.
+# masters and a scaled loss. With --plain there is no FP16_Optimizer.
 
 import argparse
 import os
@@ -31,15 +31,19 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
         amp.prepare(model, dtype)
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
+    if not args.plain:
+        optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
 
     losses = []
     for _ in range(args.steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x).float(), y)
-        # Gradients are averaged before they reach the masters, so all ranks make the same step or
-        # all skip it.
-        optimizer.backward(loss)
+        if args.plain:
+            loss.backward()
+        else:
+            # Gradients are averaged before they reach the masters, so all ranks make the same step
+            # or all skip it.
+            optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     print(f"rank {rank}, {args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} at the end")
@@ -57,6 +61,7 @@ if __name__ == "__main__":
     command_line.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
     )
+    command_line.add_argument("--plain", action="store_true", help="leave FP16_Optimizer out")
     command_line.add_argument("--steps", type=int, default=500, help="optimizer steps")
     command_line.add_argument("--save", type=Path, help="folder for the results of both processes")
     with tempfile.TemporaryDirectory() as folder:

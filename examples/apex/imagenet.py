@@ -1,7 +1,7 @@
 """Train a convolutional network to read digits, the way ImageNet scripts do."""
 
 # With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
-# masters and a scaled loss. float32/imagenet.py is the same script without FP16_Optimizer.
+# masters and a scaled loss. With --plain there is no FP16_Optimizer.
 
 import argparse
 
@@ -44,6 +44,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+command_line.add_argument("--plain", action="store_true", help="leave FP16_Optimizer out")
 command_line.add_argument("--epochs", type=int, default=6, help="passes over the images")
 command_line.add_argument("--images", type=int, default=4096, help="training images")
 command_line.add_argument("--batch", type=int, default=64, help="images per step")
@@ -64,7 +65,8 @@ if dtype != torch.float32:
 optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
 # The schedule gets the plain optimizer; FP16_Optimizer keeps its param_groups, so both see one lr.
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, 2 * args.epochs // 3))
-optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
+if not args.plain:
+    optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
 
 losses = []
 for epoch in range(args.epochs):
@@ -73,7 +75,10 @@ for epoch in range(args.epochs):
         optimizer.zero_grad()
         outputs = model(images[batch].to(dtype)).float()
         loss = nn.functional.cross_entropy(outputs, labels[batch])
-        optimizer.backward(loss)
+        if args.plain:
+            loss.backward()
+        else:
+            optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     schedule.step()

@@ -1,7 +1,7 @@
 """Fit a linear layer to random numbers with SGD."""
 
 # With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
-# masters and a scaled loss. float32/minimal.py is the same script without FP16_Optimizer.
+# masters and a scaled loss. With --plain there is no FP16_Optimizer.
 
 import argparse
 
@@ -12,6 +12,7 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+command_line.add_argument("--plain", action="store_true", help="leave FP16_Optimizer out")
 command_line.add_argument("--steps", type=int, default=200, help="optimizer steps")
 args = command_line.parse_args()
 dtype = getattr(torch, args.dtype)
@@ -23,15 +24,19 @@ model = nn.Linear(1024, 16)
 if dtype != torch.float32:
     amp.prepare(model, dtype)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-# From here on use this object and not the wrapped one. Its parameters are float32 masters.
-optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
+if not args.plain:
+    # From here on use this object and not the wrapped one. Its parameters are float32 masters.
+    optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
 
 losses = []
 for _ in range(args.steps):
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x).float(), y)
-    # Replaces loss.backward(): the loss is multiplied by 128, and the masters get true gradients.
-    optimizer.backward(loss)
+    if args.plain:
+        loss.backward()
+    else:
+        # The loss is multiplied by 128, and the masters get true gradients.
+        optimizer.backward(loss)
     optimizer.step()
     losses.append(loss.item())
 print(f"{args.dtype}: loss {losses[0]:.6f} at first, {losses[-1]:.6f} after {args.steps} steps")

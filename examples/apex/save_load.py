@@ -1,7 +1,7 @@
 """Train, save, load into new objects and continue: the same steps as in an uninterrupted run."""
 
 # With --dtype bfloat16 or float16 the model has that dtype, and FP16_Optimizer gives it float32
-# masters and a scaled loss. float32/save_load.py is the same script without FP16_Optimizer.
+# masters and a scaled loss. With --plain there is no FP16_Optimizer.
 
 import argparse
 import tempfile
@@ -15,6 +15,7 @@ import amp_mp as amp
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+command_line.add_argument("--plain", action="store_true", help="leave FP16_Optimizer out")
 command_line.add_argument(
     "--steps", type=int, default=100, help="steps before saving, and after loading"
 )
@@ -32,7 +33,8 @@ def build() -> tuple[nn.Module, Any]:
     if dtype != torch.float32:
         amp.prepare(model, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
+    if not args.plain:
+        optimizer = amp.FP16_Optimizer(optimizer, static_loss_scale=128.0)
     return model, optimizer
 
 
@@ -42,7 +44,10 @@ def train(model: nn.Module, optimizer: Any) -> list[float]:
     for _ in range(args.steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x).float(), y)
-        optimizer.backward(loss)
+        if args.plain:
+            loss.backward()
+        else:
+            optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     return losses

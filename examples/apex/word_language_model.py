@@ -1,8 +1,8 @@
 """Train an LSTM language model on the source of Python's standard library, byte by byte."""
 
 # With --fp16 the model is float16, and FP16_Optimizer gives it float32 masters and a scaled loss.
-# float32/word_language_model.py is the same script without FP16_Optimizer. Both clip the gradients
-# of the optimizer's own parameters, which here are the masters, whose gradients are not scaled.
+# With --plain there is no FP16_Optimizer. The gradients of the optimizer's own parameters are
+# clipped; of FP16_Optimizer these are the masters, whose gradients are not scaled.
 # (optimizer.clip_master_grads(args.clip) does the same natively and returns -1 after an overflow.)
 
 import argparse
@@ -21,6 +21,7 @@ from corpus import load_text
 
 command_line = argparse.ArgumentParser(description=__doc__)
 command_line.add_argument("--fp16", action="store_true", help="float16 weights and activations")
+command_line.add_argument("--plain", action="store_true", help="leave FP16_Optimizer out")
 command_line.add_argument("--static-loss-scale", type=float, default=128.0)
 command_line.add_argument(
     "--dynamic-loss-scale",
@@ -62,7 +63,8 @@ model = Model(args.width)
 if args.fp16:
     amp.prepare(model, torch.float16)
 optimizer = torch.optim.SGD(model.parameters(), args.lr)
-optimizer = amp.FP16_Optimizer(optimizer, args.static_loss_scale, args.dynamic_loss_scale)
+if not args.plain:
+    optimizer = amp.FP16_Optimizer(optimizer, args.static_loss_scale, args.dynamic_loss_scale)
 
 losses = []
 history: History = None
@@ -72,7 +74,10 @@ for step in range(args.steps):
     outputs, history = model(part[:-1], history)
     history = (history[0].detach(), history[1].detach())
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), part[1:].flatten())
-    optimizer.backward(loss)
+    if args.plain:
+        loss.backward()
+    else:
+        optimizer.backward(loss)
     nn.utils.clip_grad_norm_(amp.apex.amp.master_params(optimizer), args.clip)
     optimizer.step()
     losses.append(loss.item())

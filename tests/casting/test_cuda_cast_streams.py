@@ -14,12 +14,6 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 def hold_up() -> None:
     """What is queued next on the current stream runs later than the host goes on."""
     if not PRETEND_GPU:

@@ -126,16 +126,21 @@ def eager(steps: int, **arguments: Any) -> tuple[list[tuple[Any, ...]], list[Ten
 
 @on_every_stream
 @for_every_scale
-def test_reports_after_a_replay_are_of_that_replay(side: bool, loss_scale: Any) -> None:
-    """The whole iteration is in the graph."""
+@pytest.mark.parametrize("whole", [True, False], ids=["iteration", "backward"])
+def test_reports_after_a_replay_are_of_that_replay(
+    side: bool, loss_scale: Any, whole: bool
+) -> None:
+    """Of an iteration, or of torch's documented loop: step and update are not in the graph."""
     told, weights = eager(STEPS, loss_scale=loss_scale)
     loop = Loop(loss_scale)
     with stream(side):
         loop.warm_up()
-        loop.capture(loop.backward, loop.step)
+        loop.capture(loop.backward, *[loop.step] * whole)
         for step in range(STEPS):
             loop.read(step)
             loop.replay()
+            if not whole:
+                loop.step()
             assert loop.told() == told[step]
         for found, wanted in zip(loop.weights(), weights, strict=True):
             assert torch.equal(found, wanted)
@@ -170,24 +175,6 @@ def test_reports_after_a_replay_on_a_stream_that_is_not_current() -> None:
         with torch.cuda.stream(beside):
             loop.replay()
         assert loop.told() == told[step]
-
-
-@on_every_stream
-@for_every_scale
-def test_a_captured_backward_with_an_eager_step_beside_it(side: bool, loss_scale: Any) -> None:
-    """torch's documented loop: forward and backward are in the graph, step and update are not."""
-    told, weights = eager(STEPS, loss_scale=loss_scale)
-    loop = Loop(loss_scale)
-    with stream(side):
-        loop.warm_up()
-        loop.capture(loop.backward)
-        for step in range(STEPS):
-            loop.read(step)
-            loop.replay()
-            loop.step()
-            assert loop.told() == told[step]
-        for found, wanted in zip(loop.weights(), weights, strict=True):
-            assert torch.equal(found, wanted)
 
 
 def test_a_captured_backward_with_another_optimizer_and_unscale() -> None:

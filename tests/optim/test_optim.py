@@ -362,20 +362,6 @@ def test_dense_parameters_of_any_shape_work(device: str, name: str) -> None:
     torch.testing.assert_close(param.detach(), before - 1)
 
 
-def test_empty_frozen_and_unused_parameters_are_left_alone(device: str) -> None:
-    empty, frozen, unused, used = (nn.Parameter(torch.ones(n, device=device)) for n in (0, 2, 2, 2))
-    frozen.requires_grad_(False)
-    optimizer = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1)
-    optimizer.step()  # nothing has a gradient
-    assert not optimizer.state
-    empty.grad, used.grad = torch.ones_like(empty), torch.ones_like(used)
-    optimizer.step()
-    assert (frozen == 1).all()
-    assert (unused == 1).all()
-    assert (used != 1).all()
-    assert unused not in optimizer.state
-
-
 def test_a_backward_over_an_updated_weight_raises(device: str) -> None:
     """Version counters are bumped, so autograd notices that what it saved is gone."""
     weight = nn.Parameter(torch.randn(3, 3, device=device))

@@ -9,59 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRETEND_GPU, raw_bytes
+from cuda_training import DEVICE, Training, captured
+from helpers import PRETEND_GPU
 from tiers import full
-from torch import nn
 from watching import watching
 
 import amp_mp as amp
 
-DEVICE = "cuda"
 MATRICES = [(32, 64), (64, 32), (32, 64), (3, 16, 32)]
 VECTORS = [(64,), (7,), (40, 32)]
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
-class Training:
-    """Matrices and others, an optimizer and a scaler; gradients are written where they are."""
+class Matrices(Training):
+    """Matrices and others."""
 
     def __init__(self, with_others: bool, memory: str | None, lr: Any = 0.02) -> None:
-        source = torch.Generator().manual_seed(3)
-        self.params = [
-            nn.Parameter(torch.randn(s, generator=source).to(DEVICE, torch.bfloat16))
-            for s in MATRICES + VECTORS * with_others
-        ]
-        for p in self.params:
-            p.grad = torch.zeros_like(p)
+        super().__init__(memory=memory, lr=lr, shapes=MATRICES + VECTORS * with_others, seed=5)
+
+    def optimizer_of(self, lr: Any, **arguments: Any) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{"params": self.params[: len(MATRICES)]}]
-        if with_others:
-            groups += [{"params": self.params[len(MATRICES) :], "use_muon": False, "lr": lr}]
-        self.optimizer = amp.optim.Muon(groups, lr=lr, memory=memory, max_grad_norm=1.0, seed=5)
-        self.scaler = amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=3)
-        self.scaler.scale(torch.ones((), device=DEVICE))
-
-    def fill(self, step: int, overflows: bool) -> None:
-        """Scaled gradients, the same for every training at that step and scale."""
-        source = torch.Generator().manual_seed(100 + step)
-        for p in self.params:
-            values = torch.randn(p.shape, generator=source).to(DEVICE)
-            p.grad.copy_(values * self.scaler._scale * 2.0 ** -(step % 5))
-        if overflows:
-            self.params[step % len(self.params)].grad.view(-1)[-1] = float("inf")
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def state(self) -> Any:
-        state = self.optimizer.state_dict()["state"]
-        return raw_bytes([[p.detach() for p in self.params], state, self.scaler.state_dict()])
+        if others := self.params[len(MATRICES) :]:
+            groups += [{"params": others, "use_muon": False, "lr": lr}]
+        return amp.optim.Muon(groups, lr=lr, **arguments)
 
 
 # Three shapes: the largest element, its power of two and a division by it; a norm, its least value
@@ -75,7 +45,7 @@ UPLOADS = (0, 1)
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "tiny"])
 def test_a_step_is_four_launches_and_the_products(memory: str) -> None:
-    training = Training(False, memory)
+    training = Matrices(False, memory)
     for step in range(3):
         training.fill(step, step == 1)
         training.step()
@@ -88,7 +58,7 @@ def test_a_step_is_four_launches_and_the_products(memory: str) -> None:
 
 
 def test_with_others_there_are_six_launches_more() -> None:
-    training = Training(True, "exact")
+    training = Matrices(True, "exact")
     for step in range(3):
         training.fill(step, False)
         training.step()
@@ -107,15 +77,8 @@ def test_with_others_there_are_six_launches_more() -> None:
 )
 def test_a_captured_step_replayed_is_the_eager_one(with_others: bool, memory: str) -> None:
     rates = [torch.full((), 0.02, device=DEVICE) for _ in range(2)]
-    graphed, eager = (Training(with_others, memory, rate) for rate in rates)
-    for step in range(2):
-        for training in (graphed, eager):
-            training.fill(step, False)
-            training.step()
-    assert graphed.state() == eager.state()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graphed, eager = (Matrices(with_others, memory, rate) for rate in rates)
+    graph = captured(graphed, eager)
     skipped = 0
     for step in range(2, 40):
         overflows = step % 7 == 3
@@ -136,7 +99,7 @@ def test_a_captured_step_replayed_is_the_eager_one(with_others: bool, memory: st
 
 
 def test_the_step_follows_its_stream() -> None:
-    one, two = Training(True, "lean"), Training(True, "lean")
+    one, two = Matrices(True, "lean"), Matrices(True, "lean")
     for step in range(4):
         for training in (one, two):
             training.fill(step, step == 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_training import DEVICE, Training
+from cuda_training import DEVICE, Training, captured
 from helpers import PRETEND_GPU
 from tiers import full
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ import amp_mp as amp
 from amp_mp import _C
 
 pytestmark = pytest.mark.usefixtures("cuda")
-
-
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
 
 
 def overflows_at(step: int) -> bool:
@@ -48,14 +42,7 @@ def test_a_captured_step_replayed_is_the_eager_one(
     graphed, eager = (
         Training(loss_scale, memory, rate, rounding="nearest", seed=5) for rate in rates
     )
-    for step in range(2):
-        for training in (graphed, eager):
-            training.fill(step, False)
-            training.step()
-    assert graphed.state() == eager.state()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured(graphed, eager)
     if PRETEND_GPU:
         assert graph.launches == 4
     skipped = 0
@@ -82,12 +69,7 @@ def test_a_captured_step_replayed_is_the_eager_one(
 def test_a_captured_step_counts_for_every_rule(kind: Any, memory: str) -> None:
     """RAdam's rectification begins in a replay, and NAdam's mu_product goes on in them."""
     graphed, eager = (Training(memory=memory, kind=kind, weight_decay=0.1) for _ in range(2))
-    for training in (graphed, eager):
-        training.fill(0, False)
-        training.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured(graphed, eager, steps=1)
     for step in range(1, 20):
         for training in (graphed, eager):
             training.fill(step, overflows_at(step))
@@ -148,13 +130,7 @@ def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
 def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
     """As an eager step does: zeros, a clamp, other numbers, through `.data` too."""
     graphed, eager = Training(memory=memory), Training(memory=memory)
-    for step in range(2):
-        for training in (graphed, eager):
-            training.fill(step, False)
-            training.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graphed.step()
+    graph = captured(graphed, eager)
     for step in range(2, 20):
         for training in (graphed, eager):
             param = training.params[step % len(training.params)].data.view(-1)
@@ -178,10 +154,10 @@ def test_a_captured_step_without_scaling_follows_its_rate() -> None:
         param.grad = torch.full_like(param, 0.25)
         pairs.append((param, amp.optim.SGD([param], lr=rate, momentum=0.9)))
         pairs[-1][1].step()
-    (graphed, captured), (eager, stepped) = pairs
+    (graphed, replayed), (eager, stepped) = pairs
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured.step()
+        replayed.step()
     for step in range(20):
         for rate in rates:
             rate.fill_(0.5 / (2 + step))

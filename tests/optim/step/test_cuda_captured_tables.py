@@ -14,12 +14,6 @@ from twins import Twins, shapes_of
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 def captured(twins: Twins) -> torch.cuda.CUDAGraph:
     """The next step in a graph; the host's is not made."""
     graph = torch.cuda.CUDAGraph()

@@ -20,12 +20,6 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 def training(storage: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.ModuleDict, Any]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"q": nn.Linear(32, 64), "k": nn.Linear(32, 32)}).to(DEVICE, dtype)

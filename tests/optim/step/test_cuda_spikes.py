@@ -14,12 +14,6 @@ from amp_mp.scaling import NormSpike
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 @pytest.mark.parametrize("limit", [1000.0, NormSpike(6, 10)])
 def test_a_spike_costs_no_kernel_and_no_wait(limit: Any) -> None:
     training = Training(skip_norm_above=limit, raise_after_skips=5)

@@ -22,12 +22,6 @@ from amp_mp import _C
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 @pytest.mark.parametrize("memory", [None, "exact", "tiny"])
 @pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax", 1024.0])
 def test_a_step_is_three_launches_and_no_wait(loss_scale: Any, memory: str | None) -> None:

@@ -25,12 +25,6 @@ from amp_mp.optim.base import stepper_of
 pytestmark = pytest.mark.usefixtures("cuda")
 
 
-@pytest.fixture(params=["cuda"])
-def cuda(request: pytest.FixtureRequest) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    return request.param
-
-
 def launches(seen: Seen) -> int:
     assert (seen.others, seen.waits) == (0, 0)
     return seen.kernels

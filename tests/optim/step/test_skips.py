@@ -30,16 +30,15 @@ def bad_gradients(model: nn.Module, bad: bool, value: float = float("nan")) -> N
             param.grad[1, 2] = value
 
 
-def warned(run: Callable[[], None]) -> list[str]:
+def warned(device: str, step: Callable[[bool], None], bad: list[bool]) -> list[str]:
+    """What steps with bad and good gradients warn of."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        run()
+        for each in bad:
+            step(each)
+            if device == "cuda":  # the report of a step is seen at the next one
+                torch.cuda.synchronize()
     return [str(w.message) for w in found if "in a row" in str(w.message)]
-
-
-def finish(device: str) -> None:
-    if device == "cuda":  # the report of a step is seen at the next one
-        torch.cuda.synchronize()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,39 +64,30 @@ def test_25_skipped_steps_in_a_row_are_one_warning_that_names_the_parameter(
     named = list(model.named_parameters())
     optimizer = amp.optim.AdamW(named, **OPTIONS[options])
 
-    def steps(count: int, bad: bool) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(count):
-                bad_gradients(model, bad)
-                optimizer.step()
-                finish(device)
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        optimizer.step()
 
-        return run
-
-    assert warned(steps(3, False)) == []
-    assert warned(steps(24, True)) == []
-    (message,) = warned(steps(2, True))
+    assert warned(device, step, [False] * 3 + [True] * 24) == []
+    (message,) = warned(device, step, [True] * 2)
     assert message.startswith("amp_mp: AdamW has skipped 25 steps in a row, since step 4: ")
     assert "second.weight" in message
     assert "first.weight" not in message
     assert "second.bias" not in message
-    assert warned(steps(60, True)) == []  # once per streak
-    assert warned(steps(1, False)) == []
-    assert warned(steps(24, True)) == []
-    assert len(warned(steps(2, True))) == 1
+    assert warned(device, step, [True] * 60) == []  # once per streak
+    assert warned(device, step, [False] + [True] * 24) == []
+    assert len(warned(device, step, [True] * 2)) == 1
 
 
 def test_a_parameter_without_a_name_is_given_by_its_place(device: str) -> None:
     model = Net().to(device)
     optimizer = amp.optim.SGD(model.parameters(), lr=0.1, check_overflow=True)
 
-    def run() -> None:
-        for _ in range(26):
-            bad_gradients(model, True)
-            optimizer.step()
-            finish(device)
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        optimizer.step()
 
-    (message,) = warned(run)
+    (message,) = warned(device, step, [True] * 26)
     assert "parameter 2 of group 0" in message
 
 
@@ -105,13 +95,11 @@ def test_rare_overflows_are_no_streak(device: str) -> None:
     model = Net().to(device)
     optimizer = amp.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=1.0)
 
-    def run() -> None:
-        for i in range(100):
-            bad_gradients(model, i % 25 != 0)
-            optimizer.step()
-            finish(device)
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        optimizer.step()
 
-    assert warned(run) == []
+    assert warned(device, step, [i % 25 != 0 for i in range(100)]) == []
 
 
 def test_released_gradients_are_named_too(device: str) -> None:
@@ -119,14 +107,12 @@ def test_released_gradients_are_named_too(device: str) -> None:
     optimizer = amp.optim.AdamW(model.named_parameters(), lr=0.1, check_overflow=True)
     optimizer.attach(model, release=True)
 
-    def run() -> None:
-        for _ in range(26):
-            loss = model(torch.ones(1, 32, device=device)).sum() * float("nan")
-            loss.backward()
-            optimizer.step()
-            finish(device)
+    def step(bad: bool) -> None:
+        loss = model(torch.ones(1, 32, device=device)).sum() * float("nan")
+        loss.backward()
+        optimizer.step()
 
-    (message,) = warned(run)
+    (message,) = warned(device, step, [True] * 26)
     assert "second.weight" in message
 
 
@@ -146,24 +132,18 @@ def test_a_grad_scaler_warns_as_well(device: str, name: str, unscales: bool) -> 
     scaler = amp.GradScaler(device)
     scaler.scale(torch.ones((), device=device))
 
-    def steps(count: int, bad: bool) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(count):
-                bad_gradients(model, bad)
-                if unscales:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                finish(device)
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
 
-        return run
-
-    assert warned(steps(2, False)) == []
-    assert warned(steps(24, True)) == []
-    (message,) = warned(steps(2, True))
+    assert warned(device, step, [False] * 2 + [True] * 24) == []
+    (message,) = warned(device, step, [True] * 2)
     assert "has skipped 25 steps in a row, since step 3" in message
     assert "parameter 2 of group 0" in message
-    assert warned(steps(30, True)) == []
+    assert warned(device, step, [True] * 30) == []
 
 
 @pytest.mark.parametrize("name", SCALED)
