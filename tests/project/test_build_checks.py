@@ -430,7 +430,7 @@ def settings(folder: Path, nvcc: str, monkeypatch: pytest.MonkeyPatch) -> list[o
 
     monkeypatch.setattr(wheel, "ROOT", folder)
     monkeypatch.setattr(wheel, "run", run)
-    wheel.build(Path(sys.executable), [])
+    wheel.build(Path(sys.executable), [], "x86_64")
     command = ["/usr/bin/make", "-nB", "build", "warnings", "test-streams"]
     make = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [
