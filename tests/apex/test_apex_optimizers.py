@@ -23,7 +23,7 @@ from apex_reference import (
     sgd,
     start,
 )
-from helpers import DTYPES, array, assert_same, random
+from helpers import DTYPES, PRETEND_GPU, array, assert_same, random
 from tiers import paired, pairs
 from torch import nn
 
@@ -400,3 +400,20 @@ def test_gradient_release_without_bias_correction() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model.weight, twin.weight)
+
+
+@pytest.mark.skipif(not PRETEND_GPU, reason="only the pretend GPU counts waits")
+def test_dividing_gradients_after_a_step_waits_for_nothing() -> None:
+    from pretend_gpu.device import ledger
+
+    params = parameters("cuda")
+    optimizer = optimizers.FusedAdam(params, capturable=True)
+    scaler = amp.GradScaler("cuda", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        with ledger() as found:
+            scaler.step(optimizer)
+            scaler.update()
+        assert step == 0 or (found.syncs, found.waits) == ([], 0)
+    assert all((p.grad == 1).all() for p in params)
