@@ -388,6 +388,21 @@ def test_a_state_dict_of_apex_loads() -> None:
     compare(train(resumed, others, 1), train(optimizer, params, 1))
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_state_dict_of_older_groups_loads(kind: str) -> None:
+    """What a group of 0.2.0, or of Apex, lacks has the optimizer's value."""
+    params = parameters("cpu")
+    optimizer = getattr(optimizers, kind)(params, **KINDS[kind])
+    train(optimizer, params, 2)
+    saved = optimizer.state_dict()
+    for name in ("adam_w_mode", "adagrad_w_mode", "wd_after_momentum", "grad_averaging"):
+        saved["param_groups"][0].pop(name, None)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = getattr(optimizers, kind)(others, **KINDS[kind])
+    resumed.load_state_dict(saved)
+    compare(train(resumed, others, 1), train(optimizer, params, 1))
+
+
 def test_gradient_release_without_bias_correction() -> None:
     model = nn.Linear(3, 2)
     twin = copy.deepcopy(model)
