@@ -23,7 +23,7 @@ from apex_reference import (
     sgd,
     start,
 )
-from helpers import DTYPES, array, assert_same, random
+from helpers import DTYPES, PRETEND_GPU, array, assert_same, random
 from tiers import paired, pairs
 from torch import nn
 
@@ -388,6 +388,21 @@ def test_a_state_dict_of_apex_loads() -> None:
     compare(train(resumed, others, 1), train(optimizer, params, 1))
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_state_dict_of_older_groups_loads(kind: str) -> None:
+    """What a group of 0.2.0, or of Apex, lacks has the optimizer's value."""
+    params = parameters("cpu")
+    optimizer = getattr(optimizers, kind)(params, **KINDS[kind])
+    train(optimizer, params, 2)
+    saved = optimizer.state_dict()
+    for name in ("adam_w_mode", "adagrad_w_mode", "wd_after_momentum", "grad_averaging"):
+        saved["param_groups"][0].pop(name, None)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = getattr(optimizers, kind)(others, **KINDS[kind])
+    resumed.load_state_dict(saved)
+    compare(train(resumed, others, 1), train(optimizer, params, 1))
+
+
 def test_gradient_release_without_bias_correction() -> None:
     model = nn.Linear(3, 2)
     twin = copy.deepcopy(model)
@@ -400,3 +415,20 @@ def test_gradient_release_without_bias_correction() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(model.weight, twin.weight)
+
+
+@pytest.mark.skipif(not PRETEND_GPU, reason="only the pretend GPU counts waits")
+def test_dividing_gradients_after_a_step_waits_for_nothing() -> None:
+    from pretend_gpu.device import ledger
+
+    params = parameters("cuda")
+    optimizer = optimizers.FusedAdam(params, capturable=True)
+    scaler = amp.GradScaler("cuda", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        with ledger() as found:
+            scaler.step(optimizer)
+            scaler.update()
+        assert step == 0 or (found.syncs, found.waits) == ([], 0)
+    assert all((p.grad == 1).all() for p in params)

@@ -45,9 +45,9 @@ for name, files in FILES.items():
     package = sys.modules[f"{__name__}.{name}"]
     for file in files.split():
         sys.modules[f"{package.__name__}.{file}"] = package
-        if (shown := vars(package).setdefault(file, package)) is not package:
-            for each in package.__all__:  # of a class or function, as parallel.LARC.LARC
-                setattr(shown, each, getattr(package, each))
+        shown = vars(package).setdefault(file, package)
+        for each in package.__all__ if file in package.__all__ else ():  # parallel.LARC.LARC
+            setattr(shown, each, getattr(package, each))
 
 
 def register() -> None:
