@@ -205,6 +205,25 @@ def test_files_of_other_optimizers_go_on_as_torch_does(
 
 
 @pytest.mark.parametrize("way", ["plain", "flat"])
+def test_a_file_of_torchs_muon_has_no_count_and_is_loaded(way: str, tmp_path: Path) -> None:
+    model = nn.Linear(24, 16, bias=False)
+    theirs = torch.optim.Muon(model.parameters(), lr=LR)
+    x = torch.randn(8, 24)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    write(tmp_path / "c", model, theirs, way)
+    other = amp.prepare(nn.Linear(24, 16, bias=False), LOW)
+    mine = amp.optim.Muon(other.parameters())
+    amp.checkpoint.load(tmp_path / "c", other, mine)
+    check_masters(masters(other, mine), model.state_dict(), 24)
+    state = mine.state[other.weight]
+    assert torch.equal(state["momentum_buffer"], theirs.state[model.weight]["momentum_buffer"])
+    assert state["step"] == 1
+
+
+@pytest.mark.parametrize("way", ["plain", "flat"])
 def test_groups_rates_that_are_tensors_and_parameters_without_gradient(
     way: str, tmp_path: Path
 ) -> None:

@@ -126,7 +126,7 @@ py::object wrong_state(const py::object& schema, const py::tuple& needed, const 
   PyObject* step = item_of(state.ptr(), py::str("step").ptr());
   for (const py::handle& name : needed) {
     const auto found = held.find(text_of(name));
-    if (found != held.end() && !step)
+    if (found != held.end() && !step && found->first != "momentum_buffer")  // torch's Muon has none
       return wrong(py::str("step"),
                    "is missing, though there is '" + found->second + "'; save the count with it");
   }

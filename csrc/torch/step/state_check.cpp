@@ -103,7 +103,7 @@ std::array<double, 4> clock_numbers(const ClockPlace& place) {
                   *const own = item_of(state, layout.own.ptr());
   static PyObject* const buffer = PyUnicode_InternFromString("momentum_buffer");
   static PyObject* const betas_key = PyUnicode_InternFromString("betas");
-  // torch's SGD counts no steps: a momentum buffer says that there was at least one.
+  // torch's SGD and Muon count no steps: a momentum buffer says that there was at least one.
   const bool has_buffer =
       std::any_of(layout.states.begin(), layout.states.end(), [&](const KeptState& kept) {
         return kept.name.is(py::handle(buffer)) && is_held(kept, state);

@@ -254,6 +254,32 @@ def test_state_dicts_go_to_torch_and_back() -> None:
         assert torch.equal(again.state[p]["momentum_buffer"], wanted.half())
 
 
+@pytest.mark.parametrize("master", [None, "none"])
+def test_torchs_own_state_dict_which_has_no_count_is_loaded(master: str | None) -> None:
+    """The count goes on from 1. Any other gives the same step, which needs none."""
+    ours, theirs = pairs_of([(8, 32), (16, 16)])
+    stock = torch.optim.Muon(theirs, lr=0.02)
+    for _ in range(3):
+        new_gradients(theirs)
+        stock.step()
+    saved = copy.deepcopy(stock.state_dict())
+    assert "step" not in saved["state"][0]
+    counted = copy.deepcopy(ours)
+    own, twin = (amp.optim.Muon(each, lr=0.5, master=master) for each in (ours, counted))
+    own.load_state_dict(saved)
+    for state in saved["state"].values():
+        state["step"] = torch.tensor(3.0)
+    twin.load_state_dict(saved)
+    new_gradients(ours, counted, theirs)
+    for optimizer in (own, twin, stock):
+        optimizer.step()
+    for p, q, r in zip(ours, counted, theirs, strict=True):
+        assert (own.state[p]["step"], twin.state[q]["step"]) == (2, 4)
+        assert torch.equal(p, q)
+        buffers = own.state[p]["momentum_buffer"], stock.state[r]["momentum_buffer"]
+        torch.testing.assert_close(*buffers, rtol=2.0**-22, atol=2.0**-24)
+
+
 @pytest.mark.parametrize("memory", [None, "lean", "tiny"])
 def test_a_resumed_run_goes_on_bit_for_bit(device: str, memory: str | None) -> None:
     params = [nn.Parameter(torch.randn(s, device=device).bfloat16()) for s in [(8, 32), (32, 8)]]
