@@ -1,9 +1,9 @@
 """An interrupt at any line of a call leaves all as before it, or as after it, and work goes on.
 
-Calls: optimizer.step, scaler.step, scale_loss, load_state_dict. Interrupts come before any line of
-the package's Python; the native passes, and what Muon makes of its matrices between them, cannot
-be interrupted. (Where matrices are split over processes Python sends them in the middle of a step,
-which ends before the interrupt is raised.)
+Calls: optimizer.step, the first one too, scaler.step, scale_loss, state_dict, load_state_dict.
+Interrupts come before any line of the package's Python; the native passes, and what Muon makes of
+its matrices between them, cannot be interrupted. (Where matrices are split over processes Python
+sends them in the middle of a step, which ends before the interrupt is raised.)
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ import amp_mp as amp
 class Training:
     """A prepared model with gradients, its optimizer, and what scales its losses."""
 
-    def __init__(self, dtype: torch.dtype, make: Callable[..., Any], scaler: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, make: Callable[..., Any], scaler: bool, steps: int = 1
+    ) -> None:
         torch.manual_seed(3)
         self.model: nn.Module = nn.Sequential(nn.Linear(3, 2, bias=False))
         amp.prepare(self.model, dtype)
         self.dtype, self.optimizer = dtype, make(self.model.parameters())
         self.scaler = amp.GradScaler("cpu", init_scale=64.0) if scaler else None
-        self.backward(1)
-        self.step()
-        if self.scaler:
-            self.scaler.update()
-        self.optimizer.zero_grad()
+        if steps:
+            self.backward(1)
+            self.step()
+            if self.scaler:
+                self.scaler.update()
+            self.optimizer.zero_grad()
         self.backward(7)
 
     def backward(self, seed: int) -> None:
@@ -136,10 +139,62 @@ def test_a_state_dict_is_loaded_or_not(kind: str) -> None:
         held = training.held()
         assert held in (before, after), line
         outcomes.add(held == before)
+        load(training)()  # no later one ends in an error, or differs
+        assert training.held() == after, line
     assert outcomes == {True, False}
     training.optimizer.zero_grad()
     training.backward(8)
     training.step()
+
+
+def test_a_state_dict_is_the_same_after_an_interrupted_one() -> None:
+    training = Training(*KINDS["AdamW"])
+    before = training.held()
+    lines = lines_of(training.optimizer.state_dict)
+    assert lines > 10
+    for line in range(lines):
+        interrupted(training.optimizer.state_dict, line)
+        assert training.held() == before, line
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    assert training.held() == before
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD, tiny", "Muon", "GradScaler"])
+def test_masters_begin_with_float32s_bits_after_an_interrupted_first_step(kind: str) -> None:
+    def weights(training: Training) -> Any:
+        return raw_bytes(dict(training.model.state_dict()))
+
+    after = Training(*KINDS[kind], steps=0)
+    start, outcomes = weights(after), set()
+    after.step()
+    lines = lines_of(Training(*KINDS[kind], steps=0).step)
+    for line in range(lines):
+        training = Training(*KINDS[kind], steps=0)
+        interrupted(training.step, line)
+        taken = weights(training) != start
+        outcomes.add(taken)
+        if not taken:
+            if training.scaler:  # a new iteration
+                training.scaler = amp.GradScaler("cpu", init_scale=64.0)
+                training.optimizer.zero_grad()
+                training.backward(7)
+            training.step()
+        assert training.held() == after.held(), line
+    assert outcomes == {True, False}
+
+
+def test_a_block_of_masters_ends_and_stores_nothing() -> None:
+    training = Training(*KINDS["AdamW"])
+
+    def edit() -> None:
+        with training.optimizer.masters() as masters:
+            masters[0].mul_(0.5)
+
+    for line in range(lines_of(edit)):
+        before = training.held()
+        interrupted(edit, line)
+        assert training.held() == before, line
+        training.step()
 
 
 @pytest.mark.parametrize("overflows", [False, True])

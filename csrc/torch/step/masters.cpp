@@ -60,21 +60,19 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
                      ") must be float16 or bfloat16 to have a master");
     entry_of(format, weight.scalar_type());  // raises before anything is changed
   }
-  const bool is_given = values.defined();
+  const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
+  bool is_first = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
     if (format == "none") return drop(state);
     if (item_of(state, entry_of(format, weight.scalar_type()))) return;
     values = this->values(weight, state);
     if (!values.defined()) {
-      const py::object kept = python_functions().first_values.attr("take")(py::handle(param));
+      is_first = true;
+      const py::object kept = python_functions().first_values.attr("find")(py::handle(param));
       if (!kept.is_none()) values = local_of(kept.ptr());
     }
   }
-  drop(state);
-  const auto set = [&](PyObject* entry, const at::Tensor& made) {
-    set_item(state, py::reinterpret_borrow<py::object>(entry), like(made, param));
-  };
-  if (format == "none") return;
+  if (format == "none") return drop(state);
   PyObject* entry = entry_of(format, weight.scalar_type());
   at::Tensor second;
   if (format == "float32") {
@@ -85,7 +83,8 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
     });
     second = at::zeros_like(weight, weight.options().dtype(found->dtype));
   }
-  set(entry, second);
+  // Of a DTensor this runs Python, where an interrupt may come: nothing has changed so far.
+  const py::object made = like(second, param);
   const Format native = *format_of_master(weight, second);
   if (!values.defined()) {  // the weight itself is the master: remainders of it are 0
     if (format == "float32") second.copy_(weight);
@@ -96,8 +95,10 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
   } else {
     store_beside(values, weight, second, native);
   }
-  if (is_given && is_dtensor(param))
-    bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
+  drop(state);
+  set_item(state, py::reinterpret_borrow<py::object>(entry), made);
+  if (bumps) bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
+  if (is_first) python_functions().first_values.attr("drop")(py::handle(param));
 }
 
 void Masters::follow(PyObject* param, const at::Tensor& weight, PyObject* state) const {

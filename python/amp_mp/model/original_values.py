@@ -164,11 +164,12 @@ def take_original(param: Tensor) -> Tensor:
     Raises RuntimeError for a DTensor whose values were lost: fully_shard and parallelize_module
     make new Parameters. A state dict that is loaded after it brings values.
     """
-    values = _take(param)
+    values = _find(param)
+    drop_original(param, forget=True)
     return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
 
 
-def _take(param: Tensor) -> Tensor | None:
+def _find(param: Tensor) -> Tensor | None:
     """As take_original; None where nothing is kept and the parameter's own values are all."""
     if not _plain and not is_dtensor(param):
         return None
@@ -180,12 +181,11 @@ def _take(param: Tensor) -> Tensor | None:
             "after sharding, or convert with amp.apex.fp16_utils.convert_network, which keeps no "
             "float32 values.)"
         )
-    values = original_of(param)
-    drop_original(param, forget=True)
-    return values
+    return original_of(param)
 
 
-first_values.take = _take
+first_values.find = _find
+first_values.drop = lambda param: drop_original(param, forget=True)
 first_values.tensors_of = lambda param: getattr(values_of(param), "tensors", ())
 
 

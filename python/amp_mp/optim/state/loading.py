@@ -12,6 +12,7 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.check_loadable import NUMBERS, RulesOf, check_loadable
 from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp.optim.state.saving import own_hook
 from amp_mp.optim.state.schema import (
     MASTER,
     MASTER_ENTRIES,
@@ -88,20 +89,15 @@ def load_state(
         except ValueError as error:
             raise ValueError(f"state_dict: {error}; nothing was loaded") from None
 
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(check),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    ]
+    before_load = own_hook(optimizer._optimizer_load_state_dict_pre_hooks, check, last=True)
     try:
-        load(state_dict)
+        with before_load, own_hook(optimizer._optimizer_load_state_dict_post_hooks, restore):
+            load(state_dict)
     except BaseException:
         vars(optimizer).update(before)
         for weight, values in undo:
             weight.copy_(values)
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _restored(

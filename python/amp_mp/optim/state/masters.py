@@ -20,16 +20,18 @@ set_master, master_of, beside = _masters.set, _masters.of, _masters.beside
 class FirstValues:
     """What amp_mp.model keeps of prepared parameters.
 
-    This package does not import that one, which puts its two functions here when it is imported.
-    take: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
+    This package does not import that one, which puts its functions here when it is imported.
+    find: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
+    drop: frees them; after its state has the master, so that an interrupt loses nothing.
     tensors_of: what is kept for it until then.
     """
 
-    take: Callable[[Tensor], Tensor | None]
+    find: Callable[[Tensor], Tensor | None]
+    drop: Callable[[Tensor], None]
     tensors_of: Callable[[Tensor], tuple[Tensor, ...]]
 
 
-first_values = FirstValues(take=lambda param: None, tensors_of=lambda param: ())
+first_values = FirstValues(lambda param: None, lambda param: None, lambda param: ())
 swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
@@ -61,10 +63,13 @@ class MasterBlocks:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
         block = _C.EditedMasters(rules, groups, state, params, self.open)
         refuse_swapped(block.params, "masters()")
-        self.open.append(block)
         try:
-            with torch.no_grad():
-                yield block.masters
-        finally:
-            self.open.remove(block)
+            try:
+                self.open.append(block)
+                with torch.no_grad():
+                    yield block.masters
+            finally:
+                self.open[:] = [each for each in self.open if each is not block]
+        finally:  # where an interrupt came before the line above
+            self.open[:] = [each for each in self.open if each is not block]
         block.store()

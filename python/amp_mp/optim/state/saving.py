@@ -1,6 +1,8 @@
 """State dicts: 16-bit integers as their bytes, and the form of torch.optim's optimizers."""
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,22 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.schema import as_bytes, schema_of
+
+
+@contextmanager
+def own_hook(
+    hooks: OrderedDict[Any, Any], hook: Callable[..., Any], last: bool = False
+) -> Iterator[None]:
+    """Has an optimizer call a hook in the block, before the user's or as the last.
+
+    It has a key of its own: what an interrupt leaves there the next call replaces.
+    """
+    hooks["amp_mp"] = hook
+    hooks.move_to_end("amp_mp", last)
+    try:
+        yield
+    finally:
+        hooks.pop("amp_mp", None)
 
 
 def shown_state(
@@ -29,11 +47,8 @@ def shown_state(
                 shown = {name: as_bytes(value) for name, value in held.items()}
                 found["state"][param] = {**state, **shown}
 
-    hook = optimizer.register_state_dict_post_hook(as_shown, prepend=True)
-    try:
+    with own_hook(optimizer._optimizer_state_dict_post_hooks, as_shown):
         return show()
-    finally:
-        hook.remove()
 
 
 def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
