@@ -390,11 +390,9 @@ def settings(folder: Path, nvcc: str, monkeypatch: pytest.MonkeyPatch) -> list[o
     command = ["/usr/bin/make", "-nB", "build", "warnings", "test-streams"]
     make = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [
-        found.compiler(),
-        found.host_compiler(),
+        (found.compiler(), found.host_compiler()),
         [torch.folder for torch in found.find_torches()],
-        found.find_nvcc([]),
-        found.missing_nvcc([]),
+        (found.find_nvcc([]), found.missing_nvcc([])),
         found.architecture_flags(nvcc),
         (metadata.commit(), metadata.home()),
         of_wheel,
@@ -406,7 +404,6 @@ VARIABLES = "AMP_MP_TORCH AMP_MP_CUDA AMP_MP_OBJECTS AMP_MP_COMMIT AMP_MP_HOME C
 VARIABLES += " MAX_JOBS TORCH_CUDA_ARCH_LIST PYTHON TORCH JOBS SEEDS FIRST COMPILERS"
 
 
-@pytest.mark.slow
 def test_an_empty_variable_counts_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = str(nvcc_of("13.0", tmp_path / "toolkit"))
     tool(tmp_path / "bin/python3", f'exec {sys.executable} "$@"')
