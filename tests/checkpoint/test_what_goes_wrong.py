@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import copy
+import io
 import os
+import pickle
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import LOW, make, network, snapshot, train
+from everything import everything
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import amp_mp as amp
+from amp_mp.checkpoint.optimizer_part import named_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Pair = tuple[nn.Module, Any]
@@ -144,6 +151,69 @@ def test_a_file_of_amp_is_refused_by_an_optimizer_that_cannot_decode_it(tmp_path
     assert snapshot(model, theirs) == before
 
 
+def test_an_entry_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
+    def begin() -> tuple[nn.Module, Any, dict[str, Any]]:
+        model, optimizer = stepped()
+        first = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        then = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        plan = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [3])
+        return model, optimizer, {"plan": plan, "scaler": amp.GradScaler("cpu")}
+
+    model, optimizer, more = begin()
+    amp.checkpoint.save(tmp_path / "c", model, optimizer, step=3, **more)
+    file = tmp_path / "c/.metadata"
+    whole = file.read_bytes()
+
+    def refused(change: Callable[[Any], Any], words: str) -> None:
+        metadata = pickle.loads(whole)
+        change(metadata)
+        file.write_bytes(pickle.dumps(metadata))
+        parts = begin()
+        before = everything(*parts[:2], *parts[2].values())
+        with pytest.raises(ValueError, match=words) as error:
+            amp.checkpoint.load(tmp_path / "c", *parts[:2], **parts[2])
+        assert "nothing was loaded" in str(error.value)
+        assert everything(*parts[:2], *parts[2].values()) == before
+
+    for key in ("step", "plan.last_epoch", "plan._schedulers.0.factor", "scaler.scale"):
+        refused(lambda m, key=key: m.state_dict_metadata.pop(key), f"'{key}'")
+        for nested in (3, ()):
+            wrong = re.escape(f"{file} is damaged (TypeError: it nests {key!r} as {nested!r})")
+            refused(lambda m, key=key, to=nested: m.planner_data.update({key: to}), wrong)
+
+
+@pytest.mark.parametrize("value", [None, "text", [], (1, 2), 7])
+def test_another_object_under_a_name_is_named(value: Any, tmp_path: Path) -> None:
+    model, optimizer = make("exact")
+    train(model, optimizer, 1)
+    state = {"model": get_model_state_dict(model), "optimizer": named_state(model, optimizer)}
+    changed = copy.deepcopy(state["optimizer"])
+    changed["param_groups"][0]["params"] = value
+    for name, more, words in (
+        ("plan", {"plan": value}, "plan cannot load what the checkpoint has"),
+        (
+            "structure",
+            {"plan": {"last_epoch": 1}, "amp_mp.structure": value},
+            "'amp_mp.structure' does not fit",
+        ),
+        (
+            "params",
+            {"plan": {"last_epoch": 1}, "optimizer": changed},
+            "param_groups?.0.params|no param_group",
+        ),
+    ):
+        if name == "plan" and value == []:
+            continue  # as of a scheduler without state
+        dcp.save({**state, **more}, checkpoint_id=tmp_path / name)
+        parts = stepped()
+        plan = torch.optim.lr_scheduler.StepLR(parts[1], 1)
+        before = everything(*parts, plan)
+        with pytest.raises(ValueError, match=words) as error:
+            amp.checkpoint.load(tmp_path / name, *parts, plan=plan)
+        assert "nothing was loaded" in str(error.value)
+        assert everything(*parts, plan) == before
+
+
 def test_objects_that_cannot_be_loaded_change_nothing(tmp_path: Path) -> None:
     path = saved(tmp_path, step=3)
     model, optimizer = stepped()
@@ -207,6 +277,42 @@ def test_a_disk_error_leaves_the_earlier_checkpoint(
     amp.checkpoint.save(path, *pair, step=3)
     assert amp.checkpoint.load(path, *make("exact")) == {"step": 3}
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+class SmallDisk(io.FileIO):
+    """A file on a disk that has so many bytes left."""
+
+    def __init__(self, path: Path, left: int) -> None:
+        super().__init__(path, "w")
+        self.left = left
+
+    def write(self, data: Any) -> int:
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_named_wherever_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While torch writes a tensor it raises an "enforce fail" of its own."""
+    path, pair = saved(tmp_path, step=1), make("exact")
+    opened = Path.open
+    needed = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    for left in range(0, needed, needed // 7):
+
+        def small(self: Path, *arguments: Any, left: int = left, **keywords: Any) -> Any:
+            if self.suffix == ".distcp":
+                return SmallDisk(self, left)
+            return opened(self, *arguments, **keywords)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", small)
+            wanted = f"^{path} was not written: rank 0 raised OSError: .*No space left"
+            with pytest.raises(RuntimeError, match=wanted):
+                amp.checkpoint.save(path, *pair, step=2)
+        assert amp.checkpoint.load(path, *make("exact")) == {"step": 1}
 
 
 def test_an_error_between_the_two_renames_is_explained(

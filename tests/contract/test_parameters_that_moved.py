@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,3 +225,62 @@ def test_a_dtype_that_is_none_of_ours_is_refused_by_name(device: str) -> None:
     with pytest.raises(TypeError, match=r"parameter 0 of group 0 has dtype torch\.float64"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def take_step(optimizer: Any, loss: Tensor, set_to_none: bool = True) -> None:
+    if isinstance(optimizer, amp.FP16_Optimizer):
+        optimizer.backward(loss)
+    else:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+
+
+REPLACED: dict[str, Callable[[nn.Module], object]] = {
+    "AdamW": lambda model: amp.optim.AdamW(model.parameters(), lr=0.1),
+    "Muon": lambda model: amp.optim.Muon(model, lr=0.1),
+    "FP16_Optimizer": lambda model: amp.FP16_Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), verbose=False
+    ),
+    "FP16_Optimizer around AdamW": lambda model: amp.FP16_Optimizer(
+        amp.optim.AdamW(model.parameters(), lr=0.1), verbose=False
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", REPLACED)
+def test_parameters_that_load_state_dict_has_replaced_are_reported_once(
+    device: str, kind: str, steps: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device)
+    amp.prepare(model, torch.bfloat16)
+    optimizer = REPLACED[kind](model)
+    x = torch.randn(5, 4, device=device).bfloat16()
+    for _ in range(steps):
+        take_step(optimizer, model(x).float().square().sum())
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(checkpoint)  # this one trains on
+    take_step(optimizer, model(x).float().square().sum())
+    assert not all(torch.equal(v, checkpoint[n]) for n, v in model.state_dict().items())
+    model.load_state_dict(checkpoint, assign=True)
+    words = r"and 3 more\) is no longer the module's: load_state_dict\(assign=True\) has put"
+    with pytest.warns(UserWarning, match=words):
+        take_step(optimizer, model(x).float().square().sum())
+    again = REPLACED[kind](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(optimizer, model(x).float().square().sum())
+        take_step(again, model(x).float().square().sum())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_one_replaced_parameter_is_reported_too(set_to_none: bool) -> None:
+    model = amp.prepare(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), torch.bfloat16)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(5, 4).bfloat16()
+    take_step(optimizer, model(x).float().square().sum(), set_to_none)
+    bias = {"1.bias": model[1].bias.detach().clone()}
+    model.load_state_dict(bias, strict=False, assign=True)
+    with pytest.warns(UserWarning, match=r"parameter 3 of group 0 is no longer the module's"):
+        take_step(optimizer, model(x).float().square().sum(), set_to_none)

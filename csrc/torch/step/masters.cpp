@@ -61,7 +61,7 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
     entry_of(format, weight.scalar_type());  // raises before anything is changed
   }
   const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
-  bool is_first = false;  // of values that `prepare` kept, which stay until the state has the master
+  bool is_first = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
     if (format == "none") return drop(state);
     if (item_of(state, entry_of(format, weight.scalar_type()))) return;

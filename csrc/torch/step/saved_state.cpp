@@ -59,6 +59,10 @@ std::string wrong_tensor(const py::handle& entry, const py::handle& name, const 
     return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype + ", must be " +
            (two ? "two numbers" : "one number");
   }
+  const bool in_groups = like == "scale" || py::len(entry.attr("scale")) > 0;
+  // Groups are of neighbours in memory.
+  if (in_groups && !local_of(value.ptr()).is_non_overlapping_and_dense())
+    return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const py::object shown = entry.attr("shown");
   const bool is_shown = shown.is_none() || py::object(value.attr("dtype")).is(shown);
   if (like == "scale") {

@@ -106,6 +106,9 @@ def _read(path: Path) -> Any:
             for each in found.state_dict_metadata.values():
                 if not isinstance(each, TensorStorageMetadata | BytesStorageMetadata):
                     raise TypeError(f"it lists a {type(each).__name__}")
+            for key, nested in dict(found.planner_data or {}).items():
+                if not isinstance(nested, tuple | list) or not nested:
+                    raise TypeError(f"it nests {key!r} as {nested!r}")
             return found
         except Exception as error:
             wrong = f"is damaged ({type(error).__name__}: {error}); nothing was loaded"
@@ -183,8 +186,12 @@ def rebuilt(contents: Contents, values: dict[str, Any]) -> dict[str, Any]:
 
     if STRUCTURE not in values:  # written by torch
         return unflatten_state_dict(values, {key: contents.paths[key] for key in values})
-    (named,) = values[STRUCTURE]
-    return {name: _values(value, values) for name, value in named.items()}
+    try:
+        (named,) = values[STRUCTURE]
+        return {name: _values(value, values) for name, value in named.items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        wrong = f"does not fit what the checkpoint has ({type(error).__name__}: {error})"
+        raise ValueError(f"{STRUCTURE!r} {wrong}; nothing was loaded") from error
 
 
 def _values(named: Any, values: dict[str, Any]) -> Any:

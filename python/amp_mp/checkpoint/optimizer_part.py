@@ -177,6 +177,9 @@ def packed_state(
     """
     saved: dict[str, dict[str, Any]] = {}
     for key, (owner, setting) in contents.groups().items():
+        if setting == "params" and not isinstance(values[key], list | tuple):
+            wrong = f"the checkpoint has {values[key]!r} as {key!r}, which must be a list of names"
+            raise ValueError(f"{wrong}; nothing was loaded")
         saved.setdefault(owner, {})[setting] = values[key]
     names = [name for own in groups for name in own]
     settings = [_settings(saved, own, strict) for own in groups]

@@ -62,6 +62,8 @@ def run(action: Callable[..., Any], state: dict[str, Any], path: Path, failed: s
         rank, (cause, _) = next(iter(failures.items()))
         if not isinstance(cause, Exception):
             raise  # KeyboardInterrupt
+        # On a full disk torch raises an "enforce fail", after the system's own error.
+        cause = cause.__context__ if isinstance(cause.__context__, OSError) else cause
         text = f"{failed}: rank {rank} raised {type(cause).__name__}: {cause}"
         raise RuntimeError(text) from error
 

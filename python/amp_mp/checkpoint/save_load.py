@@ -208,7 +208,11 @@ def load(
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             undo.append(_way_back(each))
-            each.load_state_dict(found.get(name, {}))
+            try:
+                each.load_state_dict(found.get(name, {}))
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
+                raise ValueError(f"{name} {wrong}; nothing was loaded") from error
         model_part.keep_masters(model, optimizer, weights, masters)
     except BaseException:
         for back in reversed(undo):

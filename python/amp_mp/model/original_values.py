@@ -19,6 +19,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.model.sharded import local_part
 from amp_mp.optim.state.masters import first_values
+from amp_mp.sharding.replaced import ReplacedCheck, assigned
 from amp_mp.sharding.shards import is_dtensor, local_of
 
 SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
@@ -73,8 +74,8 @@ _plain: MutableMapping[Tensor, Waiting] = WeakTensorKeyDictionary()
 _sharded: MutableMapping[nn.Module, dict[int, Waiting]] = WeakKeyDictionary()
 # By a prepared module's names, so that what sharding and to_empty put in their place is known.
 _marks: MutableMapping[nn.Module, dict[str, Mark]] = WeakKeyDictionary()
-# A module's float32 values from a state dict, between its two hooks.
-_given: MutableMapping[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+# A module's parameters and their values in a state dict, between its two hooks.
+_given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictionary()
 
 
 def _waiting(param: Tensor) -> Waiting | None:
@@ -166,7 +167,7 @@ def take_original(param: Tensor) -> Tensor:
     make new Parameters. A state dict that is loaded after it brings values.
     """
     values = _find(param)
-    _drop(param)
+    drop_original(param, forget=True)
     return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
 
 
@@ -185,11 +186,8 @@ def _find(param: Tensor) -> Tensor | None:
     return original_of(param)
 
 
-def _drop(param: Tensor) -> None:
-    drop_original(param, forget=True)
-
-
-first_values.find, first_values.drop = _find, _drop
+first_values.find = _find
+first_values.drop = lambda param: drop_original(param, forget=True)
 first_values.tensors_of = lambda param: getattr(values_of(param), "tensors", ())
 
 
@@ -252,8 +250,11 @@ class _BeforeLoad:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         # Whether a parameter awaits them is asked after loading: FSDP2's own hook, which puts the
         # shards back in place of gathered parameters, may run after this one.
-        loaded = {name: state_dict.get(prefix + name) for name in module._parameters}
-        _given[module] = {name: v for name, v in loaded.items() if isinstance(v, Tensor)}
+        _given[module] = {
+            name: (param, value)
+            for name, param in module._parameters.items()
+            if isinstance(value := state_dict.get(prefix + name), Tensor)
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
@@ -282,8 +283,11 @@ def _after_load(module: nn.Module, _: Any) -> None:
     """Keeps the float32 values of a state dict; where a parameter got another value, that one."""
     given = _given.pop(module, {})
     follow_replaced(module, given)
-    for name, value in given.items():
+    for name, (before, value) in given.items():
         param = module._parameters.get(name)
+        if before is not None and before is not param and not is_dtensor(param):
+            assigned[before] = None
+            ReplacedCheck.assignments += 1
         if param is None or not awaits_original(param) or param.shape != value.shape:
             continue
         if param.dtype in LOW_PRECISION and value.dtype == torch.float32:

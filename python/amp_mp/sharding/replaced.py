@@ -1,13 +1,18 @@
-"""Parameters that DTensors have replaced in their modules after the optimizer was made."""
+"""Parameters that others have replaced in their modules after the optimizer was made."""
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.sharding.shards import is_dtensor, is_placed_as, local_of, part
+from amp_mp.text_table import warn
+
+# Parameters of prepared modules that load_state_dict(assign=True) has replaced by plain ones.
+assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
 
 def count_sharded_modules() -> int:
@@ -19,22 +24,33 @@ def count_sharded_modules() -> int:
 class ReplacedCheck:
     """Refuses parameters that no module has any more; they would never get a gradient again."""
 
+    assignments = 0  # how many parameters were ever `assigned`
+
     def __init__(self) -> None:
         self._passed: set[int] = set()  # ids of parameters that modules have
         self._sharded = 0  # modules of fully_shard, when they passed
+        self.seen = 0  # of `assignments`
 
     def is_due(self) -> bool:
         """Whether fully_shard was called since the last check."""
         return self._sharded != count_sharded_modules()
 
     def check(self, params: Iterable[tuple[Tensor, str]]) -> None:
-        """Raises ValueError, by name, for parameters that DTensors have replaced.
+        """Raises ValueError, by name, for parameters that DTensors have replaced; else warns once.
 
         params: an optimizer's, each with its name for messages.
 
         All modules of the process are looked at, but seldom: only where trainable parameters
         without a gradient are new, or modules have been sharded since.
         """
+        params, seen, self.seen = list(params), self.seen, self.assignments
+        if seen != self.seen and (gone := [label for param, label in params if param in assigned]):
+            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+            warn(
+                f"{gone[0]}{more} is no longer the module's: load_state_dict(assign=True) has put "
+                "another in its place, which no step changes. Make the optimizer after that call, "
+                "or load without assign"
+            )
         if self.is_due():
             self._passed.clear()
             self._sharded = count_sharded_modules()

@@ -142,7 +142,7 @@ class Masters:
         pairs, own = self.pairs(), list(chain(*self.fp32_from_fp32_groups))
         params = [*(p for p, _ in pairs), *own]
         sources = gradients.gradients_of(params)
-        if not sources:
+        if not sources or self._replaced.seen != self._replaced.assignments:
             infos = param_infos(self._optimizer.param_groups)
             self._replaced.check((self.model_param(p), info.label) for p, info in infos)
         overflow, max_abs = False, 0.0

@@ -110,6 +110,25 @@ def test_moments_without_a_step_count(kind: str, memory: str) -> None:
     refused(optimizer, params, saved, "'step' of parameter 1 is missing")
 
 
+def of_one_number(codes: torch.Tensor) -> torch.Tensor:
+    return codes.flatten()[0].expand(codes.shape)
+
+
+def every_second(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack([codes, codes], -1)[..., 0]
+
+
+@pytest.mark.parametrize("spoil", [of_one_number, every_second])
+@pytest.mark.parametrize("entry", ["exp_avg_m8", "exp_avg_m8_scale", "exp_avg_sq_log8"])
+@pytest.mark.parametrize("memory", ["exact", "micro"])
+def test_codes_that_share_scales_must_be_dense(memory: str, entry: str, spoil: Any) -> None:
+    """Groups are of neighbours in memory."""
+    params, optimizer = stepped("AdamW", memory, betas=(0.9, 0.95))
+    saved = copy.deepcopy(stepped("AdamW", "micro", betas=(0.9, 0.95))[1].state_dict())
+    saved["state"][2][entry] = spoil(saved["state"][2][entry])
+    refused(optimizer, params, saved, f"'{entry}' of parameter 2 is not dense in memory")
+
+
 def a_state(number: int, value: Any) -> Spoil:
     return lambda saved: saved["state"].update({number: value})
 

@@ -63,10 +63,13 @@ class MasterBlocks:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
         block = _C.EditedMasters(rules, groups, state, params, self.open)
         refuse_swapped(block.params, "masters()")
-        self.open.append(block)
         try:
-            with torch.no_grad():
-                yield block.masters
-        finally:
-            self.open.remove(block)
+            try:
+                self.open.append(block)
+                with torch.no_grad():
+                    yield block.masters
+            finally:
+                self.open[:] = [each for each in self.open if each is not block]
+        finally:  # where an interrupt came before the line above
+            self.open[:] = [each for each in self.open if each is not block]
         block.store()

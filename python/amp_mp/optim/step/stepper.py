@@ -145,9 +145,12 @@ class Stepper:
         """Measures, decides and applies, or ends the iteration; returns what it was handed."""
         if self.masters.open:
             self.masters.refuse("step()")
+        replaced = self.hooks.replaced
+        if replaced.seen != replaced.assignments:
+            self.hooks.check_replaced(optimizer.param_groups)
         handed, attachment = self._handed_now(optimizer), self.attachment
         if attachment is not None and attachment.releases:
-            if self.hooks.replaced.is_due():
+            if replaced.is_due():
                 self.hooks.check_replaced(optimizer.param_groups)
             attachment.finish(handed)
             return handed
