@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from timing import Candidate, medians
+from timing import Candidate, kept_bytes, medians
 from torch import Tensor, nn
 
 from amp_mp.compat import set_layer_types
@@ -31,30 +31,12 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def kept_bytes(net: nn.Module, x: Tensor) -> int:
-    """Bytes that a forward pass keeps for the backward pass, besides the weights."""
-    own = {t.untyped_storage().data_ptr() for t in [*net.parameters(), *net.buffers()]}
-    found: dict[int, int] = {}
-    alive = []  # or another tensor would get the memory
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        net(x)
-    return sum(found.values())
-
-
 def candidate(name: str, net: nn.Module, x: Tensor) -> Candidate:
     def run() -> None:
         net.zero_grad()
         net(x).float().square().mean().backward()
 
-    return Candidate(name, run, kept_bytes(net, x))
+    return Candidate(name, run, kept_bytes(net, net, x))
 
 
 def candidates(make: Callable[[], nn.Module], x: Tensor, device: str) -> list[Candidate]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import kept_bytes
 
 import amp_mp as amp
 from amp_mp import _C
@@ -56,25 +57,6 @@ def set_up(casts: bool, products: str) -> Iterator[None]:
     handle._deactivate()
 
 
-def kept_bytes(trainer: Trainer) -> int:
-    """The bytes of a forward pass that autograd keeps, besides parameters; each storage once."""
-    own = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    alive = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: alive.append(t) or pack(t), lambda t: t
-    ):
-        trainer._loss(*trainer.batch(0))
-    return sum(kept.values())
-
-
 def measure(rounds: int, threads: int) -> dict[str, Any]:
     """Seconds of each arm's steps, and its bytes; the processor's speeds beside them."""
     torch.set_num_threads(threads)
@@ -99,7 +81,8 @@ def measure(rounds: int, threads: int) -> dict[str, Any]:
     found["bytes"] = {}
     for name, (trainer, casts, products) in arms.items():
         with set_up(casts, products):
-            found["bytes"][name] = kept_bytes(trainer)
+            kept = kept_bytes(trainer.model, trainer._loss, *trainer.batch(0))
+            found["bytes"][name] = kept
     return found
 
 

@@ -79,3 +79,21 @@ def show(title: str, candidates: list[Candidate], seconds: dict[str, float], bas
             f"{seconds[base] / seconds[c.name]:.2f}x",
         )
     Console(width=110).print(table)
+
+
+def kept_bytes(model: torch.nn.Module, forward: Callable[..., object], *given: object) -> int:
+    """Bytes that forward(*given) keeps for the backward pass, besides the model's own tensors."""
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    found: dict[int, int] = {}
+    alive = []  # or another tensor would get the memory
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(*given)
+    return sum(found.values())

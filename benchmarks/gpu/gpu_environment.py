@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from gpu_peers_folder import PEERS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT))
+
+from build_tools.metadata import commit  # noqa: E402
+
 RESULTS = HERE.parent / "results"
 NATIVE = ("csrc", "build_tools", "setup.py")  # what the compiled library is made of
 SOURCE = (*NATIVE, "python/amp_mp", "benchmarks/gpu", "benchmarks/step.py")
@@ -50,23 +55,6 @@ def command_output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def commit() -> str | None:
-    """Of the code that runs: what AMP_MP_COMMIT says, else git, else the file COMMIT.
-
-    Another project's git, in a folder above, is not asked. "+changes" follows git's commit if files
-    differ from it.
-    """
-    if named := os.environ.get("AMP_MP_COMMIT", "").strip():
-        return named
-    top = command_output("git", "rev-parse", "--show-toplevel")
-    if top and Path(top).resolve() == ROOT:
-        found = command_output("git", "rev-parse", "HEAD")
-        changed = command_output("git", "status", "--porcelain", "--untracked-files=no")
-        return found and found + ("+changes" if changed else "")
-    file = ROOT / "COMMIT"
-    return (file.read_text().strip() if file.exists() else "") or None
 
 
 def digest(names: Iterable[str], root: Path = ROOT) -> str:
@@ -118,7 +106,7 @@ def environment(device: str, quick: bool = False) -> dict[str, Any]:
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     on_gpu = device == "cuda"
     return {
-        "commit": commit(),
+        "commit": commit() or None,
         "source": digest(SOURCE),
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "driver": command_output(*query) if on_gpu else None,

@@ -1,4 +1,4 @@
-"""What make gpu writes beside its figures: commit, code, libraries; and whose figures stay."""
+"""What make gpu writes beside its figures: code, libraries; and whose figures stay."""
 
 from __future__ import annotations
 
@@ -16,62 +16,6 @@ import gpu_environment
 import gpu_results
 import pytest
 import torch
-
-# ---- the commit ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree without git, in a folder of its own."""
-    monkeypatch.delenv("AMP_MP_COMMIT", raising=False)
-    root = tmp_path / "above/tree"
-    root.mkdir(parents=True)
-    monkeypatch.setattr(gpu_environment, "ROOT", root.resolve())
-    monkeypatch.setattr(gpu_environment, "HERE", root)
-    return root
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=x", "-c", "user.email=x@x")
-    done = subprocess.run(
-        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
-
-
-def repository(folder: Path) -> str:
-    """A repository with one commit in the folder; its name."""
-    git(folder, "init", "-q")
-    (folder / "file").write_text("1")
-    git(folder, "add", "file")
-    git(folder, "commit", "-qm", "x")
-    return git(folder, "rev-parse", "HEAD")
-
-
-def test_the_commit_is_gits_and_says_what_differs(tree: Path) -> None:
-    head = repository(tree)
-    (tree / "COMMIT").write_text("older\n")
-    assert gpu_environment.commit() == head
-    (tree / "file").write_text("2")
-    assert gpu_environment.commit() == head + "+changes"
-
-
-def test_without_git_it_is_the_files_or_the_variables(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert gpu_environment.commit() is None
-    (tree / "COMMIT").write_text("abc\n")
-    assert gpu_environment.commit() == "abc"
-    monkeypatch.setenv("AMP_MP_COMMIT", "def")
-    assert gpu_environment.commit() == "def"
-
-
-def test_another_projects_repository_above_is_not_asked(tree: Path) -> None:
-    repository(tree.parent)
-    assert gpu_environment.commit() is None
-    (tree / "COMMIT").write_text("abc\n")
-    assert gpu_environment.commit() == "abc"
-
 
 # ---- code and libraries --------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from helpers import through_a_file
 from tiers import tiered
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -186,10 +186,7 @@ def test_a_copy_has_types_and_weights_of_its_own(
     elif way == "pickle":
         other = pickle.loads(pickle.dumps(net))
     else:
-        file = io.BytesIO()
-        torch.save(net, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = through_a_file(net)
     assert_equal(gradients(other, other, x), gradients(net, net, x))
     with torch.no_grad():
         for param in net.parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from averages import LOW, STORAGES, make, rounded_weights, train
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import nn
 
 import amp_mp as amp
@@ -163,11 +162,8 @@ def test_a_state_dict_continues_bit_for_bit(device: str) -> None:
     train(model, optimizer, 3)
     averaged.update()
     averaged.update()
-    file = io.BytesIO()
-    torch.save(averaged.state_dict(), file)
-    file.seek(0)
     again = amp.AveragedModel(model, optimizer, decay=0.9, use_buffers=True)
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.load_state_dict(through_a_file(averaged.state_dict(), weights_only=True))
     train(model, optimizer, 3)
     averaged.update()
     again.update()

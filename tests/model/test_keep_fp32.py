@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import nn
 
 import amp_mp as amp
@@ -68,11 +67,8 @@ def test_marks_add_to_what_both_conversions_keep(convert: Any, marks: Any, kept:
 def test_marks_add_up_and_travel_with_copies_pickles_and_parts(convert: Any) -> None:
     model = Model()
     keep_fp32(keep_fp32(model, "body.0.weight"), ["body.0.bias", "body.2"])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     kept = BODY_0 | BODY_2
-    for found in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for found in (copy.deepcopy(model), through_a_file(model)):
         assert float32_in(convert(found, torch.bfloat16, keep_fp32_only=[])) == kept
     whole = nn.Sequential(copy.deepcopy(model.body))
     convert(whole, torch.bfloat16, keep_fp32_only=[])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from helpers import through_a_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import register_pytree_node
@@ -210,13 +210,6 @@ def test_a_kept_head_that_is_tied_works(device: str, keep: Any) -> None:
     assert y.dtype == BF16
     y.float().sum().backward()
     assert model.head.weight.grad.dtype == F32
-
-
-def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])

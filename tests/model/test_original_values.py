@@ -4,12 +4,11 @@ through."""
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import interesting_floats, raw_bytes
+from helpers import interesting_floats, raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -45,13 +44,6 @@ def low_values(model: nn.Module) -> dict[str, Tensor]:
 
 def original_bytes(model: nn.Module) -> int:
     return sgd(model).memory_report().bytes.get("original", 0)
-
-
-def through_a_file(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 # How much is kept.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
+from helpers import through_a_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -228,10 +228,7 @@ def test_remove_puts_everything_back(device: str) -> None:
 def test_copies_and_pickles_are_plain_models() -> None:
     model = net("cpu")
     with amp.attach_main_grads(model):
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        copies = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+        copies = [copy.deepcopy(model), through_a_file(model)]
         for other in copies:
             loss_of(other).backward()
             assert other.twice.weight.grad.dtype == BFLOAT16

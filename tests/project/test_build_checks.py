@@ -400,6 +400,26 @@ def test_the_commit_is_gits_or_that_of_the_sdist(
     assert metadata.commit() == "named"
 
 
+def test_gits_commit_says_what_differs_and_is_not_that_of_a_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AMP_MP_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(metadata, "ROOT", tmp_path)
+    (tmp_path / "file").write_text("1")
+    who = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "x"]):
+        subprocess.run([*who, *arguments], cwd=tmp_path, check=True)
+    (tmp_path / "COMMIT").write_text("older\n")
+    head = metadata.commit()
+    assert re.fullmatch(r"[0-9a-f]{12}", head)
+    (tmp_path / "file").write_text("2")
+    assert metadata.commit() == head + "+changes"
+    (tmp_path / "inside").mkdir()
+    monkeypatch.setattr(metadata, "ROOT", tmp_path / "inside")
+    assert metadata.commit() == ""
+
+
 def test_the_description_on_an_index_has_no_relative_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

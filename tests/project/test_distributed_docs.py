@@ -1,4 +1,4 @@
-"""The pages on several processes: their tables are what the code counts, their commands run.
+"""The pages on memory and several processes: tables are what is counted, commands run.
 
 tests/project/test_docs.py runs their Python.
 """
@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import sharded_memory
+from pages import blocks
 from ranks import LARGE
 from tiers import full
 
-import amp_mp as amp
-
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = (ROOT / "docs/distributed.md").read_text()
 DETAILS = (ROOT / "docs/sharded_steps.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", DETAILS, re.DOTALL)
 
@@ -33,15 +31,14 @@ def test_the_tables_have_rows_that_the_example_prints() -> None:
         assert set(rows.splitlines()) <= set(printed[2:])
 
 
-def test_the_bytes_per_parameter_are_what_is_counted() -> None:
-    rows = re.findall(
-        r"^\| (?:float32|bfloat16) shards[^|]* \| ([\d.]+) \| ([\d.]+) \|", RECIPES, re.M
-    )
-    counted = []
-    for row in amp.diagnose.sharded_memory(10**6, 1).rows:
-        beside = (row.weights + row.masters + row.states) / 10**6
-        counted.append((f"{beside:.2g}", f"{beside + row.gradients / 10**6:.2g}"))
-    assert rows == counted
+def test_the_table_of_a_7_b_model_is_what_its_block_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs/memory.md").read_text()
+    exec(blocks(page)[0], {})
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 8
+    assert printed in page
 
 
 # Starting torchrun takes seconds, so `make test` runs one of its commands.

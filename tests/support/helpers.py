@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any
 
@@ -97,3 +98,11 @@ def state_names(optimizer: Any) -> tuple[str, ...]:
     from amp_mp.optim.base import stepper_of  # after the pretend GPU has been installed
 
     return stepper_of(optimizer).group_rules()[0].names
+
+
+def through_a_file(value: Any, weights_only: bool = False) -> Any:
+    """What torch.load reads after torch.save."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, raw_bytes
+from helpers import DTYPES, raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -207,10 +206,7 @@ def test_copies_and_files(device: str) -> None:
     larc = amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1, momentum=0.9), 0.1, clip=False)
     fill(params, 0)
     larc.step()
-    file = io.BytesIO()
-    torch.save(larc, file)
-    file.seek(0)
-    for other in (copy.deepcopy(larc), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(larc), through_a_file(larc)):
         assert (other.trust_coefficient, other.clip) == (0.1, False)
         own = other.param_groups[0]["params"]
         fill(own, 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -23,14 +22,7 @@ INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def pickled(optimizer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
 @pytest.mark.parametrize("inner", INNER)
 def test_a_copy_made_after_a_scheduler_steps_its_own_parameters(inner: str, copied: Any) -> None:
     weight = nn.Parameter(torch.ones(4, 3))

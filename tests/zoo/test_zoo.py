@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import vision  # noqa: F401
 from cases import CASES, Case, to_dtype
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -114,10 +113,7 @@ def test_copies_before_the_first_step_have_the_float32_values(
     loss = loss_of(case, copy.deepcopy(model), to_dtype(batch, dtype))
     loss.backward()
     assert loss.isfinite()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for each in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for each in (model, copy.deepcopy(model), through_a_file(model)):
         found = amp.float32_state_dict(each, amp.optim.SGD(each.parameters()))
         assert all(torch.equal(found[name], value) for name, value in exact.items())
 

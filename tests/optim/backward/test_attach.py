@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import weakref
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attached import LOW, loss_of, model, state_of, train
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import TensorWeakRef
@@ -302,10 +301,7 @@ def test_copies_of_an_attached_optimizer_are_not_attached(device: str, mode: str
     if how == "deepcopy":
         twin, copied = copy.deepcopy((net, optimizer))
     else:
-        file = io.BytesIO()
-        torch.save((net, optimizer), file)
-        file.seek(0)
-        twin, copied = torch.load(file, weights_only=False)
+        twin, copied = through_a_file((net, optimizer))
     assert state_of(twin, copied) == state_of(net, optimizer)
     for param in twin.parameters():
         param.grad = None
