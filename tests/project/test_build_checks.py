@@ -455,7 +455,7 @@ def settings(folder: Path, nvcc: str, monkeypatch: pytest.MonkeyPatch) -> list[o
     make = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return [
         found.compiler(),
-        found.host_compiler(),
+        found.host_compiler(folder),
         [torch.folder for torch in found.find_torches()],
         found.find_nvcc([]),
         found.missing_nvcc([]),
