@@ -23,14 +23,7 @@ REFUSED = (
     r"unscale_\(\) (has already been|is being) called|step\(\) has already been called|"
     r"No inf checks were recorded|was added to gradients that unscale_ had divided"
 )
-
-
-@pytest.fixture(params=["cuda"], autouse=True)
-def cuda(request: pytest.FixtureRequest, device: str) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    if device != "cuda":
-        pytest.skip("only on a GPU")
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 class Iteration:
