@@ -26,6 +26,7 @@ REFUSED = (
     r"unscale_\(\) (has already been|is being) called|step\(\) has already been called|"
     r"No inf checks were recorded|was added to gradients that unscale_ had divided"
 )
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def ours(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -34,14 +35,6 @@ def ours(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def torchs(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, fused=True, capturable=True)
-
-
-@pytest.fixture(params=["cuda"], autouse=True)
-def cuda(request: pytest.FixtureRequest, device: str) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    if device != "cuda":
-        pytest.skip("only on a GPU")
-    return str(request.param)
 
 
 class Iteration:

@@ -15,14 +15,7 @@ import amp_mp as amp
 from amp_mp import _C
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(params=["cuda"], autouse=True)
-def cuda(request: pytest.FixtureRequest, device: str) -> str:
-    """In the names of all tests here, for those who choose by device."""
-    if device != "cuda":
-        pytest.skip("only on a GPU")
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def params_of(count: int) -> list[nn.Parameter]:
