@@ -210,6 +210,9 @@ class WholeMatrices:
         groups: Sequence[dict[str, Any]],
         blocks: Sequence[Sequence[tuple[int, int, int, float]] | None],
     ) -> None: ...
+    @property
+    def offsets(self) -> list[int]:
+        """Where each parameter's directions begin, in elements, and where the last ones end."""
     def __call__(self, directions: Tensor) -> Tensor:
         """The same tensor, with updates in place of the directions."""
 
@@ -423,8 +426,8 @@ class Operator(Protocol):
         weights: the masters' statistics, for rules that need norms, where the slots are shards.
         sum_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
         statistics, float64 [n, 3], and returns those of the whole tensors.
-        make_updates: for Muon. Called with the directions, bfloat16, of all slots one behind the
-        other, and returns the updates in their places.
+        make_updates: for Muon. Called with the directions, bfloat16, of all slots, which begin at
+        WholeMatrices.offsets, and returns the updates in their places.
         """
 
 # By the names of csrc/core/rules.h: "adamw_", "sgd_", ...

@@ -62,7 +62,7 @@ def test_every_step_finds_its_tests_and_the_sanitizers_subset_passes(tmp_path: P
     if reason := why_unavailable():
         pytest.skip(f"no pretend GPU: {reason}")
     build()
-    paths = f"PYTHONPATH={ROOT}/python:{ROOT}/tests/support"
+    paths = f"PATH='{os.environ['PATH']}' PYTHONPATH={ROOT}/python:{ROOT}/tests/support"
     tests = f'cd "{ROOT}" && {paths} AMP_MP_PRETEND_GPU=1 exec "{sys.executable}" "$@"'
     machine = Machine(tmp_path, {"-p no:xdist": tests, "-m pytest -q": f"{tests} --collect-only"})
     tool = '#!/bin/bash\necho "$@" >>"$(dirname "$0")/sanitized"\nexec "${@:5}"\n'

@@ -130,34 +130,44 @@ void make_blocks(const at::Tensor& own, const WholeMatrices::Blocks& blocks,
 
 }  // namespace
 
+std::vector<int64_t> direction_offsets(const std::vector<at::Tensor>& params) {
+  constexpr int64_t kAligned = 16 / 2;  // elements
+  std::vector<int64_t> found = {0};
+  for (const at::Tensor& param : params)
+    found.push_back(found.back() + (param.numel() + kAligned - 1) / kAligned * kAligned);
+  return found;
+}
+
 WholeMatrices::WholeMatrices(const std::vector<at::Tensor>& locals,
                              const std::vector<py::dict>& groups,
                              const std::vector<std::optional<Blocks>>& blocks) {
   TORCH_CHECK_VALUE(groups.size() == locals.size() && blocks.size() == locals.size(),
                     "locals, groups and blocks must be equally long");
-  int64_t at = 0;
+  for (size_t i = 0; i < locals.size(); ++i)
+    TORCH_CHECK_VALUE(locals[i].defined(), "locals[", i, "] is None; a tensor is needed");
+  offsets_ = direction_offsets(locals);
   for (size_t i = 0; i < locals.size(); ++i) {
     const at::Tensor& local = locals[i];
-    TORCH_CHECK_VALUE(local.defined(), "locals[", i, "] is None; a tensor is needed");
-    const int64_t begin = at;
-    at += local.numel();
-    if (!blocks[i] || begin == at) continue;
+    const int64_t begin = offsets_[i], end = offsets_[i + 1];
+    if (!blocks[i] || begin == end) continue;
     Run* last = runs_.empty() || runs_.back().end != begin ? nullptr : &runs_.back();
-    if (!local.is_contiguous())
+    const bool is_alone = !local.is_contiguous();
+    if (is_alone)
       runs_.push_back(
-          {begin, at, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec()});
-    else if (last && last->strides.empty() && last->group.is(groups[i]) &&
-             last->blocks == *blocks[i])
-      last->end = at;
+          {begin, end, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec(), true});
+    else if (last && !last->is_alone && last->group.is(groups[i]) && last->blocks == *blocks[i] &&
+             last->sizes[1] == local.numel())
+      last->end = end, ++last->sizes[0];
     else
-      runs_.push_back({begin, at, *blocks[i], groups[i], {}, {}});
+      runs_.push_back(
+          {begin, end, *blocks[i], groups[i], {1, local.numel()}, {end - begin, 1}, false});
   }
 }
 
 at::Tensor WholeMatrices::make_updates(const at::Tensor& directions) const {
   for (const Run& run : runs_) {
-    at::Tensor own = directions.slice(0, run.begin, run.end);
-    if (!run.strides.empty()) own = own.as_strided(run.sizes, run.strides);
+    const at::Tensor own =
+        directions.slice(0, run.begin, run.end).as_strided(run.sizes, run.strides);
     const NewtonSchulz how = newton_schulz_of(run.group);
     const py::gil_scoped_release release;
     make_blocks(own, run.blocks, how);
@@ -182,6 +192,7 @@ void bind(py::module_& m) {
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<py::dict>&,
                     const std::vector<std::optional<WholeMatrices::Blocks>>&>(),
            py::arg("locals"), py::arg("groups"), py::arg("blocks"))
+      .def_property_readonly("offsets", &WholeMatrices::offsets)
       .def("__call__", &WholeMatrices::make_updates, py::arg("directions"));
 }
 

@@ -4,6 +4,7 @@
 
 #include "torch/casting/kept_casts.h"
 #include "torch/device.h"
+#include "torch/muon/orthogonalise.h"
 
 namespace amp_mp {
 
@@ -94,11 +95,7 @@ std::vector<Reading> Slots::weights() {
   return readings;
 }
 
-std::vector<int64_t> Slots::offsets() const {
-  std::vector<int64_t> found = {0};
-  for (const at::Tensor& param : own_.params) found.push_back(found.back() + param.numel());
-  return found;
-}
+std::vector<int64_t> Slots::offsets() const { return muon::direction_offsets(own_.params); }
 
 Tensors Slots::grads() const {
   shards_.check_found(own_.names);

@@ -41,7 +41,7 @@ class Slots {
   int64_t group(size_t i) const { return own_.groups[i]; }
   int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
   int states() const { return int(own_.states.size()); }
-  // Elements of all slots before each slot, and of all.
+  // Where the slots' directions begin, and where the last ones end.
   std::vector<int64_t> offsets() const;
 
   // Whether every parameter still has the dtype, shape, layout and device that it had when Slots

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import amp_mp as amp
+from amp_mp import _C
+from amp_mp.optim.muon import sharded
 
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 17), (8, 512), (1, 5), (64, 64), (5, 1)]
 NUMBERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
@@ -368,3 +370,50 @@ def test_lr_may_be_a_tensor_and_schedulers_move_it(device: str) -> None:
         scheduler.step()
         one.param_groups[0]["lr"].mul_(0.5)
     assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("normalize", [None, "rows"])
+def test_every_matrix_begins_at_16_bytes_and_has_the_bits_it_has_alone(
+    device: str, normalize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels for whole matrices are fast at such addresses alone; odd sizes lie in between."""
+    shapes = [(3, 5), (5, 7), (5, 7), (5, 7), (1, 1), (8, 16), (3, 3, 3), (3, 3, 3), (2, 3)]
+    seen: list[Tensor] = []
+
+    def watched(*given: Any) -> Any:
+        whole = _C.WholeMatrices(*given)
+
+        def make(directions: Tensor) -> Tensor:
+            seen.append(directions.clone())
+            assert directions.data_ptr() % 16 == 0
+            return whole(directions)
+
+        return make
+
+    def stepped(params: list[nn.Parameter], steps: int) -> None:
+        optimizer = amp.optim.Muon(params, lr=0.02, normalize=normalize)
+        for step in range(steps):
+            for p in params:
+                p.grad = on(device, random(p.numel(), step), torch.float32).view_as(p)
+            optimizer.step()
+
+    if device == "cpu":  # a GPU's products may have other bits in stacks
+        together, alone = ([nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
+        stepped(together, STEPS)
+        for param in alone:
+            stepped([param], STEPS)
+        assert all(map(torch.equal, together, alone))
+
+    # Which elements are whose is seen where gradients are powers of two of their own.
+    monkeypatch.setattr(sharded, "WholeMatrices", watched)
+    params = [nn.Parameter(torch.zeros(s, device=device)) for s in shapes]
+    optimizer = amp.optim.Muon(params, normalize=normalize)
+    for number, p in enumerate(params):
+        p.grad = torch.full_like(p, 2.0**number)
+    optimizer.step()
+    (directions,) = seen
+    for number, p in enumerate(params):
+        value = torch.tensor(0.05 * 1.95 * 2**number, dtype=torch.bfloat16)  # of the first step
+        places = (directions.cpu() == value).nonzero().flatten()
+        assert places[0] % 8 == 0
+        assert places.tolist() == list(range(places[0], places[0] + p.numel()))

@@ -43,9 +43,9 @@ def make_updates(members: Members) -> MakeUpdates:
     if not elsewhere:
         return whole
     steps: list[MakeUpdates] = [
-        Exchange(members, own, groups[name]) for name, own in exchanged.items()
+        Exchange(members, whole.offsets, own, groups[name]) for name, own in exchanged.items()
     ]
-    steps += [Gathering(members, gathered), whole]
+    steps += [Gathering(members, whole.offsets, gathered), whole]
 
     def all_of_them(directions: Tensor) -> Tensor:
         for step in steps:
@@ -66,13 +66,6 @@ def _group_of_rows(param: Any) -> Any:
         found = mesh.get_group(dim)
         if found.rank() != mesh.get_local_rank(dim):
             return None
-    return found
-
-
-def _offsets(members: Members) -> list[int]:
-    found = [0]
-    for param, _ in members:
-        found.append(found[-1] + local_of(param).numel())
     return found
 
 
@@ -120,10 +113,11 @@ class Exchange:
     the others go to the process with the least work so far, the largest first.
     """
 
-    def __init__(self, members: Members, indices: list[int], group: Any) -> None:
+    def __init__(
+        self, members: Members, offsets: list[int], indices: list[int], group: Any
+    ) -> None:
         """indices: of the members that are split over the process group."""
         self._group, ranks, self._rank = group, group.size(), group.rank()
-        offsets = _offsets(members)
         matrices = [m for i in indices for m in _matrices(*members[i], i, ranks)]
         owners = self._owners(matrices)
         # What this process sends, in the order of owners, and gets, in the order of senders; each
@@ -189,8 +183,7 @@ class Exchange:
 class Gathering:
     """Every process gathers each matrix, makes it orthogonal and keeps its own part."""
 
-    def __init__(self, members: Members, indices: list[int]) -> None:
-        offsets = _offsets(members)
+    def __init__(self, members: Members, offsets: list[int], indices: list[int]) -> None:
         self._members = [(*members[i], offsets[i]) for i in indices]
 
     def __call__(self, directions: Tensor) -> Tensor:
