@@ -611,6 +611,9 @@ class Stepper:
     def skipped(self) -> Skipped | None:
         """Where the last step on the host was skipped: what was."""
 
+def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
+    """A group's parameters; TypeError for what is not a sequence."""
+
 def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
     """A parameter's place in its optimizer's param_groups, and its name if the group has names."""
 

@@ -151,6 +151,8 @@ void bind_stepper(py::module_& m) {
         py::arg("param"));
   m.def("tensors_measured", &tensors_measured);
   m.def(
+      "params_of", [](const py::dict& group) { return params_of(group.ptr()); }, py::arg("group"));
+  m.def(
       "param_label",
       [](const py::dict& group, int64_t number, int64_t position) {
         return param_label(group.ptr(), number, position);

@@ -24,7 +24,7 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
     """Every parameter with its place, in order."""
     index = 0
     for number, group in enumerate(groups):
-        for position, param in enumerate(group["params"]):
+        for position, param in enumerate(_C.params_of(group)):
             yield param, ParamInfo(number, index, _C.param_label(group, number, position))
             index += 1
 
