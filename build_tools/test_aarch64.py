@@ -73,8 +73,7 @@ export TORCH_USE_RTLD_GLOBAL=1 OMP_NUM_THREADS=1
 exec {} -cpu neoverse-n1 -L {} -0 "$0" {} "$@"
 """
 
-# Those that say most in ten minutes. tests/casting/test_products.py, which measures matrix products,
-# takes longer than that by itself.
+# Those that say most in ten minutes. tests/casting/test_products.py does not end within five.
 TESTS = (
     "tests/formats",
     "tests/optim/step/test_rules.py",
