@@ -70,7 +70,7 @@ test-wheel:
 	"$(PYTHON)" build_tools/test_wheel.py --torch $(TORCH)
 
 # A wheel for aarch64 under qemu: the README's example, tests, and states of every optimizer in every
-# format, which have to be this machine's bits. Half an hour, 1 GB of downloads at first.
+# format, which have to be this machine's bits. Half an hour, .5 GB of downloads at first.
 test-aarch64: build
 	$(PY) build_tools/test_aarch64.py --torch $(TORCH) --jobs $(JOBS)
 

@@ -62,12 +62,12 @@ def test_float16_has_the_same_bits_where_denormals_are_flushed(flush: bool) -> N
         torch.set_flush_denormal(False)
     # A NaN keeps its payload and becomes a quiet one; encoded, it becomes 0x7E00.
     nan = (patterns & 0x7FFF) > 0x7C00
-    wanted = patterns.view(np.float16).astype(np.float32).view(np.uint32)
     payload = (patterns.astype(np.uint32) & 0x3FF) << 13
     quiet = ((patterns.astype(np.uint32) & 0x8000) << 16) | 0x7FC00000 | payload
-    np.testing.assert_array_equal(wide.numpy().view(np.uint32), np.where(nan, quiet, wanted))
     with np.errstate(over="ignore", invalid="ignore"):
+        wanted = patterns.view(np.float16).astype(np.float32).view(np.uint32)
         rounded = floats.numpy().astype(np.float16)
+    np.testing.assert_array_equal(wide.numpy().view(np.uint32), np.where(nan, quiet, wanted))
     bits = np.where(np.isnan(rounded), np.uint16(0x7E00), rounded.view(np.uint16))
     np.testing.assert_array_equal(low.numpy().view(np.uint16), bits)
 
