@@ -216,13 +216,13 @@ class WholeMatrices:
 def copies_as_stored(
     rules: list[Any], groups: list[dict[str, Any]], state_dict: dict[str, Any]
 ) -> dict[int, dict[str, Tensor]]:
-    """Copies of saved states that are stored as the groups store theirs, by parameter: load.h."""
+    """Copies of saved states that are stored as the groups store theirs, by parameter: restore.h."""
 
 def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """ValueError where a state dict has other parts, groups or numbers of parameters."""
 
 def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state dict in the order of the groups' param_names: csrc/torch/step/state_dict.h."""
+    """The state dict in the order of the groups' param_names: csrc/torch/state/saved_state.h."""
 
 def wrong_clock(value: Any, name: str) -> str:
     """What is wrong with a number of a parameter's clock; empty where it can be."""
@@ -314,7 +314,7 @@ def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
 
 def has_groups(param: Tensor) -> bool:
-    """Whether groups of 32 fit into a parameter's rows: csrc/torch/step/arrays.h."""
+    """Whether groups of 32 fit into a parameter's rows: csrc/torch/state/arrays.h."""
 
 def scale_shape(param: Tensor, part: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape of the groups' scales beside a parameter, or of those of a shard of shape part."""
@@ -373,7 +373,7 @@ def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str,
 def encode_original(weight: Tensor, values: Tensor, by_place: bool) -> tuple[int, list[Tensor]]:
     """A weight's checksum, and the float32 values that it was rounded from.
 
-    csrc/torch/step/original_values.h. by_place: whether the checksum sees the elements' places.
+    csrc/torch/state/original_values.h. by_place: whether the checksum sees the elements' places.
     """
 
 def decode_original(weight: Tensor, stored: Sequence[Tensor]) -> Tensor:
@@ -431,7 +431,7 @@ class Operator(Protocol):
 operators: dict[str, Operator]
 
 class RuleLayout:
-    """A rule as the native step needs it: csrc/torch/step/state_layout.h."""
+    """A rule as the native step needs it: csrc/torch/state/rule_table.h."""
 
     def __init__(
         self,
@@ -480,7 +480,7 @@ Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
 
 class EditedMasters:
-    """Masters in a block that edits them: csrc/torch/step/edited_masters.h."""
+    """Masters in a block that edits them: csrc/torch/state/edited_masters.h."""
 
     def __init__(
         self,

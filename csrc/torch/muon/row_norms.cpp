@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp::muon {
 namespace {

@@ -2,8 +2,8 @@
 #include <ATen/ops/empty.h>
 
 #include "torch/ops.h"
-#include "torch/step/load.h"
-#include "torch/step/state_dict.h"
+#include "torch/state/restore.h"
+#include "torch/state/saved_state.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {

@@ -3,17 +3,9 @@
 #include <memory>
 
 #include "torch/muon/row_norms.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
-
-using Layout = std::shared_ptr<RuleLayout>;
-
-// A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
-struct GroupRule {
-  py::object rule;
-  Layout layout;
-};
 
 class Bucket {
  public:

@@ -4,7 +4,7 @@
 #include <array>
 #include <mutex>
 
-#include "torch/step/callback.h"
+#include "torch/python/callback.h"
 #include "torch/step/gathered.h"
 
 namespace amp_mp {

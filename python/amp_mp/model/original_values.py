@@ -29,7 +29,7 @@ class OriginalValues:
     """A parameter's float32 values, stored as what the low-precision weight lacks.
 
     version, checksum: of the weight that the values were rounded to. tensors: as the native code
-    stores them (csrc/torch/step/original_values.h).
+    stores them (csrc/torch/state/original_values.h).
     """
 
     version: int

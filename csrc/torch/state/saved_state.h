@@ -1,6 +1,6 @@
 #pragma once
 // State dicts of an optimizer before anything of them is loaded: their parts, and their order.
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 

@@ -1,7 +1,7 @@
 // Whether a parameter's saved state can be loaded: the checks of optim/state/check_loadable.py.
 #include <map>
 
-#include "torch/step/state_dict.h"
+#include "torch/state/saved_state.h"
 
 namespace amp_mp {
 namespace {

@@ -1,4 +1,4 @@
-#include "torch/step/edited_masters.h"
+#include "torch/state/edited_masters.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -9,7 +9,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/step/original_values.h"
+#include "torch/state/original_values.h"
 
 namespace amp_mp {
 namespace {

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "torch/muon/row_norms.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 

@@ -7,7 +7,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 namespace {

@@ -1,4 +1,4 @@
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 

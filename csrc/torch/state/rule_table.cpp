@@ -1,6 +1,6 @@
-#include "torch/step/state_layout.h"
+#include "torch/state/rule_table.h"
 
-#include "torch/arguments.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp {
 namespace {

@@ -1,4 +1,4 @@
-#include "torch/step/load.h"
+#include "torch/state/restore.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>

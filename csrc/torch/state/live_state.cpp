@@ -1,13 +1,13 @@
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
-#include "torch/arguments.h"
 #include "torch/device.h"
 #include "torch/muon/row_norms.h"
 #include "torch/ops.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp {
 namespace {

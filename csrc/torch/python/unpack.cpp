@@ -1,10 +1,10 @@
-#include "torch/arguments.h"
+#include "torch/python/unpack.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
-#include "torch/step/state_layout.h"
+#include "torch/state/rule_table.h"
 
 namespace amp_mp {
 

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "torch/device.h"
-#include "torch/step/gathered.h"
+#include "torch/state/members.h"
 
 namespace amp_mp {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "torch/step/objects.h"
-#include "torch/step/step.h"
+#include "plan.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 
@@ -58,6 +58,13 @@ struct RuleLayout {
 
   // The entries that may hold a state, master or clock tensor of the slots.
   std::vector<py::object> keys() const;
+};
+
+// The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
+// step's device it is read when the step runs, elsewhere now.
+struct HyperTensors {
+  Hyper hyper;
+  at::Tensor lr;
 };
 
 // One of Hyper's numbers by name; TypeError for a name that it does not have.

@@ -1,6 +1,6 @@
 // What Python sees of a parameter's state: arrays of formats, masters, the values before rounding.
-#include "torch/arguments.h"
-#include "torch/step/original_values.h"
+#include "torch/python/unpack.h"
+#include "torch/state/original_values.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {

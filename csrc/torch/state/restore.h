@@ -1,7 +1,7 @@
 #pragma once
 // States of a file that are stored as the optimizer stores them: checked and copied as they are.
 // What does not fit is Python's (optim/state/loading.py), which converts or names it.
-#include "torch/step/gathered.h"
+#include "torch/state/members.h"
 
 namespace amp_mp {
 

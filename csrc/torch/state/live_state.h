@@ -1,21 +1,10 @@
 #pragma once
 // One parameter's state: made where it is missing, brought to where the parameter is, refused where
 // it does not belong to the parameter. Everything here needs the GIL.
-#include "torch/step/arrays.h"
-#include "torch/step/state_layout.h"
+#include "torch/state/arrays.h"
+#include "torch/state/members.h"
 
 namespace amp_mp {
-
-// A parameter with its place in the optimizer.
-struct Member {
-  py::object param;
-  at::Tensor local;  // the parameter, of a DTensor the shard on this process
-  bool is_dtensor;
-  int64_t group;         // index of its param_group
-  int64_t tensor_index;  // among all parameters
-  std::string label;     // for messages
-  py::object state;      // its dict in optimizer.state
-};
 
 // How a parameter's state holds one of a rule's states; of DTensors the parts on this process.
 struct HeldState {
