@@ -93,7 +93,8 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   Stored copy(copies ? format_named(formats[2]) : Format::float32, skew);
   const Format moment = format_named(formats[3]), square = format_named(formats[4]);
   const auto state_format = [&](int k) {
-    return Rule::kSquares >> k & 1 ? square : k == 0 ? moment : Format::float32;
+    const bool is_square = Rule::kKept.of[k].kind == Kind::square;
+    return is_square ? square : k == 0 ? moment : Format::float32;
   };
   Stored first(state_format(0), skew), second(state_format(1), skew), third(state_format(2), skew);
   grad.fill(1, rare);
@@ -105,9 +106,9 @@ void record(std::ofstream& file, bool rare, size_t skew, char** formats) {
   slot.grad = grad.array();
   slot.master = master.array();
   if (copies) slot.copy = copy.array();
-  if (Rule::kStates > 0) slot.state[0] = first.array();
-  if (Rule::kStates > 1) slot.state[1] = second.array();
-  if (Rule::kStates > 2) slot.state[2] = third.array();
+  if (state_count<Rule> > 0) slot.state[0] = first.array();
+  if (state_count<Rule> > 1) slot.state[1] = second.array();
+  if (state_count<Rule> > 2) slot.state[2] = third.array();
   slot.clock = &clock;
   slot.tensor_index = 3;
   const Hyper hyper = {1e-3, 0.9,  0.999, 1e-8,  0.01,  0.9,   0.1,

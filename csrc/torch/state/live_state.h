@@ -31,26 +31,16 @@ void init_state(const RuleLayout& layout, PyObject* group, const Member& member)
 // The format in which a state is stored for this parameter, as the kernels name it.
 Format format_of(const KeptState& kept, PyObject* group, const Member& member);
 
-// Float32 masters of low-precision parameters.
-class Masters {
- public:
-  explicit Masters(const std::vector<MasterEntry>& entries) : entries_(entries) {}
-
-  // What makes the parameter a master: a float32 master or remainders; undefined for neither.
-  at::Tensor beside(const at::Tensor& weight, PyObject* state) const;
-  // The parameter's master in float32, a new tensor of its layout; undefined where it has none.
-  at::Tensor values(const at::Tensor& weight, PyObject* state) const;
-  // Gives the parameter a master of the format, holding `values` if they are defined. Without them
-  // an existing master is kept, or converted; "none" drops it. The parameter becomes the rounded
-  // values.
-  void set(const std::string& format, PyObject* param, PyObject* state, at::Tensor values) const;
-  void follow(PyObject* param, const at::Tensor& weight, PyObject* state) const;
-
- private:
-  PyObject* entry_of(const std::string& format, at::ScalarType weight) const;
-  void drop(PyObject* state) const;
-  const std::vector<MasterEntry>& entries_;
-};
+// Float32 masters of low-precision parameters. What makes the parameter a master: a float32 master
+// or remainders; undefined for neither.
+at::Tensor master_beside(const at::Tensor& weight, PyObject* state);
+// The parameter's master in float32, a new tensor of its layout; undefined where it has none.
+at::Tensor master_values(const at::Tensor& weight, PyObject* state);
+// Gives the parameter a master of the format, holding `values` if they are defined. Without them an
+// existing master is kept, or converted; "none" drops it. The parameter becomes the rounded values.
+void set_master(const std::string& format, PyObject* param, PyObject* state, at::Tensor values);
+// Brings its master to the parameter's present dtype, layout and device.
+void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state);
 
 struct ClockPlace {
   const RuleLayout* layout;

@@ -53,7 +53,7 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
       first = stored.entry.ptr();
     }
   }
-  for (const MasterEntry& master : layout.masters) check(master.entry, false);
+  for (const MasterEntry& master : master_entries()) check(master.entry, false);
   for (const KeptState& kept : layout.states) {
     PyObject* last = nullptr;
     for (const StoredFormat& stored : kept.formats)

@@ -10,8 +10,6 @@
 
 namespace amp_mp {
 
-using Layout = std::shared_ptr<RuleLayout>;
-
 // A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
 struct GroupRule {
   py::object rule;
@@ -51,8 +49,7 @@ void refuse_param(const Member& member, bool any_sharded);
 // Raises RuntimeError where state cannot be made: in inference mode, and during capture.
 void refuse_new_state(const std::vector<at::Device>& devices);
 
-// The layout of a rule, from optim/state/schema.py; and the rules of the param_groups with theirs.
-Layout layout_of(const py::handle& rule);
+// The rules of the param_groups with their layouts.
 std::vector<GroupRule> rules_of(const py::list& rules);
 
 }  // namespace amp_mp

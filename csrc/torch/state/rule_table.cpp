@@ -1,96 +1,140 @@
 #include "torch/state/rule_table.h"
 
-#include "torch/python/unpack.h"
+#include <unordered_map>
 
 namespace amp_mp {
 namespace {
 
-py::object interned(const py::handle& name) {
-  PyObject* object = py::reinterpret_borrow<py::object>(name).release().ptr();
-  PyUnicode_InternInPlace(&object);
-  return py::reinterpret_steal<py::object>(object);
+py::object interned(const std::string& name) {
+  // A step looks entries up by the thousand, and a dict compares other objects letter by letter.
+  return owned(PyUnicode_InternFromString(name.c_str()));
 }
 
-at::ScalarType dtype_from(const py::handle& dtype) { return py::cast<at::ScalarType>(dtype); }
+// What follows a state's name in the entry that holds it in a format: "_m8"; nothing for plain
+// numbers, which their dtype tells apart.
+std::string ending_of(Format format) {
+  const std::string name = kFormats[int(format)].name;
+  for (const std::string plain : {"float32", "bfloat16", "float16"}) {
+    if (name == plain) return "";
+    if (name.starts_with(plain + "_")) return name.substr(plain.size());
+  }
+  return "_" + name;
+}
 
-PyObject* interned_name(const char* name) { return PyUnicode_InternFromString(name); }
+// Those that users choose from: of the stochastic forms the plain name is chosen.
+bool is_of_states(Format format) {
+  const FormatInfo& info = kFormats[int(format)];
+  return info.is(kForState) && !std::string_view(info.name).ends_with("_stochastic");
+}
+
+KeptState kept_state(const std::string& name, Kind kind, bool late, const char* initial,
+                     bool of_rows = false) {
+  KeptState state{interned(name), kind, late, initial ? interned(initial) : py::none(),
+                  of_rows,        {}};
+  for (int f = 0; f < kFormatCount; ++f) {
+    if (!is_of_states(Format(f))) continue;
+    const std::string entry = name + ending_of(Format(f));
+    const bool grouped = kFormats[f].is(kGrouped);
+    state.formats.push_back({Format(f), dtype_of(Format(f)), interned(entry),
+                             grouped ? interned(entry + "_scale") : py::none()});
+  }
+  return state;
+}
+
+HyperNumber hyper_number(const Number& number) {
+  const std::string key = number.key;
+  const size_t bracket = key.find('[');
+  HyperNumber found{hyper_member(number.as), interned(key.substr(0, bracket)), -1,
+                    number.when ? interned(number.when) : py::none()};
+  if (bracket != std::string::npos) found.index = key[bracket + 1] - '0';
+  return found;
+}
+
+template <class Rule>
+RuleLayout declared(const char* op) {
+  RuleLayout layout;
+  layout.op = op;
+  for (const RuleState& state : Rule::kKept)
+    layout.states.push_back(kept_state(state.name, state.kind, state.late, state.initial));
+  OwnNumber own = {"layer", 0};  // of a rule without: what the clock's fourth number is called
+  if constexpr (has_own_number<Rule>) own = Rule::kOwn;
+  layout.step = interned("step");
+  layout.powers = interned("beta_powers");
+  layout.own = interned(own.name);
+  layout.own_start = own.start;
+  layout.own_is_kept = has_own_number<Rule>;
+  for (const Number& number : Rule::kNumbers) layout.numbers.push_back(hyper_number(number));
+  layout.needs_norms = needs_norms<Rule>;
+  return layout;
+}
+
+RuleLayout declared_of(const std::string& op) {
+#define AMP_MP_DECLARED(Rule, name) \
+  if (op == #name) return declared<Rule>(#name);
+  AMP_MP_FOR_EACH_RULE(AMP_MP_DECLARED)
+#undef AMP_MP_DECLARED
+  throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
+}
+
+RuleLayout make_layout(const py::handle& rule) {
+  RuleLayout layout = declared_of(py::cast<std::string>(rule.attr("operator")));
+  if (const py::object rows = rule.attr("row_state"); !rows.is_none())
+    layout.states.push_back(kept_state(text_of(rows), Kind::exact, true, nullptr, true));
+  layout.directions = rule.attr("directions");
+  layout.options = {interned("memory"), interned("master"), interned("rounding")};
+  for (const KeptState& state : layout.states) layout.options.push_back(state.name);
+  if (!layout.directions.is_none())
+    for (const py::handle option : layout.directions.attr("options"))
+      layout.options.push_back(interned(text_of(option)));
+  return layout;
+}
 
 }  // namespace
 
-HyperNumber hyper_number(const std::string& name) {
-  static const std::pair<const char*, double Hyper::*> doubles[] = {
-      {"lr", &Hyper::lr},
-      {"beta1", &Hyper::beta1},
-      {"beta2", &Hyper::beta2},
-      {"eps", &Hyper::eps},
-      {"weight_decay", &Hyper::weight_decay},
-      {"momentum", &Hyper::momentum},
-      {"dampening", &Hyper::dampening},
-      {"lr_decay", &Hyper::lr_decay},
-      {"trust", &Hyper::trust}};
-  static const std::pair<const char*, bool Hyper::*> flags[] = {
-      {"nesterov", &Hyper::nesterov},
-      {"maximize", &Hyper::maximize},
-      {"clip", &Hyper::clip},
-      {"always_adapt", &Hyper::always_adapt},
-      {"decoupled", &Hyper::decoupled},
-      {"bias_correction", &Hyper::bias_correction},
-      {"reg_inside_moment", &Hyper::reg_inside_moment},
-      {"cautious", &Hyper::cautious}};
-  HyperNumber row;
-  for (const auto& [own, number] : doubles)
-    if (name == own) row.number = number;
-  for (const auto& [own, flag] : flags)
-    if (name == own) row.flag = flag;
-  if (!row.number && !row.flag)
-    throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
-  return row;
+py::object entry_name(const std::string& state, Format format) {
+  return interned(state + ending_of(format));
 }
 
-void read_number(HyperTensors& to, const HyperNumber& row, PyObject* value, PyObject* key) {
-  if (row.flag) {
-    to.hyper.*row.flag = truth_of(value, key);
-    return;
-  }
-  if (row.number == &Hyper::lr && THPVariable_Check(value)) {
-    to.lr = THPVariable_Unpack(value);
-    return;
-  }
-  const double number = PyFloat_AsDouble(value);
-  if (number == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    throw py::value_error(text_of(key) + " must be a number, found " + repr_of(value));
-  }
-  to.hyper.*row.number = number;
+bool KeptState::may_be(Format format) const {
+  if (of_rows || kind == Kind::exact) return format == Format::float32;
+  return kFormats[int(format)].is(kind == Kind::moment ? kForMoment : kForSquare);
 }
 
-HyperTensors read_group(const RuleLayout& layout, PyObject* group) {
-  static PyObject *const seed = interned_name("seed"), *const maximize = interned_name("maximize");
-  HyperTensors numbers = {};
-  for (const HyperNumber& row : layout.numbers) {
-    const py::object& when = row.when;
-    if (!when.is_none() && !truth_of(number_of(group, when.ptr()), when.ptr())) continue;
-    PyObject* value = number_of(group, row.key.ptr());
-    if (row.index < 0) {
-      read_number(numbers, row, value, row.key.ptr());
-    } else {
-      const py::object one = number_at(value, int64_t(row.index), row.key.ptr());
-      read_number(numbers, row, one.ptr(), row.key.ptr());
+const std::vector<MasterEntry>& master_entries() {
+  static const auto& entries = *[] {
+    auto* found =
+        new std::vector<MasterEntry>{{interned("master"), "float32", std::nullopt, at::kFloat}};
+    for (int f = 0; f < kFormatCount; ++f) {
+      const at::ScalarType weight = dtype_of(Format(f));
+      if (!kFormats[f].is(kSplit) || weight == at::kFloat) continue;
+      // Remainders beside weights of the other dtype are other numbers, hence another name.
+      const std::string name = kFormats[f].name, dtype = name.substr(0, name.find('_'));
+      const std::string entry = "remainder" + std::to_string(8 * kFormats[f].rest_width) +
+                                (weight == at::kBFloat16 ? "" : "_" + dtype);
+      found->push_back(
+          {interned(entry), name.substr(dtype.size() + 1), weight, rest_dtype_of(Format(f))});
     }
+    return found;
+  }();
+  return entries;
+}
+
+const MasterEntry* master_entry(const std::string& format, at::ScalarType weight) {
+  for (const MasterEntry& each : master_entries())
+    if (each.format == format && each.weight.value_or(weight) == weight) return &each;
+  return nullptr;
+}
+
+Layout layout_of(const py::handle& rule) {
+  // Kept for the life of the process, as are the rules of optimizer classes.
+  static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
+  auto found = known.find(rule.ptr());
+  if (found == known.end()) {
+    const auto layout = std::make_shared<RuleLayout>(make_layout(rule));
+    const std::pair entry{py::reinterpret_borrow<py::object>(rule), layout};
+    found = known.emplace(rule.ptr(), entry).first;
   }
-  static const HyperNumber maximizes = hyper_number("maximize");
-  read_number(numbers, maximizes, number_of(group, maximize), maximize);
-  PyObject* found = number_of(group, seed);
-  const unsigned long long value = PyLong_Check(found) && !PyBool_Check(found)
-                                       ? PyLong_AsUnsignedLongLong(found)
-                                       : (unsigned long long)(-1);
-  const bool wrong = PyErr_Occurred() || !PyLong_Check(found) || PyBool_Check(found);
-  if (wrong) {
-    PyErr_Clear();
-    throw py::value_error("seed must be a whole number of [0, 2^64), found " + repr_of(found));
-  }
-  numbers.hyper.seed = value;
-  return numbers;
+  return found->second.second;
 }
 
 std::vector<py::object> RuleLayout::keys() const {
@@ -100,7 +144,7 @@ std::vector<py::object> RuleLayout::keys() const {
       if (known.is(key)) return;
     keys.push_back(key);
   };
-  for (const MasterEntry& master : masters) add(master.entry);
+  for (const MasterEntry& master : master_entries()) add(master.entry);
   add(step);
   for (const KeptState& state : states)
     for (const StoredFormat& stored : state.formats) {
@@ -110,50 +154,49 @@ std::vector<py::object> RuleLayout::keys() const {
   return keys;
 }
 
-RuleLayout make_layout(const std::string& op, const py::list& states, const py::list& masters,
-                       const py::tuple& clock, double own_start, bool own_is_kept,
-                       const py::list& numbers, const py::list& options,
-                       const py::object& directions, bool needs_norms) {
-  RuleLayout layout;
-  layout.op = op;
-  for (const py::handle row : states) {
-    const auto [name, initial, late, of_rows, formats] =
-        py::cast<std::tuple<py::object, py::object, bool, bool, py::list>>(row);
-    KeptState state{
-        interned(name), initial.is_none() ? initial : interned(initial), late, of_rows, {}};
-    for (const py::handle each : formats) {
-      const auto [format, dtype, entry, scales] =
-          py::cast<std::tuple<std::string, py::object, py::object, py::object>>(each);
-      state.formats.push_back({format_named(format), dtype_from(dtype), interned(entry),
-                               scales.is_none() ? scales : interned(scales)});
-    }
-    layout.states.push_back(std::move(state));
-  }
-  for (const py::handle row : masters) {
-    const auto [format, weight, entry, dtype] =
-        py::cast<std::tuple<std::string, py::object, py::object, py::object>>(row);
-    layout.masters.push_back({interned(entry), format,
-                              weight.is_none() ? std::nullopt : std::optional(dtype_from(weight)),
-                              dtype_from(dtype)});
-  }
-  layout.step = interned(clock[0]);
-  layout.powers = interned(clock[1]);
-  layout.own = interned(clock[2]);
-  layout.own_start = own_start;
-  layout.own_is_kept = own_is_kept;
-  for (const py::handle row : numbers) {
-    const auto [name, key, index, when] =
-        py::cast<std::tuple<std::string, py::object, py::object, py::object>>(row);
-    HyperNumber number = hyper_number(name);
-    number.key = interned(key);
-    number.index = index.is_none() ? -1 : py::cast<int64_t>(index);
-    number.when = when.is_none() ? when : interned(when);
-    layout.numbers.push_back(std::move(number));
-  }
-  for (const py::handle option : options) layout.options.push_back(interned(option));
-  layout.directions = directions;
-  layout.needs_norms = needs_norms;
-  return layout;
+void bind_rule_table(py::module_& m) {
+  m.def(
+      "kinds_of",
+      [](const py::iterable& rules) {
+        static constexpr const char* kNames[] = {"moment", "square", "exact"};
+        py::dict kinds;
+        for (const py::handle rule : rules)
+          for (const KeptState& state : layout_of(rule)->states)
+            kinds[state.name] = state.of_rows ? "row" : kNames[int(state.kind)];
+        return kinds;
+      },
+      py::arg("rules"));
+  m.def(
+      "needs_norms", [](const py::object& rule) { return layout_of(rule)->needs_norms; },
+      py::arg("rule"));
+  m.def(
+      "number_keys",
+      [](const py::object& rule) {
+        py::set keys;
+        for (const HyperNumber& number : layout_of(rule)->numbers) keys.add(number.key);
+        return keys;
+      },
+      py::arg("rule"));
+  m.def(
+      "own_number",
+      [](const py::object& rule) -> py::object {
+        const Layout layout = layout_of(rule);
+        if (!layout->own_is_kept) return py::none();
+        return py::make_tuple(layout->own, layout->own_start);
+      },
+      py::arg("rule"));
+  m.def("coded_endings", [] {
+    py::list endings;
+    for (int f = 0; f < kFormatCount; ++f)
+      if (is_of_states(Format(f)) && !ending_of(Format(f)).empty())
+        endings.append(ending_of(Format(f)));
+    return endings;
+  });
+  m.def("master_entries", [] {
+    py::dict dtypes;
+    for (const MasterEntry& each : master_entries()) dtypes[each.entry] = py::cast(each.dtype);
+    return dtypes;
+  });
 }
 
 }  // namespace amp_mp

@@ -1,11 +1,16 @@
 #pragma once
-// What an optimizer keeps for each parameter under a rule, as optim/state/schema.py declares it:
-// which entry of the parameter's state holds what, in which format.
+// What an optimizer keeps for each parameter under a rule, as core/rules declares it: which entry
+// of the parameter's state holds what, in which format. Everything here needs the GIL.
+//
+// An entry's name says what its tensor holds. A plain name (`exp_avg`) holds nothing but numbers,
+// in the precision of its dtype. Codes have names of their own (`exp_avg_m8`), because some ways of
+// loading convert dtypes in silence: torch's distributed checkpoint would make a code a number.
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "plan.h"
+#include "core/rules.h"
 #include "torch/python/objects.h"
 
 namespace amp_mp {
@@ -18,19 +23,22 @@ struct StoredFormat {
 };
 
 // A tensor that a rule keeps for every parameter, of the parameter's shape or, of_rows, with one
-// number for each row of its matrices (muon/row_norms.h).
+// float32 number for each row of its matrices (muon/row_norms.h).
 struct KeptState {
   py::object name;
-  py::object initial;  // the number of the param_group that fills a new one, or None
+  Kind kind;
   bool late;           // a parameter that has taken steps may lack it
+  py::object initial;  // the param_group's number that fills a new one, where it has it; or None
   bool of_rows;
   std::vector<StoredFormat> formats;  // those under the state's own name come first
+
+  // What it may be stored as.
+  bool may_be(Format format) const;
 };
 
-// How a param_group's number becomes one of Hyper's.
+// How a param_group's entry becomes one of Hyper's numbers.
 struct HyperNumber {
-  double Hyper::* number = nullptr;
-  bool Hyper::* flag = nullptr;
+  const HyperMember* member;
   py::object key;
   int64_t index = -1;  // of group[key], where that holds several
   py::object when;     // the number counts only where group[when] is true, else it is 0; or None
@@ -43,14 +51,19 @@ struct MasterEntry {
   std::optional<at::ScalarType> weight;  // none: beside any
   at::ScalarType dtype;
 };
+const std::vector<MasterEntry>& master_entries();
+// One of them; null where the dtype has none of the format, "none" among them.
+const MasterEntry* master_entry(const std::string& format, at::ScalarType weight);
+
+// The entry that holds a state in a format.
+py::object entry_name(const std::string& state, Format format);
 
 struct RuleLayout {
   std::string op;  // the native operator, "adamw_"
   std::vector<KeptState> states;
-  std::vector<MasterEntry> masters;
   py::object step, powers, own;  // the clock's entries
-  double own_start;
-  bool own_is_kept;  // a rule's number of its own, which no step loses
+  double own_start = 0;
+  bool own_is_kept = false;  // a rule's number of its own, which no step loses
   std::vector<HyperNumber> numbers;
   std::vector<py::object> options;  // entries of a group that the slots depend on
   py::object directions;            // optim/rule.py, Directions, or None
@@ -59,6 +72,10 @@ struct RuleLayout {
   // The entries that may hold a state, master or clock tensor of the slots.
   std::vector<py::object> keys() const;
 };
+using Layout = std::shared_ptr<RuleLayout>;
+
+// The layout of a rule as Python holds it (optim/rule.py, Rule).
+Layout layout_of(const py::handle& rule);
 
 // The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
 // step's device it is read when the step runs, elsewhere now.
@@ -68,17 +85,14 @@ struct HyperTensors {
 };
 
 // One of Hyper's numbers by name; TypeError for a name that it does not have.
-HyperNumber hyper_number(const std::string& name);
+const HyperMember& hyper_named(const std::string& name);
 
 // A group's number as Hyper has it; a tensor as `lr` stays one. ValueError naming the number.
-void read_number(HyperTensors& to, const HyperNumber& row, PyObject* value, PyObject* key);
+void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, PyObject* key);
 
-// The numbers of a param_group for a rule.
-HyperTensors read_group(const RuleLayout& layout, PyObject* group);
+// The numbers of a param_group, of which an optimizer has these.
+HyperTensors read_group(const std::vector<HyperNumber>& numbers, PyObject* group);
 
-RuleLayout make_layout(const std::string& op, const py::list& states, const py::list& masters,
-                       const py::tuple& clock, double own_start, bool own_is_kept,
-                       const py::list& numbers, const py::list& options,
-                       const py::object& directions, bool needs_norms);
+void bind_rule_table(py::module_& m);
 
 }  // namespace amp_mp

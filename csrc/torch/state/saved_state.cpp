@@ -1,14 +1,12 @@
 // Whether a parameter's saved state can be loaded: the checks of optim/state/check_loadable.py.
-#include <map>
-
 #include "torch/state/saved_state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
-namespace {
 
-std::string text_at(const py::handle& entry, const char* name) {
-  return py::cast<std::string>(entry.attr(name));
-}
+using Like = SavedEntry::Like;
+
+namespace {
 
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
@@ -40,98 +38,111 @@ std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_by
   return wrong;
 }
 
-// What is wrong with a tensor of a saved state; empty where it can be loaded. entry: None where the
-// optimizer's rules have no such entry. refused: formats that their state cannot have.
-std::string wrong_tensor(const py::handle& entry, const py::handle& name, const py::handle& value,
-                         const py::handle& param, const py::dict& refused) {
+// What is wrong with a tensor of a saved state; empty where it can be loaded. entry: null where the
+// optimizer's rules have no such entry.
+std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
+                         const std::string& name, const py::handle& value,
+                         const py::handle& param) {
   const std::string memory = wrong_memory(value);
   if (!memory.empty()) return memory;
   const at::Tensor& t = THPVariable_Unpack(value.ptr());
-  if (entry.is_none()) {
-    if (refused.contains(name)) return text_of(refused[name]);
-    return wrong_shape(t, param, false);
+  if (!entry) {
+    const std::string refused = entries.refusal(name);
+    return refused.empty() ? wrong_shape(t, param, false) : refused;
   }
-  const std::string like = text_at(entry, "like"), dtype = text_of(value.attr("dtype"));
-  if (like == "number") {
-    const bool two = text_of(name) == "beta_powers";
+  const std::string dtype = text_of(value.attr("dtype"));
+  if (entry->like == Like::number) {
+    const bool two = name == "beta_powers";
     const bool fits = two ? t.dim() == 1 && t.numel() == 2 : t.numel() == 1;
     if (fits && !t.is_complex()) return "";
     return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype + ", must be " +
            (two ? "two numbers" : "one number");
   }
-  const py::object shown = entry.attr("shown");
-  const bool is_shown = shown.is_none() || py::object(value.attr("dtype")).is(shown);
-  if (like == "scale") {
+  const at::ScalarType kind = t.scalar_type();
+  const std::string shown = entry->shown ? text_of(py::cast(*entry->shown)) : "";
+  const bool is_shown = entry->shown.value_or(kind) == kind;
+  if (entry->like == Like::scale) {
     const int64_t count = THPVariable_Unpack(param.ptr()).numel() / kGroup;
     if (is_shown && t.numel() == count) return "";
     return "has " + std::to_string(t.numel()) + " elements of " + dtype + ", must have " +
-           std::to_string(count) + " of " + text_of(shown);
+           std::to_string(count) + " of " + shown;
   }
-  const auto kind = t.scalar_type();
-  if (shown.is_none() && kind != at::kFloat && kind != at::kBFloat16 && kind != at::kHalf &&
+  if (!entry->shown && kind != at::kFloat && kind != at::kBFloat16 && kind != at::kHalf &&
       kind != at::kDouble)
     return "has dtype " + dtype + ", must be floating-point";
   if (!is_shown)
-    return "has dtype " + dtype + ", but " + repr_of(entry.attr("format")) + " is stored as " +
-           text_of(shown);
-  return wrong_shape(t, param, py::cast<bool>(entry.attr("in_bytes")), like == "row");
+    return "has dtype " + dtype + ", but '" + entry->format + "' is stored as " + shown;
+  return wrong_shape(t, param, entry->in_bytes, entry->like == Like::row);
+}
+
+// The states and numbers that every parameter has after a step under any of the rules.
+std::set<std::string> needed_under(const py::iterable& rules) {
+  std::set<std::string> found;
+  bool is_first = true;
+  for (const py::handle rule : rules) {
+    const Layout layout = layout_of(rule);
+    std::set<std::string> needed, both;
+    if (layout->own_is_kept) needed.insert(text_of(layout->own));
+    for (const KeptState& kept : layout->states)
+      if (!kept.late) needed.insert(text_of(kept.name));
+    for (const std::string& name : needed)
+      if (is_first || found.count(name)) both.insert(name);
+    found = both;
+    is_first = false;
+  }
+  return found;
 }
 
 }  // namespace
 
-py::object wrong_state(const py::object& schema, const py::tuple& needed, const py::object& given,
-                       const py::object& param) {
-  const auto wrong = [](const py::handle& entry, const std::string& what) {
+py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
+                       const py::object& given, const py::object& param) {
+  const auto wrong = [](const std::string& entry, const std::string& what) {
     return py::make_tuple(entry, what);
   };
   if (!py::isinstance<py::dict>(given))
-    return wrong(py::str("state"),
-                 std::string("must be a dict, found ") + Py_TYPE(given.ptr())->tp_name);
+    return wrong("state", std::string("must be a dict, found ") + Py_TYPE(given.ptr())->tp_name);
   const auto state = py::reinterpret_borrow<py::dict>(given);
-  const py::dict entries = schema.attr("entries"), refused = schema.attr("refused");
   std::map<std::string, std::string> held;  // the entry of each state's data
-  py::object strange = py::none();
-  for (const auto& [name, value] : state) {
-    const py::object entry = entries.attr("get")(name);
+  std::string strange;
+  for (const auto& [key, value] : state) {
     if (value.is_none()) continue;
-    const std::string like = entry.is_none() ? "" : text_at(entry, "like");
-    const bool tensor = is_tensor(value.ptr());
+    const std::string name = text_of(key);
+    const SavedEntry* entry = entries.find(name);
+    const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value.ptr());
     std::string what;
     if (tensor)
-      what = wrong_tensor(entry, name, value, param, refused);
-    else if (!entry.is_none() && (like != "number" || text_of(name) == "beta_powers"))
+      what = wrong_tensor(entries, entry, name, value, param);
+    else if (entry && (!is_number || name == "beta_powers"))
       what = "is not a tensor: " + repr_of(value);
-    if (what.empty() && like == "number")
-      what = wrong_clock(py::reinterpret_borrow<py::object>(value), text_of(name));
+    if (what.empty() && is_number)
+      what = wrong_clock(py::reinterpret_borrow<py::object>(value), name);
     if (!what.empty()) return wrong(name, what);
-    if (entry.is_none() && tensor && strange.is_none())
-      strange = py::reinterpret_borrow<py::object>(name);
-    if (like != "param") continue;
-    const std::string of = text_at(entry, "state"), own = text_of(name);
-    const auto [known, is_new] = held.emplace(of, own);
+    if (!entry && tensor && strange.empty()) strange = name;
+    if (!entry || entry->like != Like::param) continue;
+    const auto [known, is_new] = held.emplace(entry->state, name);
     if (!is_new) {
-      const bool later = known->second.size() <= own.size();
-      return wrong(py::str(later ? known->second : own),
-                   "is there as '" + (later ? own : known->second) + "', too");
+      const bool later = known->second.size() <= name.size();
+      return wrong(later ? known->second : name,
+                   "is there as '" + (later ? name : known->second) + "', too");
     }
-    const py::object scale = entry.attr("scale");
-    if (py::len(scale) > 0 && !item_of(state.ptr(), scale.ptr()))
-      return wrong(
-          name, "is stored as " + repr_of(entry.attr("format")) + ", but has no " + repr_of(scale));
+    if (!entry->scale.empty() && !item_of(state.ptr(), py::str(entry->scale).ptr()))
+      return wrong(name, "is stored as '" + entry->format + "', but has no '" + entry->scale + "'");
   }
   const bool keeps = held.size() > held.count("master");
-  if (!strange.is_none() && !keeps)
+  if (!strange.empty() && !keeps)
     return wrong(strange,
                  "is there, and nothing that the optimizer keeps: another optimizer saved it");
   PyObject* step = item_of(state.ptr(), py::str("step").ptr());
-  for (const py::handle& name : needed) {
-    const auto found = held.find(text_of(name));
+  const std::set<std::string> needed = needed_under(rules);
+  for (const std::string& name : needed) {
+    const auto found = held.find(name);
     if (found != held.end() && !step)
-      return wrong(py::str("step"),
+      return wrong("step",
                    "is missing, though there is '" + found->second + "'; save the count with it");
   }
-  for (const py::handle& name : needed)
-    if (!held.count(text_of(name)) && !item_of(state.ptr(), name.ptr()) && step &&
+  for (const std::string& name : needed)
+    if (!held.count(name) && !item_of(state.ptr(), py::str(name).ptr()) && step &&
         (is_tensor(step) ? doubles_on_host(local_of(step)).item<double>() : number_in(step)) > 0)
       return wrong(name, "is missing, though it has taken steps");
   return py::none();

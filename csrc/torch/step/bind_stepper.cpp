@@ -2,8 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "torch/ops.h"
-#include "torch/state/restore.h"
-#include "torch/state/saved_state.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {
@@ -18,8 +16,9 @@ Member member_of(const py::object& param, py::dict state, int64_t group = 0,
 
 // The bucket of one parameter, with state that is made here where it is missing.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
-                                  const py::dict& states, const py::object& param, int64_t group,
-                                  int64_t tensor_index, std::string label) {
+                                  const py::dict& states, const py::object& own_keys,
+                                  const py::object& param, int64_t group, int64_t tensor_index,
+                                  std::string label) {
   const std::vector<GroupRule> group_rules = rules_of(rules);
   check_rules(group_rules, groups);
   TORCH_CHECK_INDEX(group >= 0 && size_t(group) < group_rules.size(), "amp_mp: there is no group ",
@@ -36,7 +35,7 @@ std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
   const at::Device device = member.local.device();
   std::vector<Member> members;
   members.push_back(std::move(member));
-  return std::make_shared<Bucket>(rule, device, std::move(members), groups);
+  return std::make_shared<Bucket>(rule, device, std::move(members), groups, own_keys);
 }
 
 // Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
@@ -57,22 +56,10 @@ void step_bucket(Bucket& bucket, const py::list& groups,
 }  // namespace
 
 void bind_stepper(py::module_& m) {
-  py::class_<RuleLayout, Layout>(m, "RuleLayout")
-      .def(py::init([](const std::string& op, const py::list& states, const py::list& masters,
-                       const py::tuple& clock, double own_start, bool own_is_kept,
-                       const py::list& numbers, const py::list& options,
-                       const py::object& directions, bool needs_norms) {
-             return std::make_shared<RuleLayout>(make_layout(op, states, masters, clock, own_start,
-                                                             own_is_kept, numbers, options,
-                                                             directions, needs_norms));
-           }),
-           py::kw_only(), py::arg("op"), py::arg("states"), py::arg("masters"), py::arg("clock"),
-           py::arg("own_start"), py::arg("own_is_kept"), py::arg("numbers"), py::arg("options"),
-           py::arg("directions"), py::arg("needs_norms"));
-
   py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket")
       .def(py::init(&bucket_of), py::arg("rules"), py::arg("groups"), py::arg("states"),
-           py::arg("param"), py::arg("group"), py::arg("tensor_index"), py::arg("label"))
+           py::arg("own_keys"), py::arg("param"), py::arg("group"), py::arg("tensor_index"),
+           py::arg("label"))
       .def_property_readonly("params",
                              [](const Bucket& bucket) {
                                py::list params;
@@ -142,13 +129,6 @@ void bind_stepper(py::module_& m) {
           py::arg("wait"))
       .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
 
-  m.def("copies_as_stored", &copies_as_stored, py::arg("rules"), py::arg("groups"),
-        py::arg("state_dict"));
-  m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
-  m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
-  m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
-  m.def("wrong_state", &wrong_state, py::arg("schema"), py::arg("needed"), py::arg("given"),
-        py::arg("param"));
   m.def("tensors_measured", &tensors_measured);
   m.def(
       "param_label",

@@ -24,10 +24,7 @@ Apply operator_named(const std::string& name) {
       AMP_MP_FOR_EACH_RULE(AMP_MP_OPERATOR)
 #undef AMP_MP_OPERATOR
   };
-  const auto found = operators.find(name);
-  if (found == operators.end())
-    throw py::value_error("amp_mp: \"" + name + "\" is not an operator");
-  return found->second;
+  return operators.at(name);
 }
 
 py::list measurements(const std::vector<std::shared_ptr<Measurement>>& list) {

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from amp_mp.optim.adam import MOMENTS, AdamW
+from amp_mp.optim.adam import AdamW
 from amp_mp.optim.adaptive import Adagrad
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, State, numbers
+from amp_mp.optim.rule import Rule
 from amp_mp.optim.sgd import SGD
 
 __all__ = [
@@ -23,7 +23,6 @@ LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm
 LAMB_ARGUMENTS |= {"use_nvlamb": False}
 MODES = ("set_grad_none", "capturable", "adam_w_mode")
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-NATIVE = numbers(*NUMBERS)
 
 
 class ApexOptimizer(FusedOptimizer):
@@ -93,7 +92,7 @@ class ApexOptimizer(FusedOptimizer):
 class FusedAdam(ApexOptimizer, AdamW):
     """amp_mp.optim.AdamW, or with adam_w_mode=False Adam, whose weight decay is L2."""
 
-    _rules = Rule("adam_", NATIVE, MOMENTS), Rule("adamw_", NATIVE, MOMENTS)
+    _rules = Rule("adam_"), Rule("adamw_")
     _arguments = (
         ADAM
         | {"adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True}
@@ -108,7 +107,6 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
     """amp_mp.optim.Adagrad; adagrad_w_mode, decoupled weight decay, must be False."""
 
     _numbers, _only = ("lr", "eps", "weight_decay"), {"adagrad_w_mode": False}
-    _rules = (Rule("adagrad_", numbers(*_numbers), (State("sum", "square"),)),)
     _arguments: ClassVar = {
         "lr": 1e-2,
         "eps": 1e-10,
@@ -137,9 +135,6 @@ class FusedLAMB(ApexOptimizer, LAMB):
     written.
     """
 
-    _rules = (
-        Rule("lamb_", numbers(*NUMBERS, use_nvlamb="always_adapt"), MOMENTS, needs_norms=True),
-    )
     _numbers = (*NUMBERS, "use_nvlamb")
     _only: ClassVar = {"grad_averaging": True, "adam_w_mode": True}
     _arguments = LAMB_ARGUMENTS

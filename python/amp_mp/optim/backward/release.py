@@ -135,7 +135,8 @@ class Release(Attachment):
             rule = rules[info.group]
             if rule.directions is not None:
                 rule.directions.refuse(groups[info.group], param, info.label)
-            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, param, *info)
+            keys = self._stepper.hooks.own_keys
+            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, keys, param, *info)
         return bucket
 
     def _locate(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
-from amp_mp.optim.rule import Group, Rule, kinds_of
+from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step.handed import Handed, carries_scale
@@ -37,8 +37,9 @@ class StepReport(NamedTuple):
 class Hooks:
     """What the native step asks of Python where it gathers an optimizer's tensors."""
 
-    def __init__(self) -> None:
-        self.replaced = ReplacedCheck()
+    def __init__(self, own_keys: frozenset[str]) -> None:
+        """own_keys: the entries of param_groups that are the optimizer's."""
+        self.own_keys, self.replaced = own_keys, ReplacedCheck()
         self.process_groups: tuple[Any, ...] = ()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
 
@@ -93,17 +94,18 @@ class Stepper:
         rules: tuple[Rule, ...],
         rules_of: Callable[[Group], tuple[Rule, ...]],
         group_rules: Callable[[], list[Rule]],
+        own_keys: frozenset[str],
     ) -> None:
         """rules: all that the optimizer may use. rules_of: those that one param_group may have.
 
         group_rules: the optimizer's method that gives the rule of each group now. It keeps the
-        optimizer no longer than others do.
+        optimizer no longer than others do. own_keys: the entries of a group that are its own.
         """
         self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
         self.rules, self.rules_of = rules, rules_of
         self.handed: Handed | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.masters, self.hooks = MasterBlocks(), Hooks()
+        self.masters, self.hooks = MasterBlocks(), Hooks(own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
 
@@ -235,7 +237,7 @@ def check_formats(rule: Rule, group: Group, index: int) -> None:
     """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
     try:
         check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
-        for name, kind in {"master": "master", **kinds_of([rule])}.items():
+        for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
             check_choice(name, group[name], KINDS[kind])
         if rule.directions is not None:
             rule.directions.check(group)
