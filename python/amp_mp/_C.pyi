@@ -553,6 +553,40 @@ class Measured:
 # A step, how many in a row were skipped with it, its scale and norm, and whether for the norm.
 Skipped = tuple[int, int, float, float, bool]
 
+class StepInputs:
+    """What a step is given besides param_groups and state: csrc/torch/step/stepper.h."""
+
+    def __init__(
+        self,
+        scale: Tensor | float | None = None,
+        found_inf: Tensor | float | None = None,
+        *,
+        measure: bool = False,
+        measured: Measured | None = None,
+        max_norm: float | None = None,
+        scale_update: ScaleUpdate | None = None,
+        marks: Any = None,
+        from_stock: bool = False,
+    ) -> None:
+        """What a loss scaler passes; marks: GradientMarks of the gradients that carry the scale."""
+
+    @property
+    def scale(self) -> Tensor | float | None: ...
+    scale_update: ScaleUpdate | None
+    @property
+    def scale_updated(self) -> bool:
+        """Whether the step has applied scale_update."""
+
+    @property
+    def marks(self) -> Any: ...
+    used: bool  # by a step
+    # What the optimizer asks of every step. norm_limit: skip above this norm, 0 for none. spike:
+    # sigmas and window of a NormSpike, 0 for none.
+    checks: bool
+    own_max_norm: float | None
+    norm_limit: float
+    spike: tuple[float, float]
+
 class Stepper:
     """The door of an optimizer's step: csrc/torch/step/stepper.h."""
 
@@ -574,23 +608,10 @@ class Stepper:
         rules: list[Any],
         groups: Groups,
         states: States,
-        *,
-        scale: Tensor | float | None = None,
-        found_inf: Tensor | float | None = None,
-        measure: bool = False,
-        max_norm: float | None = None,
-        scale_update: ScaleUpdate | None = None,
-        measured: Measured | None = None,
-        from_stock: bool = False,
+        inputs: StepInputs,
         read: Callable[[Bucket], Measurement] | None = None,
-        norm_limit: float = 0.0,
-        spike: tuple[float, float] = (0.0, 0.0),
-    ) -> tuple[bool, Skipped | None]:
-        """One step. Returns whether scale_update was applied, and what `skipped` does.
-
-        norm_limit: skip above this norm, 0 for none. spike: sigmas and window of a NormSpike, 0 for
-        none.
-        """
+    ) -> Skipped | None:
+        """One step; returns what `skipped` does. read: reads a bucket's gradients in its place."""
 
     # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
     norm_history: tuple[float, float, float, float] | None
@@ -619,9 +640,6 @@ def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
 
 def init_states(rules: list[Any], groups: Groups, states: States) -> None:
     """Makes the state of every trainable parameter; raises before anything is made."""
-
-def init_state(rule: Any, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-    """Makes what is missing of one parameter's state."""
 
 def scalar_on(device: torch.device, number: Tensor | float | None) -> Tensor | None:
     """A number as a float32 tensor of one element on the device."""

@@ -339,15 +339,18 @@ class Fuzz:
         if act == "measure":
             stepper.measure(**self.changed(arguments)).totals()
             return
-        arguments |= {
+        given = {
             "scale": self.maybe(self.tensor((1,))),
             "found_inf": self.maybe(self.tensor((1,))),
             "measure": True,
             "max_norm": self.maybe(1.0),
             "scale_update": self.maybe(self.scale_update()),
         }
-        arguments |= {"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))}
-        stepper.step(**self.changed(arguments))
+        inputs = _C.StepInputs(**self.changed(given))
+        asked = self.changed({"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))})
+        for name, value in asked.items():
+            setattr(inputs, name, value)
+        stepper.step(**self.changed(arguments | {"inputs": inputs}))
         stepper.report(True)
 
     def plain_call(self) -> Call:

@@ -53,6 +53,47 @@ void step_bucket(Bucket& bucket, const py::list& groups,
                false, nullptr, py::none(), nullptr);
 }
 
+void bind_inputs(py::module_& m) {
+  using Scale = std::shared_ptr<ScaleUpdateTensors>;
+  py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
+      .def(py::init([](py::object scale, py::object found_inf, bool measure,
+                       std::shared_ptr<Measured> measured, std::optional<double> max_norm,
+                       Scale scale_update, py::object marks, bool from_stock) {
+             auto made = std::make_shared<StepInputs>();
+             made->scale = std::move(scale);
+             made->found_inf = std::move(found_inf);
+             made->measure = measure;
+             made->measured = std::move(measured);
+             made->max_norm = max_norm;
+             made->scale_update = std::move(scale_update);
+             made->marks = std::move(marks);
+             made->from_stock = from_stock;
+             return made;
+           }),
+           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::kw_only(),
+           py::arg("measure") = false, py::arg("measured") = py::none(),
+           py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
+           py::arg("marks") = py::none(), py::arg("from_stock") = false)
+      .def_readonly("scale", &StepInputs::scale)
+      .def_readwrite("scale_update", &StepInputs::scale_update)
+      .def_readonly("scale_updated", &StepInputs::scale_updated)
+      .def_readonly("marks", &StepInputs::marks)
+      .def_readwrite("used", &StepInputs::used)
+      .def_readwrite("checks", &StepInputs::checks)
+      .def_readwrite("own_max_norm", &StepInputs::own_max_norm)
+      .def_property(
+          "norm_limit", [](const StepInputs& inputs) { return inputs.limit.fixed; },
+          [](StepInputs& inputs, double norm) { inputs.limit.fixed = norm; })
+      .def_property(
+          "spike",
+          [](const StepInputs& inputs) {
+            return std::pair(inputs.limit.sigmas, inputs.limit.window);
+          },
+          [](StepInputs& inputs, std::pair<double, double> spike) {
+            std::tie(inputs.limit.sigmas, inputs.limit.window) = spike;
+          });
+}
+
 }  // namespace
 
 void bind_stepper(py::module_& m) {
@@ -83,32 +124,12 @@ void bind_stepper(py::module_& m) {
 
   py::class_<Measured, std::shared_ptr<Measured>>(m, "Measured").def("totals", &Measured::totals);
 
+  bind_inputs(m);
   py::class_<Stepper>(m, "Stepper")
       .def(py::init<py::object>(), py::arg("hooks"))
       .def("forget", &Stepper::forget)
-      .def(
-          "step",
-          [](Stepper& stepper, const py::list& rules, const py::list& groups,
-             const py::dict& states, py::object scale, py::object found_inf, bool measure,
-             std::optional<double> max_norm, std::shared_ptr<ScaleUpdateTensors> scale_update,
-             std::shared_ptr<Measured> measured, bool from_stock, const py::object& read,
-             double norm_limit, std::pair<double, double> spike) {
-            Handing handing{std::move(scale),
-                            std::move(found_inf),
-                            max_norm,
-                            std::move(scale_update),
-                            std::move(measured),
-                            measure,
-                            from_stock,
-                            {norm_limit, spike.first, spike.second}};
-            return stepper.step(rules, groups, states, handing, read);
-          },
-          py::arg("rules"), py::arg("groups"), py::arg("states"), py::kw_only(),
-          py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
-          py::arg("measure") = false, py::arg("max_norm") = py::none(),
-          py::arg("scale_update") = py::none(), py::arg("measured") = py::none(),
-          py::arg("from_stock") = false, py::arg("read") = py::none(), py::arg("norm_limit") = 0.0,
-          py::arg("spike") = std::pair(0.0, 0.0))
+      .def("step", &Stepper::step, py::arg("rules"), py::arg("groups"), py::arg("states"),
+           py::arg("inputs"), py::arg("read") = py::none())
       .def_property(
           "norm_history", [](Stepper& stepper) { return stepper.log().norm_history(); },
           &Stepper::set_norm_history)
@@ -142,16 +163,6 @@ void bind_stepper(py::module_& m) {
         init_states(rules_of(rules), groups, states);
       },
       py::arg("rules"), py::arg("groups"), py::arg("states"));
-  m.def(
-      "init_state",
-      [](const py::object& rule, const py::dict& group, const py::object& param,
-         const py::dict& state) {
-        const Layout layout = layout_of(rule);
-        const Member member = member_of(param, state);
-        clocks_of({{layout.get(), group.ptr(), &member}});
-        init_state(*layout, group.ptr(), member);
-      },
-      py::arg("rule"), py::arg("group"), py::arg("param"), py::arg("state"));
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
   m.def(
       "decide",

@@ -14,7 +14,7 @@ from amp_mp.model.convert import have_masters
 from amp_mp.model.original_values import original_of
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
-from amp_mp.optim.step.handed import GradientMarks, nonzero
+from amp_mp.optim.step.marks import GradientMarks, nonzero
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import Backoff, ScalePolicy
 from amp_mp.wrappers.gradients import master_params, multiply_gradients

@@ -17,7 +17,6 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.state.schema import MASTER_ENTRIES
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
@@ -334,12 +333,16 @@ class FusedMasters(Masters):
 
         step_with = stepper_of(self._optimizer).step_with
         try:
-            return step_with(self._handed()) if closure is None else step_with(Handed(), evaluate)
+            return (
+                step_with(self._handed())
+                if closure is None
+                else step_with(_C.StepInputs(), evaluate)
+            )
         finally:
             self._max_norm, self._measured = None, None
 
-    def _handed(self) -> Handed:
-        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm)
+    def _handed(self) -> _C.StepInputs:
+        return _C.StepInputs(self._scale, measured=self._measured, max_norm=self._max_norm)
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""

@@ -12,7 +12,7 @@ from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.state.masters import MasterBlocks
-from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.optim.step.marks import carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
 from amp_mp.overflow_report import describe_nonfinite
@@ -103,7 +103,7 @@ class Stepper:
         """
         self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
         self.rules, self.rules_of = rules, rules_of
-        self.handed: Handed | None = None  # by a loss scaler, to the step under way
+        self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters, self.hooks = MasterBlocks(), Hooks(own_keys)
         self.native = _C.Stepper(self.hooks)
@@ -143,29 +143,19 @@ class Stepper:
             attachment.finish(handed)
             return
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
-        checks = optimizer.check_overflow
-        spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
+        handed.checks = optimizer.check_overflow or (max_norm, limit) != (None, None)
+        handed.own_max_norm = max_norm
+        is_spike = isinstance(limit, NormSpike)
+        handed.norm_limit = 0.0 if is_spike else float(limit or 0)
+        handed.spike = (limit.sigmas, limit.window) if is_spike else (0.0, 0.0)
         self.hooks.process_groups = optimizer.process_groups
-        handed.scale_updated, skipped = self.native.step(
-            self.group_rules(),
-            optimizer.param_groups,
-            optimizer.state,
-            scale=handed.scale,
-            found_inf=handed.found_inf,
-            measure=handed.measure or checks or (max_norm, limit) != (None, None),
-            max_norm=handed.max_norm or max_norm,
-            scale_update=handed.scale_update,
-            measured=handed.measured,
-            from_stock=handed.from_stock,
-            read=None if attachment is None else attachment.read,
-            norm_limit=0.0 if spike[0] else float(limit or 0),
-            spike=spike,
-        )
+        groups = optimizer.param_groups
+        read = None if attachment is None else attachment.read
+        skipped = self.native.step(self.group_rules(), groups, optimizer.state, handed, read)
         if skipped is not None:
-            groups = optimizer.param_groups
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
 
-    def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
+    def step_with(self, handed: _C.StepInputs, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's `step`, with what a loss scaler passes to it."""
         before, self.handed = self.handed, handed
         try:
@@ -173,7 +163,7 @@ class Stepper:
         finally:
             self.handed = before
 
-    def _handed_now(self, optimizer: Any) -> Handed:
+    def _handed_now(self, optimizer: Any) -> _C.StepInputs:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
         handed = self.handed
         groups = optimizer.param_groups
@@ -182,7 +172,7 @@ class Stepper:
             return handed
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
-        return Handed(scale, found_inf, from_stock=found_inf is not None)
+        return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
