@@ -131,11 +131,15 @@ def drop_original(param: Tensor, forget: bool = False) -> None:
         return
     found.values, found.mark.has_values = None, False
     if forget:
-        found.mark.waits = False
-        for own in _sharded.values():
-            own.pop(id(param), None)
-        if found.dtensor is None:
-            del _plain[param]
+        _forget(param, found)
+
+
+def _forget(param: Tensor, found: Waiting) -> None:
+    found.values, found.mark.has_values, found.mark.waits = None, False, False
+    for own in _sharded.values():
+        own.pop(id(param), None)
+    if found.dtensor is None:
+        del _plain[param]
 
 
 def values_of(param: Tensor) -> OriginalValues | None:
@@ -172,16 +176,22 @@ def _take(param: Tensor) -> Tensor | None:
     """As take_original; None where nothing is kept and the parameter's own values are all."""
     if not _plain and not is_dtensor(param):
         return None
-    if is_dtensor(param) and not awaits_original(param) and (name := _name_of_lost(param)):
-        raise RuntimeError(
-            f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was sharded; "
-            "sharding made a new Parameter, and the float32 values kept beside the old one are "
-            "lost. Shard the float32 model first, then call amp_mp.prepare. (Or load a state dict "
-            "after sharding, or convert with amp.apex.fp16_utils.convert_network, which keeps no "
-            "float32 values.)"
-        )
-    values = original_of(param)
-    drop_original(param, forget=True)
+    found, values = _waiting(param), None
+    if found is None:
+        if is_dtensor(param) and (name := _name_of_lost(param)):
+            raise RuntimeError(
+                f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was "
+                "sharded; sharding made a new Parameter, and the float32 values kept beside the "
+                "old one are lost. Shard the float32 model first, then call amp_mp.prepare. (Or "
+                "load a state dict after sharding, or convert with "
+                "amp.apex.fp16_utils.convert_network, which keeps no float32 values.)"
+            )
+        return None
+    weight, version = _weight(param)
+    if found.values is not None and found.values.belong_to(weight, version):
+        _C.used_on_current_stream(found.values.tensors)  # of `prepare`, which are dropped now
+        values = _C.decode_original(weight, found.values.tensors)
+    _forget(param, found)
     return values
 
 
@@ -224,7 +234,9 @@ def _name_of_lost(param: Tensor) -> str:
 
 def _weight(param: Tensor) -> tuple[Tensor, int]:
     """The parameter's memory on this process, and the version of it."""
-    return local_of(param).detach(), SHARD if is_dtensor(param) else param._version
+    if is_dtensor(param):
+        return local_of(param).detach(), SHARD
+    return param.detach(), param._version
 
 
 def track(module: nn.Module) -> None:
