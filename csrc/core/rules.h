@@ -5,8 +5,7 @@
 // in double and rounds once to float (1 - beta in float would be off by 1.3e-5 at beta = .999). The
 // call operator updates one element: g is the true gradient (already unscaled and clipped; negated
 // for maximize), w the float32 weight, then the states; w and the states are updated in place.
-// kStates: number of states. kSquares: which of them are means or sums of squares, as a set of
-// bits: 0b10 says that state 1 is one.
+// kKept: the states, kNumbers: what `at` needs of a param_group (core/rules/declared.h).
 //
 // Tests compare the expressions with NumPy bit for bit: do not regroup them, and never let a
 // compiler fuse a multiplication with an addition.
@@ -42,12 +41,16 @@ namespace amp_mp {
   X(NovoGrad, novograd_)                \
   X(Muon, muon_)
 
-constexpr int kMaxStates = 3;
+template <class Rule>
+constexpr bool is_declared() {
+  for (const Number& number : Rule::kNumbers)
+    if (!hyper_member(number.as)) return false;
+  return state_count<Rule> <= kMaxStates;
+}
 
-#define AMP_MP_CHECK(Rule, op)                                                                   \
-  static_assert(                                                                                 \
-      Rule::kStates >= 0 && Rule::kStates <= kMaxStates && Rule::kSquares >> Rule::kStates == 0, \
-      "kSquares is a set of the rule's states");
+#define AMP_MP_CHECK(Rule, op)       \
+  static_assert(is_declared<Rule>(), \
+                #Rule " reads numbers that Hyper has, and has 3 states at most");
 AMP_MP_FOR_EACH_RULE(AMP_MP_CHECK)
 #undef AMP_MP_CHECK
 

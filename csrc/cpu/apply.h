@@ -15,13 +15,13 @@ AMP_MP_BOTH void update_all(const Rule rule, float multiplier, const G g, const 
     const uint32_t bits = Random ? random[i] : 0;
     float x = w.get(i);
     const float d = g.get(i) * multiplier;
-    if constexpr (Rule::kStates == 0) {
+    if constexpr (state_count<Rule> == 0) {
       rule(d, x);
-    } else if constexpr (Rule::kStates == 1) {
+    } else if constexpr (state_count<Rule> == 1) {
       float a = s0.get(i);
       rule(d, x, a);
       s0.put(i, a, bits);
-    } else if constexpr (Rule::kStates == 2) {
+    } else if constexpr (state_count<Rule> == 2) {
       float a = s0.get(i), b = s1.get(i);
       rule(d, x, a, b);
       s0.put(i, a, bits);
@@ -50,7 +50,7 @@ AMP_MP_BOTH void update(const Rule rule, float multiplier, const G g, const W w,
 template <class Rule>
 AMP_MP_BOTH bool draws(const Slot& slot) {
   bool any = false;
-  for (int k = 0; k < Rule::kStates; ++k) any = any || is_stochastic(slot.state[k].format);
+  for (int k = 0; k < state_count<Rule>; ++k) any = any || is_stochastic(slot.state[k].format);
   return any;
 }
 
@@ -108,8 +108,8 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
     close_pairs<F1>(slot.state[1], i, halves[1], random, n);
     if constexpr (!is_grouped<F0> && !is_grouped<F1>) {  // groups are whole pairs
       if (n % 2 == 0) continue;
-      using S0 = choose<(Rule::kStates > 0), Low<F0>, Nothing>;
-      using S1 = choose<(Rule::kStates > 1), Low<F1>, Nothing>;
+      using S0 = choose<(state_count<Rule> > 0), Low<F0>, Nothing>;
+      using S1 = choose<(state_count<Rule> > 1), Low<F1>, Nothing>;
       const int64_t last = i + n - 1;
       update<Rule, true>(rule, multiplier, open<LowGrad>(slot.grad, last, nullptr, 1),
                          open<Joined<Split24>>(slot.master, last, nullptr, 1),
@@ -123,11 +123,11 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
 // whether it does.
 template <class Rule, class F>
 AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
-  if constexpr (Rule::kStates == 1 || Rule::kStates == 2) {
+  if constexpr (state_count<Rule> == 1 || state_count<Rule> == 2) {
     using enum Format;
     if (slot.master.format != bfloat16_split24 || slot.grad.format != bfloat16) return false;
     const Format a = slot.state[0].format, b = slot.state[1].format;
-    if constexpr (Rule::kStates == 1) {
+    if constexpr (state_count<Rule> == 1) {
       if constexpr (is_square<Rule, 0>) {
         if (a == ue8m8) return f.template operator()<ue8m8, float32>(), true;
         if (a == log8) return f.template operator()<log8, float32>(), true;
@@ -153,9 +153,9 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
 template <class Rule>
 AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                            float multiplier, uint64_t seed) {
-  using Floats0 = choose<(Rule::kStates > 0), Floats, Nothing>;
-  using Floats1 = choose<(Rule::kStates > 1), Floats, Nothing>;
-  using Floats2 = choose<(Rule::kStates > 2), Floats, Nothing>;
+  using Floats0 = choose<(state_count<Rule> > 0), Floats, Nothing>;
+  using Floats1 = choose<(state_count<Rule> > 1), Floats, Nothing>;
+  using Floats2 = choose<(state_count<Rule> > 2), Floats, Nothing>;
   const bool random = draws<Rule>(slot);
   if (slot.origin.row_length > 0 && (random || is_stochastic(slot.master.format)))
     return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
@@ -177,14 +177,14 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
   };
   if constexpr (!needs_norms<Rule>) {  // LARS, LAMB and NovoGrad are rare: tiles only
     using Low0 =
-        choose<(Rule::kStates == 0), Nothing, choose<is_square<Rule, 0>, LowSquare, LowMoment>>;
-    using Low1 = choose<(Rule::kStates < 2), Nothing, LowSquare>;
-    const bool is_low1 = Rule::kStates < 2 || slot.state[1].format == LowSquare::kFormat;
+        choose<(state_count<Rule> == 0), Nothing, choose<is_square<Rule, 0>, LowSquare, LowMoment>>;
+    using Low1 = choose<(state_count<Rule> < 2), Nothing, LowSquare>;
+    const bool is_low1 = state_count<Rule> < 2 || slot.state[1].format == LowSquare::kFormat;
     if (slot.master.format == Format::bfloat16_split32 && !random)
       return run_fused.template operator()<false, Joined<Split32>, Floats0, Floats1>();
     if (slot.master.format == Format::bfloat16_float32 && !random)
       return run_fused.template operator()<false, Joined<WholeMaster>, Floats0, Floats1>();
-    if constexpr (Rule::kStates > 0) {
+    if constexpr (state_count<Rule> > 0) {
       if (slot.state[0].format == Low0::kFormat && is_low1)
         return run.template operator()<true, Floats, Floats, Low0, Low1>();
     }

@@ -117,7 +117,7 @@ AMP_MP_BOTH void update_all_pairs(const Rule rule, float multiplier, const GradP
     const TwoNoises noise(random[i]);
     const Two d = g.get(i);
     Two x = w.get(i), a = s0.get(i);
-    if constexpr (Rule::kStates == 1) {
+    if constexpr (state_count<Rule> == 1) {
       rule(d.even * multiplier, x.even, a.even);
       rule(d.odd * multiplier, x.odd, a.odd);
     } else {

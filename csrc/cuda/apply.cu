@@ -38,7 +38,7 @@ template <class Rule>
 constexpr FormatSet kSourceFormats = has_direction<Rule> ? just(Format::bfloat16) : kGradFormats;
 template <class Rule, uint32_t Layout>
 __device__ __forceinline__ const Array& source_of(const View<Rule, Layout>& slot) {
-  if constexpr (has_direction<Rule>) return slot.state[Rule::kStates - 1];
+  if constexpr (has_direction<Rule>) return slot.state[state_count<Rule> - 1];
   return slot.grad;
 }
 
@@ -51,7 +51,8 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
   const Randomness randomness = slot.randomness();
   const Rule rule = slot_rule.rule;
   const float multiplier = has_direction<Rule> ? 1.0f : slot_rule.multiplier;
-  constexpr int kStates = has_direction<Rule> ? 0 : Rule::kStates;  // `directions` has stored them
+  // `directions` has stored those of a rule that has one.
+  constexpr int kStates = has_direction<Rule> ? 0 : state_count<Rule>;
 
   // `all`, std::true_type: all threads have eight elements, at aligned addresses.
   const auto update_eight = [&](auto all, int base) {

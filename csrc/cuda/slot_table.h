@@ -8,10 +8,10 @@ namespace amp_mp::cuda {
 // The formats that a rule's state number K may be stored in.
 template <class Rule, int K>
 constexpr FormatSet kFormatsOfState =
-    has_direction<Rule> && K == Rule::kStates - 1 ? just(Format::bfloat16)
-    : is_square<Rule, K>                          ? kSquareFormats
-    : K == 0                                      ? formats_with(kForMoment)
-                                                  : just(Format::float32);
+    has_direction<Rule> && K == state_count<Rule> - 1 ? just(Format::bfloat16)
+    : is_square<Rule, K>                              ? kSquareFormats
+    : K == 0                                          ? formats_with(kForMoment)
+                                                      : just(Format::float32);
 
 // Whether the kernels are compiled for the formats of a slot's states.
 template <class Rule>
@@ -19,13 +19,13 @@ bool is_compiled(const Slot& s) {
   const auto is = [](bool has, FormatSet formats, const Array& state) {
     return !has || is_in(formats, state.format);
   };
-  return is(Rule::kStates > 0, kFormatsOfState<Rule, 0>, s.state[0]) &&
-         is(Rule::kStates > 1, kFormatsOfState<Rule, 1>, s.state[1]) &&
-         is(Rule::kStates > 2, kFormatsOfState<Rule, 2>, s.state[2]);
+  return is(state_count<Rule> > 0, kFormatsOfState<Rule, 0>, s.state[0]) &&
+         is(state_count<Rule> > 1, kFormatsOfState<Rule, 1>, s.state[1]) &&
+         is(state_count<Rule> > 2, kFormatsOfState<Rule, 2>, s.state[2]);
 }
 
 template <class Rule>
-constexpr int kArrays = kState0 + Rule::kStates;
+constexpr int kArrays = kState0 + state_count<Rule>;
 
 // Where a slot's random bytes come from, made once: making it needs numbers of the slot's rule.
 struct Randomness {
@@ -68,9 +68,9 @@ struct View {
     grad = array(kGrad, slot_rule.grad, nullptr);
     master = array(kMaster, e.master, e.second);
     copy = array(kSecond, e.second, nullptr);
-    if constexpr (Rule::kStates > 0) state[0] = array(kState0, e.state0, e.scales0);
-    if constexpr (Rule::kStates > 1) state[1] = array(kState0 + 1, e.state1, e.scales1);
-    if constexpr (Rule::kStates > 2) state[2] = array(kState0 + 2, e.state2, nullptr);
+    if constexpr (state_count<Rule> > 0) state[0] = array(kState0, e.state0, e.scales0);
+    if constexpr (state_count<Rule> > 1) state[1] = array(kState0 + 1, e.state1, e.scales1);
+    if constexpr (state_count<Rule> > 2) state[2] = array(kState0 + 2, e.state2, nullptr);
     has_copy = !is_split(master.format) && e.second;
   }
 

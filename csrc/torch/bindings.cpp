@@ -3,7 +3,6 @@
 
 #include "cpu/kernels.h"
 #include "torch/apex/amp_c.h"
-#include "torch/arguments.h"
 #include "torch/build_facts.h"
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
@@ -14,7 +13,8 @@
 #include "torch/muon/orthogonalise.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
-#include "torch/step/edited_masters.h"
+#include "torch/python/unpack.h"
+#include "torch/state/edited_masters.h"
 #include "torch/step/stepper.h"
 #include "torch/tables.h"
 

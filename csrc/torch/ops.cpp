@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "cpu/passes.h"
-#include "torch/step/scalars.h"
+#include "torch/python/scalars.h"
 
 namespace amp_mp {
 

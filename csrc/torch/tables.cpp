@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "torch/checks.h"
-#include "torch/shared_arguments.h"
+#include "torch/python/optimizer_docstring.h"
 
 namespace py = pybind11;
 

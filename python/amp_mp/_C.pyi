@@ -1,6 +1,6 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -216,24 +216,90 @@ class WholeMatrices:
     def __call__(self, directions: Tensor) -> Tensor:
         """The same tensor, with updates in place of the directions."""
 
-def copies_as_stored(
-    rules: list[Any], groups: list[dict[str, Any]], state_dict: dict[str, Any]
-) -> dict[int, dict[str, Tensor]]:
-    """Copies of saved states that are stored as the groups store theirs, by parameter: load.h."""
+def restored(
+    entries: SavedEntries,
+    groups: Groups,
+    states: States,
+    state_dict: dict[str, Any],
+    seed: int,
+    undo: list[tuple[Tensor, Tensor]],
+) -> list[dict[str, Any] | None]:
+    """A file's states as the groups store theirs, of each parameter: csrc/torch/state/restore.h."""
 
 def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """ValueError where a state dict has other parts, groups or numbers of parameters."""
 
 def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state dict in the order of the groups' param_names: csrc/torch/step/state_dict.h."""
+    """The state dict in the order of the groups' param_names: csrc/torch/state/saved_state.h."""
 
 def wrong_clock(value: Any, name: str) -> str:
     """What is wrong with a number of a parameter's clock; empty where it can be."""
 
+class SavedEntries:
+    """All entries that the states of an optimizer may have, which may use these rules."""
+
+    def __init__(self, rules: Iterable[Any]) -> None: ...
+    def in_bytes(self) -> set[str]:
+        """The entries of 16-bit integers, which state dicts show as bytes."""
+
 def wrong_state(
-    schema: Any, needed: tuple[str, ...], given: Any, param: Tensor
+    entries: SavedEntries, rules: Iterable[Any], given: Any, param: Tensor
 ) -> tuple[str, str] | None:
-    """The entry of a parameter's saved state that cannot be loaded, and what is wrong with it."""
+    """The entry of a parameter's saved state that cannot be loaded, and what is wrong with it.
+
+    rules: those that its param_group may have.
+    """
+
+# What csrc/torch/state/rule_table.h knows of rules (optim/rule.py, Rule).
+
+def kinds_of(rules: Iterable[Any]) -> dict[str, str]:
+    """By name, what each state that any of the rules has may be stored as.
+
+    "moment" is an average of gradients, "square" an average or sum of squares, "exact" is float32
+    always, "row" is float32, one number for each row of the parameter's matrices.
+    """
+
+def needs_norms(rule: Any) -> bool:
+    """Whether the rule uses the gradients' norms."""
+
+def number_keys(rule: Any) -> set[str]:
+    """The entries of a param_group that the rule reads where the optimizer has them."""
+
+def own_number(rule: Any) -> tuple[str, float] | None:
+    """The one number that the rule keeps for every parameter, and what it is at first."""
+
+def clock_entries() -> set[str]:
+    """The entries of the numbers that a parameter's clock consists of (core/rules/base.h)."""
+
+def master_entries() -> dict[str, torch.dtype]:
+    """The entries that make a low-precision parameter a master, and their dtypes."""
+
+def coded_endings() -> list[str]:
+    """How the names of entries of codes end: "_m8"."""
+
+def set_master(
+    format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
+) -> None:
+    """Gives a low-precision parameter a master of the format, holding `values` if given.
+
+    Without values an existing master is kept, or converted if it has another format; "none" drops
+    it. The parameter becomes the rounded values; a split rounds a value half way between two
+    weights away from zero. values: beside a DTensor a DTensor placed as it is, or the part on this
+    process.
+    """
+
+def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    """A low-precision parameter's master, a new float32 tensor of its layout, or None.
+
+    Where the parameter was written since the last step, the master is what was written. Beside a
+    DTensor it is one, placed as the parameter is.
+    """
+
+def master_beside(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    """What makes a low-precision parameter a master: a float32 one, remainders or None.
+
+    Of a DTensor what is on this process, a plain tensor.
+    """
 
 def tensors_measured() -> int:
     """How many tensors passes of this process have measured so far."""
@@ -317,7 +383,7 @@ def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
 
 def has_groups(param: Tensor) -> bool:
-    """Whether groups of 32 fit into a parameter's rows: csrc/torch/step/arrays.h."""
+    """Whether groups of 32 fit into a parameter's rows: csrc/torch/state/arrays.h."""
 
 def scale_shape(param: Tensor, part: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape of the groups' scales beside a parameter, or of those of a shard of shape part."""
@@ -332,22 +398,6 @@ def encode(
     values: Tensor, format: str, *, seed: int = 0, step: int = 0, tensor_index: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """New arrays of a format, in the layout of the values that they hold."""
-
-def converted(
-    param: Tensor,
-    declared: str,
-    format: str,
-    data: Tensor,
-    scales: Tensor | None,
-    *,
-    seed: int,
-    tensor_index: int,
-) -> tuple[str, Tensor, Tensor | None]:
-    """A state of a file as the parameter's group stores it: format, data and scales, new tensors.
-
-    declared: the group's format. format, data, scales: what the file has; of a DTensor this
-    process's part.
-    """
 
 def encode_(
     x: Tensor,
@@ -376,7 +426,7 @@ def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str,
 def encode_original(weight: Tensor, values: Tensor, by_place: bool) -> tuple[int, list[Tensor]]:
     """A weight's checksum, and the float32 values that it was rounded from.
 
-    csrc/torch/step/original_values.h. by_place: whether the checksum sees the elements' places.
+    csrc/torch/state/original_values.h. by_place: whether the checksum sees the elements' places.
     """
 
 def decode_original(weight: Tensor, stored: Sequence[Tensor]) -> Tensor:
@@ -433,57 +483,11 @@ class Operator(Protocol):
 # By the names of csrc/core/rules.h: "adamw_", "sgd_", ...
 operators: dict[str, Operator]
 
-class RuleLayout:
-    """A rule as the native step needs it: csrc/torch/step/state_layout.h."""
-
-    def __init__(
-        self,
-        *,
-        op: str,
-        states: list[tuple[str, str | None, bool, bool, list[Any]]],
-        masters: list[Any],
-        clock: tuple[str, str, str],
-        own_start: float,
-        own_is_kept: bool,
-        numbers: Sequence[tuple[str, str, int | None, str | None]],
-        options: list[str],
-        directions: object,
-        needs_norms: bool,
-    ) -> None: ...
-
-class Masters:
-    """Float32 masters of low-precision parameters; entries: RuleLayout's `masters`."""
-
-    def __init__(self, entries: list[Any]) -> None: ...
-    def set(
-        self, format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
-    ) -> None:
-        """Gives a low-precision parameter a master of the format, holding `values` if given.
-
-        Without values an existing master is kept, or converted if it has another format; "none"
-        drops it. The parameter becomes the rounded values; a split rounds a value half way between
-        two weights away from zero. values: beside a DTensor a DTensor placed as it is, or the part
-        on this process.
-        """
-
-    def of(self, param: Tensor, state: dict[str, Any]) -> Tensor | None:
-        """A low-precision parameter's master, a new float32 tensor of its layout, or None.
-
-        Where the parameter was written since the last step, the master is what was written. Beside
-        a DTensor it is one, placed as the parameter is.
-        """
-
-    def beside(self, param: Tensor, state: dict[str, Any]) -> Tensor | None:
-        """What makes a low-precision parameter a master: a float32 one, remainders or None.
-
-        Of a DTensor what is on this process, a plain tensor.
-        """
-
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
 
 class EditedMasters:
-    """Masters in a block that edits them: csrc/torch/step/edited_masters.h."""
+    """Masters in a block that edits them: csrc/torch/state/edited_masters.h."""
 
     def __init__(
         self,
@@ -512,6 +516,7 @@ class Bucket:
         rules: list[Any],
         groups: Groups,
         states: States,
+        own_keys: Collection[str],
         param: Tensor,
         group: int,
         tensor_index: int,
@@ -519,6 +524,7 @@ class Bucket:
     ) -> None:
         """Makes the missing state; TypeError, ValueError as a step. group: the param_group's index.
 
+        own_keys: the entries of param_groups that are the optimizer's; others are not read.
         tensor_index: the parameter's among all. label: for messages.
         """
 
@@ -550,6 +556,45 @@ class Measured:
 # A step, how many in a row were skipped with it, its scale and norm, and whether for the norm.
 Skipped = tuple[int, int, float, float, bool]
 
+class StepInputs:
+    """What a step is given besides param_groups and state: csrc/torch/step/stepper.h."""
+
+    def __init__(
+        self,
+        scale: Tensor | float | None = None,
+        found_inf: Tensor | float | None = None,
+        *,
+        measure: bool = False,
+        measured: Measured | None = None,
+        max_norm: float | None = None,
+        scale_update: ScaleUpdate | None = None,
+        marks: Any = None,
+        from_stock: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        """What a loss scaler passes; marks: GradientMarks of the gradients that carry the scale."""
+
+    @property
+    def scale(self) -> Tensor | float | None: ...
+    scale_update: ScaleUpdate | None
+    @property
+    def scale_updated(self) -> bool:
+        """Whether the step has applied scale_update."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients carry the scale after the step, too."""
+
+    @property
+    def marks(self) -> Any: ...
+    used: bool  # by a step
+    # What the optimizer asks of every step. norm_limit: skip above this norm, 0 for none. spike:
+    # sigmas and window of a NormSpike, 0 for none.
+    checks: bool
+    own_max_norm: float | None
+    norm_limit: float
+    spike: tuple[float, float]
+
 class Stepper:
     """The door of an optimizer's step: csrc/torch/step/stepper.h."""
 
@@ -571,23 +616,10 @@ class Stepper:
         rules: list[Any],
         groups: Groups,
         states: States,
-        *,
-        scale: Tensor | float | None = None,
-        found_inf: Tensor | float | None = None,
-        measure: bool = False,
-        max_norm: float | None = None,
-        scale_update: ScaleUpdate | None = None,
-        measured: Measured | None = None,
-        from_stock: bool = False,
+        inputs: StepInputs,
         read: Callable[[Bucket], Measurement] | None = None,
-        norm_limit: float = 0.0,
-        spike: tuple[float, float] = (0.0, 0.0),
-    ) -> tuple[bool, Skipped | None]:
-        """One step. Returns whether scale_update was applied, and what `skipped` does.
-
-        norm_limit: skip above this norm, 0 for none. spike: sigmas and window of a NormSpike, 0 for
-        none.
-        """
+    ) -> Skipped | None:
+        """One step; returns what `skipped` does. read: reads a bucket's gradients in its place."""
 
     # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
     norm_history: tuple[float, float, float, float] | None
@@ -619,9 +651,6 @@ def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
 
 def init_states(rules: list[Any], groups: Groups, states: States) -> None:
     """Makes the state of every trainable parameter; raises before anything is made."""
-
-def init_state(rule: Any, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-    """Makes what is missing of one parameter's state."""
 
 def scalar_on(device: torch.device, number: Tensor | float | None) -> Tensor | None:
     """A number as a float32 tensor of one element on the device."""

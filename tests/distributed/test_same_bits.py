@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import amp_mp as amp
+from amp_mp import _C
 from amp_mp.optim.base import rules_of
-from amp_mp.optim.rule import kinds_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -74,7 +74,7 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
     kind, numbers = RULES[rule]
     split, whole = list(shard(Bag(SHAPES, dtype), layout).parameters()), Bag(SHAPES, dtype)
     groups = [{"params": [p]} for p in split]
-    kinds = kinds_of(rules_of(kind))
+    kinds = _C.kinds_of(rules_of(kind))
     if rule.startswith("centered"):  # its squares are float32
         kinds.pop("square_avg")
     plain_groups: list[dict[str, Any]] = [{"params": [p]} for p in whole.parameters()]

@@ -364,3 +364,28 @@ def test_what_a_pre_hook_repairs_is_loaded(device: str) -> None:
     optimizer.register_load_state_dict_pre_hook(hook)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["rounding"] == "nearest"
+
+
+# Entries that some rules read, of which each of these optimizers lacks at least one.
+FOREIGN = {"bias_correction": False, "use_nvlamb": True, "always_adapt": True, "cautious": True}
+FOREIGN |= {"lr_decay": 0.5, "initial_accumulator_value": "high"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(amp.optim.Adam, AdamW, amp.optim.LAMB),
+        *(amp.apex.optimizers.FusedAdam, amp.apex.optimizers.FusedLAMB),
+    ],
+)
+def test_a_scripts_own_entries_of_a_param_group_are_not_read(device: str, kind: Any) -> None:
+    stepped_to = []
+    for own in ({}, FOREIGN):
+        param = weight(device)
+        optimizer = kind([param], weight_decay=0.5)
+        group = optimizer.param_groups[0]
+        group |= {name: value for name, value in own.items() if name not in group}
+        for _ in range(2):
+            optimizer.step()
+        stepped_to.append(param.detach())
+    assert torch.equal(*stepped_to)

@@ -323,7 +323,13 @@ class Fuzz:
             return
         if act == "bucket":
             param = made.param_groups[0]["params"][0]
-            arguments |= {"param": param, "group": 0, "tensor_index": 0, "label": "w"}
+            arguments |= {
+                "param": param,
+                "group": 0,
+                "tensor_index": 0,
+                "label": "w",
+                "own_keys": set(),
+            }
             bucket = _C.Bucket(**(self.changed(arguments)))
             total = self.changed(self.doubles(3))
             bucket.step(
@@ -333,15 +339,18 @@ class Fuzz:
         if act == "measure":
             stepper.measure(**self.changed(arguments)).totals()
             return
-        arguments |= {
+        given = {
             "scale": self.maybe(self.tensor((1,))),
             "found_inf": self.maybe(self.tensor((1,))),
             "measure": True,
             "max_norm": self.maybe(1.0),
             "scale_update": self.maybe(self.scale_update()),
         }
-        arguments |= {"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))}
-        stepper.step(**self.changed(arguments))
+        inputs = _C.StepInputs(**self.changed(given))
+        asked = self.changed({"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))})
+        for name, value in asked.items():
+            setattr(inputs, name, value)
+        stepper.step(**self.changed(arguments | {"inputs": inputs}))
         stepper.report(True)
 
     def plain_call(self) -> Call:
@@ -361,13 +370,6 @@ class Fuzz:
         files = [{"params": list(range(len(group["params"])))} for group in groups]
         found = {0: saved, **dict(enumerate(states.values()))}
         state_dict = {"state": found, "param_groups": files}
-        masters = _C.Masters(
-            [
-                ("float32", None, "master", torch.float32),
-                ("split32", torch.bfloat16, "remainder16", torch.int16),
-                ("split24", torch.bfloat16, "remainder8", torch.int8),
-            ]
-        )
         held = {"master": self.tensor((2, 32))}
         calls: list[Call] = [
             (_C.measure, {"tensors": lists}),
@@ -405,18 +407,6 @@ class Fuzz:
             ),
             (_C.decode, {"data": data, "rest": rest, "format": name}),
             (_C.encode, {"values": self.tensor((2, 32)), "format": name}),
-            (
-                _C.converted,
-                {
-                    "param": param,
-                    "declared": "m8",
-                    "format": "float32",
-                    "data": self.tensor((2, 32)),
-                    "scales": None,
-                    "seed": 0,
-                    "tensor_index": 0,
-                },
-            ),
             (_C.copy_as, {"value": param, "dtype": torch.bfloat16, "local": low}),
             (_C.encode_original, {"weight": low, "values": param, "by_place": True}),
             (_C.decode_original, {"weight": low, "stored": [remainder, indices, lists[0][0, :2]]}),
@@ -428,8 +418,15 @@ class Fuzz:
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),
             (
-                _C.copies_as_stored,
-                {"rules": rules, "groups": groups, "state_dict": state_dict},
+                _C.restored,
+                {
+                    "entries": _C.SavedEntries(rules),
+                    "groups": groups,
+                    "states": states,
+                    "state_dict": state_dict,
+                    "seed": 0,
+                    "undo": [],
+                },
             ),
             (_C.decoded_states, {"rule": rules[0], "param": param, "state": saved}),
             (_C.scalar_on, {"device": torch.device("cpu"), "number": self.tensor((1,))}),
@@ -458,10 +455,10 @@ class Fuzz:
             (_C.Gemm, {"library": "libno.so"}),
             (_C.casting.set_policy, {"device": "cpu", "op": "aten::mm", "policy": "stock"}),
             (_C.casting.policies, {"device": "cpu"}),
-            (masters.of, {"param": low, "state": held}),
-            (masters.beside, {"param": low, "state": held}),
+            (_C.master_of, {"param": low, "state": held}),
+            (_C.master_beside, {"param": low, "state": held}),
             (
-                masters.set,
+                _C.set_master,
                 {
                     "format": self.random.choice(["float32", "split32", "split24"]),
                     "param": low,

@@ -7,7 +7,8 @@ namespace amp_mp {
 // Zeiler, "ADADELTA: an adaptive learning rate method" (2012), in torch's form, with a learning
 // rate. torch's rho is beta2 here. States: square_avg and acc_delta, both averages of squares.
 struct Adadelta {
-  static constexpr int kStates = 2, kSquares = 0b11;
+  static constexpr States kKept = {{"square_avg", Kind::square}, {"acc_delta", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr", "eps", "weight_decay", {"rho", "beta2"}};
   float lr, rho, one_minus_rho, eps, weight_decay;
   RootDivisor divide;  // eps is in the square already
 

@@ -27,7 +27,9 @@ struct AdamMoments {
 // Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1, with torch's L2
 // penalty. States: m = exp_avg, v = exp_avg_sq.
 struct Adam {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr",  kBeta1,         kBeta2,
+                                       "eps", "weight_decay", "bias_correction"};
   AdamMoments average;
   float weight_decay;
   float step_size;     // lr / (1 - beta1^t): the first moment's bias correction is in it
@@ -60,7 +62,9 @@ struct Adam {
 // Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; as in torch,
 // the decay is multiplied by lr. States: m = exp_avg, v = exp_avg_sq.
 struct AdamW {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {
+      "lr", kBeta1, kBeta2, "eps", "weight_decay", "bias_correction", "cautious"};
   AdamMoments average;
   Decay decay;
   float step_size;     // lr / (1 - beta1^t)
@@ -93,7 +97,8 @@ struct AdamW {
 // largest = max_exp_avg_sq.
 template <class Base>
 struct Amsgrad {
-  static constexpr int kStates = 3, kSquares = 0b10;
+  static constexpr States kKept = Base::kKept.with({"max_exp_avg_sq", Kind::exact, true});
+  static constexpr Numbers kNumbers = Base::kNumbers;
   Base base;
   RootDivisor divide;
 
@@ -124,7 +129,16 @@ using AmsgradAdamW = Amsgrad<AdamW>;
 // with the steps. torch's momentum_decay is `momentum` here, the product of all mu so far is
 // Clock::own. States: m = exp_avg, v = exp_avg_sq.
 struct NAdam {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr",
+                                       kBeta1,
+                                       kBeta2,
+                                       "eps",
+                                       "weight_decay",
+                                       "cautious",
+                                       {"decoupled_weight_decay", "decoupled"},
+                                       {"momentum_decay", "momentum"}};
+  static constexpr OwnNumber kOwn = {"mu_product", 1};
   AdamMoments average;
   float weight_decay;                // 0 if decoupled
   Decay decay;                       // 1 if not decoupled
@@ -171,7 +185,14 @@ struct NAdam {
 // the average that v is, does not exceed 5, the step is that of the momentum alone. States:
 // m = exp_avg, v = exp_avg_sq.
 struct RAdam {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr",
+                                       kBeta1,
+                                       kBeta2,
+                                       "eps",
+                                       "weight_decay",
+                                       "cautious",
+                                       {"decoupled_weight_decay", "decoupled"}};
   AdamMoments average;
   float weight_decay;  // 0 if decoupled
   Decay decay;         // 1 if not decoupled

@@ -6,7 +6,9 @@ namespace amp_mp {
 
 // Duchi, Hazan & Singer, "Adaptive subgradient methods" (2011), in torch's form. State: sum.
 struct Adagrad {
-  static constexpr int kStates = 1, kSquares = 0b1;
+  static constexpr States kKept = {{"sum", Kind::square, false, "initial_accumulator_value"}};
+  static constexpr Numbers kNumbers = {
+      "lr", "lr_decay", "eps", "weight_decay", {"adagrad_w_mode", "decoupled"}};
   float lr, weight_decay;
   float shrink;  // 1 - lr weight_decay if that is decoupled, else 1
   RootDivisor divide;
@@ -41,7 +43,9 @@ struct Adagrad {
 // with momentum: the buffer sums up normalised gradients. torch's alpha is beta2 here. States:
 // buffer = momentum_buffer, square_avg.
 struct RMSprop {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"momentum_buffer", Kind::moment, true},
+                                   {"square_avg", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr", "eps", "weight_decay", "momentum", {"alpha", "beta2"}};
   float lr, alpha, one_minus_alpha, weight_decay, momentum;
   RootDivisor divide;
 
@@ -76,7 +80,8 @@ struct RMSprop {
 
 // RMSprop without momentum keeps no buffer. State: square_avg.
 struct PlainRMSprop {
-  static constexpr int kStates = 1, kSquares = 0b1;
+  static constexpr States kKept = {{"square_avg", Kind::square}};
+  static constexpr Numbers kNumbers = RMSprop::kNumbers;
   float lr, alpha, one_minus_alpha, weight_decay;
   RootDivisor divide;
 
@@ -110,7 +115,8 @@ struct PlainRMSprop {
 // instead of the mean square. Here it always keeps a momentum buffer, in torch only with momentum.
 // States: buffer = momentum_buffer, square_avg, grad_avg.
 struct CenteredRMSprop {
-  static constexpr int kStates = 3, kSquares = 0b10;
+  static constexpr States kKept = RMSprop::kKept.with({"grad_avg", Kind::exact, true});
+  static constexpr Numbers kNumbers = RMSprop::kNumbers;
   float lr, alpha, one_minus_alpha, weight_decay, momentum;
   RootDivisor divide;
 
@@ -148,7 +154,8 @@ struct CenteredRMSprop {
 // Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 2, in torch's form:
 // eps is added to |g|. States: m = exp_avg, u = exp_inf.
 struct Adamax {
-  static constexpr int kStates = 2, kSquares = 0;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_inf", Kind::exact}};
+  static constexpr Numbers kNumbers = {"lr", kBeta1, kBeta2, "eps", "weight_decay"};
   float beta1, one_minus_beta1, beta2, eps, weight_decay;
   float step_size;  // lr / (1 - beta1^t)
 
@@ -177,7 +184,8 @@ struct Adamax {
 // Chen et al., "Symbolic discovery of optimization algorithms" (2023), algorithm 2. State:
 // m = exp_avg.
 struct Lion {
-  static constexpr int kStates = 1, kSquares = 0;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}};
+  static constexpr Numbers kNumbers = {"lr", kBeta1, kBeta2, "weight_decay", "cautious"};
   float lr, beta1, one_minus_beta1, beta2, one_minus_beta2;
   Decay decay;
 

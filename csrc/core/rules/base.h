@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/formats.h"
+#include "core/rules/declared.h"
 
 namespace amp_mp {
 
@@ -19,6 +20,41 @@ struct Hyper {
   const void* lr_at = nullptr;
 };
 static_assert(sizeof(Hyper) == 13 * 8);
+
+// Its members by name, of which rules declare those that they read.
+struct HyperMember {
+  const char* name;
+  double Hyper::* number;
+  bool Hyper::* flag = nullptr;
+};
+inline constexpr HyperMember kHyperMembers[] = {
+    {"lr", &Hyper::lr},
+    {"beta1", &Hyper::beta1},
+    {"beta2", &Hyper::beta2},
+    {"eps", &Hyper::eps},
+    {"weight_decay", &Hyper::weight_decay},
+    {"momentum", &Hyper::momentum},
+    {"dampening", &Hyper::dampening},
+    {"lr_decay", &Hyper::lr_decay},
+    {"trust", &Hyper::trust},
+    {"nesterov", nullptr, &Hyper::nesterov},
+    {"maximize", nullptr, &Hyper::maximize},
+    {"clip", nullptr, &Hyper::clip},
+    {"always_adapt", nullptr, &Hyper::always_adapt},
+    {"decoupled", nullptr, &Hyper::decoupled},
+    {"bias_correction", nullptr, &Hyper::bias_correction},
+    {"reg_inside_moment", nullptr, &Hyper::reg_inside_moment},
+    {"cautious", nullptr, &Hyper::cautious},
+    {"grad_averaging", nullptr, &Hyper::grad_averaging},
+    {"adam_w_mode", nullptr, &Hyper::adam_w_mode},
+};
+
+// One of them; null where there is none of the name.
+constexpr const HyperMember* hyper_member(const char* name) {
+  for (const HyperMember& member : kHyperMembers)
+    if (same_text(member.name, name)) return &member;
+  return nullptr;
+}
 
 // Replaces h.lr with the current value on the device, if there is one.
 AMP_MP_BOTH void read_rate(Hyper& h) {
@@ -120,7 +156,7 @@ AMP_MP_BOTH Rule incautious(Rule rule) {
 
 // Whether state number K of a rule is a mean or sum of squares.
 template <class Rule, int K>
-constexpr bool is_square = (Rule::kSquares >> K & 1) != 0;
+constexpr bool is_square = Rule::kKept.of[K].kind == Kind::square;
 
 template <class Rule>
 constexpr bool divides_by_root = requires(Rule rule) { rule.divide; };
@@ -132,6 +168,11 @@ constexpr bool needs_update_norm = requires { Rule::kUpdateNorm; };
 // update between its two passes (Muon).
 template <class Rule>
 constexpr bool has_direction = requires { Rule::kDirection; };
+// How many states a step of the rule has, with its direction.
+template <class Rule>
+constexpr int state_count = Rule::kKept.count + has_direction<Rule>;
+template <class Rule>
+constexpr bool has_own_number = requires { Rule::kOwn; };
 
 template <class Rule>
 AMP_MP_BOTH Rule make_rule(const Hyper& h, Clock& c, [[maybe_unused]] const Norms& n) {

@@ -9,7 +9,18 @@ namespace amp_mp {
 // also measures the norm of `direction`; then the call operator, with that norm in step_size.
 // States: m = exp_avg, v = exp_avg_sq.
 struct LAMB {
-  static constexpr int kStates = 2, kSquares = 0b10;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr",
+                                       kBeta1,
+                                       kBeta2,
+                                       "eps",
+                                       "weight_decay",
+                                       "bias_correction",
+                                       "cautious",
+                                       "always_adapt",
+                                       {"use_nvlamb", "always_adapt"},
+                                       "grad_averaging",
+                                       "adam_w_mode"};
   static constexpr bool kNorms = true, kUpdateNorm = true;
   AdamMoments average;
   float eps;
@@ -52,7 +63,16 @@ struct LAMB {
 // kept in Clock::own. `dampening` = beta1 averages the gradient too, as NVIDIA's code does; so are
 // bias correction and the form outside of the moment NVIDIA's. State: m = exp_avg.
 struct NovoGrad {
-  static constexpr int kStates = 1, kSquares = 0;
+  static constexpr States kKept = {{"exp_avg", Kind::moment}};
+  static constexpr Numbers kNumbers = {"lr",
+                                       kBeta1,
+                                       kBeta2,
+                                       "eps",
+                                       "weight_decay",
+                                       "bias_correction",
+                                       "reg_inside_moment",
+                                       {"betas[0]", "dampening", "grad_averaging"}};
+  static constexpr OwnNumber kOwn = {"layer", 0};
   static constexpr bool kNorms = true;
   float step_size;  // lr / (1 - beta1^t)
   float beta1;

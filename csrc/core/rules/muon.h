@@ -6,7 +6,7 @@ namespace amp_mp {
 
 // The second half of Muon's step: w is decayed and moved along the orthogonal matrix `o`.
 struct MuonStep {
-  static constexpr int kStates = 0, kSquares = 0;
+  static constexpr States kKept = {};
   Decay decay;
   float rate;  // lr times the factor of the matrix' shape
 
@@ -18,7 +18,8 @@ struct MuonStep {
 // have made each matrix of directions orthogonal, `step` with the result in the gradient's place.
 // States: m = momentum_buffer, and the direction, bfloat16, which lives for one step.
 struct Muon {
-  static constexpr int kStates = 2, kSquares = 0;
+  static constexpr States kKept = {{"momentum_buffer", Kind::moment}};
+  static constexpr Numbers kNumbers = {"lr", "weight_decay", "momentum", "nesterov", "cautious"};
   static constexpr bool kDirection = true;
   float momentum, gain;  // gain: 1 - momentum
   bool nesterov;

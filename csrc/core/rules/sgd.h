@@ -8,7 +8,13 @@ namespace amp_mp {
 // buffer does not contain the learning rate. The first step fills it with the gradient, undamped.
 // State: buffer = momentum_buffer.
 struct SGD {
-  static constexpr int kStates = 1, kSquares = 0;
+  static constexpr States kKept = {{"momentum_buffer", Kind::moment, true}};
+  static constexpr Numbers kNumbers = {"lr",
+                                       "momentum",
+                                       "weight_decay",
+                                       "nesterov",
+                                       {"dampening", nullptr, "momentum"},
+                                       {"wd_after_momentum", "decoupled"}};
   float lr, weight_decay, momentum;
   float gain;    // 1 - dampening; 1 in the first step
   float shrink;  // 1 - lr weight_decay if that is decoupled, else 1
@@ -38,7 +44,8 @@ struct SGD {
 // which each gradient arrived. In low precision lr * g may underflow where g does not. State:
 // buffer = momentum_buffer.
 struct ScaledSGD {
-  static constexpr int kStates = 1, kSquares = 0;
+  static constexpr States kKept = SGD::kKept;
+  static constexpr Numbers kNumbers = SGD::kNumbers;
   float lr, weight_decay, momentum;
   bool nesterov;
 
@@ -61,7 +68,8 @@ struct ScaledSGD {
 
 // SGD without momentum keeps no buffer.
 struct PlainSGD {
-  static constexpr int kStates = 0, kSquares = 0;
+  static constexpr States kKept = {};
+  static constexpr Numbers kNumbers = SGD::kNumbers;
   float lr, weight_decay;
 
   static AMP_MP_BOTH PlainSGD at(const Hyper& h, const Clock&) {
@@ -82,7 +90,10 @@ struct PlainSGD {
 // norm is zero the gradient is used as it is, without decay, as in LARC. State:
 // buffer = momentum_buffer.
 struct LARS {
-  static constexpr int kStates = 1, kSquares = 0;
+  static constexpr States kKept = {{"momentum_buffer", Kind::moment, true}};
+  static constexpr Numbers kNumbers = {
+      "lr",       "momentum", "dampening", "weight_decay",
+      "nesterov", "clip",     "eps",       {"trust_coefficient", "trust"}};
   static constexpr bool kNorms = true;
   float lr, weight_decay, ratio, momentum;
   float gain;  // 1 - dampening; 1 in the first step

@@ -5,7 +5,7 @@
 #include <utility>
 #include <variant>
 
-#include "torch/arguments.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp::apex {
 

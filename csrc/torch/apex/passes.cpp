@@ -12,7 +12,7 @@
 
 #include "torch/apex/amp_c.h"
 #include "torch/ops.h"
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp::apex {
 

@@ -67,7 +67,7 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
     own.names.push_back("tensor_lists[1][" + std::to_string(i) + "]");
   }
   own.masters.resize(count);
-  for (int k = 0; k < Rule::kStates; ++k) {
+  for (int k = 0; k < state_count<Rule>; ++k) {
     own.states.push_back(lists[size_t(k) + 2]);
     own.scales.emplace_back(count);
     std::vector<Format>& formats = own.formats.emplace_back();

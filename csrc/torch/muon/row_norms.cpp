@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp::muon {
 namespace {
@@ -32,8 +32,8 @@ at::Tensor mean_squares(const at::Tensor& rows) {
 at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& member) {
   if (!is_dtensor(member.param.ptr())) return rows;
   const auto with_two = [](at::IntArrayRef sizes) {
-    std::vector<int64_t> two = sizes.vec();
-    two.back() = 2;
+    std::vector<int64_t> two = sizes.slice(0, sizes.size() - 1).vec();
+    two.push_back(2);
     return two;
   };
   const at::Tensor own = rows.view(with_two(local_of(member.moment.ptr()).sizes()));

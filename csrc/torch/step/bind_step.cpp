@@ -1,8 +1,8 @@
 // What Python sees of the step's parts: slots, numbers, statistics, and one operator for each rule.
 #include <pybind11/functional.h>
 
-#include "torch/arguments.h"
 #include "torch/ops.h"
+#include "torch/python/unpack.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {

@@ -2,8 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include "torch/ops.h"
-#include "torch/step/load.h"
-#include "torch/step/state_dict.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {
@@ -18,8 +16,9 @@ Member member_of(const py::object& param, py::dict state, int64_t group = 0,
 
 // The bucket of one parameter, with state that is made here where it is missing.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
-                                  const py::dict& states, const py::object& param, int64_t group,
-                                  int64_t tensor_index, std::string label) {
+                                  const py::dict& states, const py::object& own_keys,
+                                  const py::object& param, int64_t group, int64_t tensor_index,
+                                  std::string label) {
   const std::vector<GroupRule> group_rules = rules_of(rules);
   check_rules(group_rules, groups);
   TORCH_CHECK_INDEX(group >= 0 && size_t(group) < group_rules.size(), "amp_mp: there is no group ",
@@ -36,7 +35,7 @@ std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
   const at::Device device = member.local.device();
   std::vector<Member> members;
   members.push_back(std::move(member));
-  return std::make_shared<Bucket>(rule, device, std::move(members), groups);
+  return std::make_shared<Bucket>(rule, device, std::move(members), groups, own_keys);
 }
 
 // Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
@@ -54,25 +53,56 @@ void step_bucket(Bucket& bucket, const py::list& groups,
                false, nullptr, py::none(), nullptr);
 }
 
+void bind_inputs(py::module_& m) {
+  using Scale = std::shared_ptr<ScaleUpdateTensors>;
+  py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
+      .def(py::init([](py::object scale, py::object found_inf, bool measure,
+                       std::shared_ptr<Measured> measured, std::optional<double> max_norm,
+                       Scale scale_update, py::object marks, bool from_stock, bool keeps) {
+             auto made = std::make_shared<StepInputs>();
+             made->scale = std::move(scale);
+             made->found_inf = std::move(found_inf);
+             made->measure = measure;
+             made->measured = std::move(measured);
+             made->max_norm = max_norm;
+             made->scale_update = std::move(scale_update);
+             made->marks = std::move(marks);
+             made->from_stock = from_stock;
+             made->keeps = keeps;
+             return made;
+           }),
+           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::kw_only(),
+           py::arg("measure") = false, py::arg("measured") = py::none(),
+           py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
+           py::arg("marks") = py::none(), py::arg("from_stock") = false, py::arg("keeps") = false)
+      .def_readonly("keeps", &StepInputs::keeps)
+      .def_readonly("scale", &StepInputs::scale)
+      .def_readwrite("scale_update", &StepInputs::scale_update)
+      .def_readonly("scale_updated", &StepInputs::scale_updated)
+      .def_readonly("marks", &StepInputs::marks)
+      .def_readwrite("used", &StepInputs::used)
+      .def_readwrite("checks", &StepInputs::checks)
+      .def_readwrite("own_max_norm", &StepInputs::own_max_norm)
+      .def_property(
+          "norm_limit", [](const StepInputs& inputs) { return inputs.limit.fixed; },
+          [](StepInputs& inputs, double norm) { inputs.limit.fixed = norm; })
+      .def_property(
+          "spike",
+          [](const StepInputs& inputs) {
+            return std::pair(inputs.limit.sigmas, inputs.limit.window);
+          },
+          [](StepInputs& inputs, std::pair<double, double> spike) {
+            std::tie(inputs.limit.sigmas, inputs.limit.window) = spike;
+          });
+}
+
 }  // namespace
 
 void bind_stepper(py::module_& m) {
-  py::class_<RuleLayout, Layout>(m, "RuleLayout")
-      .def(py::init([](const std::string& op, const py::list& states, const py::list& masters,
-                       const py::tuple& clock, double own_start, bool own_is_kept,
-                       const py::list& numbers, const py::list& options,
-                       const py::object& directions, bool needs_norms) {
-             return std::make_shared<RuleLayout>(make_layout(op, states, masters, clock, own_start,
-                                                             own_is_kept, numbers, options,
-                                                             directions, needs_norms));
-           }),
-           py::kw_only(), py::arg("op"), py::arg("states"), py::arg("masters"), py::arg("clock"),
-           py::arg("own_start"), py::arg("own_is_kept"), py::arg("numbers"), py::arg("options"),
-           py::arg("directions"), py::arg("needs_norms"));
-
   py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket")
       .def(py::init(&bucket_of), py::arg("rules"), py::arg("groups"), py::arg("states"),
-           py::arg("param"), py::arg("group"), py::arg("tensor_index"), py::arg("label"))
+           py::arg("own_keys"), py::arg("param"), py::arg("group"), py::arg("tensor_index"),
+           py::arg("label"))
       .def_property_readonly("params",
                              [](const Bucket& bucket) {
                                py::list params;
@@ -96,32 +126,12 @@ void bind_stepper(py::module_& m) {
 
   py::class_<Measured, std::shared_ptr<Measured>>(m, "Measured").def("totals", &Measured::totals);
 
+  bind_inputs(m);
   py::class_<Stepper>(m, "Stepper")
       .def(py::init<py::object>(), py::arg("hooks"))
       .def("forget", &Stepper::forget)
-      .def(
-          "step",
-          [](Stepper& stepper, const py::list& rules, const py::list& groups,
-             const py::dict& states, py::object scale, py::object found_inf, bool measure,
-             std::optional<double> max_norm, std::shared_ptr<ScaleUpdateTensors> scale_update,
-             std::shared_ptr<Measured> measured, bool from_stock, const py::object& read,
-             double norm_limit, std::pair<double, double> spike) {
-            Handing handing{std::move(scale),
-                            std::move(found_inf),
-                            max_norm,
-                            std::move(scale_update),
-                            std::move(measured),
-                            measure,
-                            from_stock,
-                            {norm_limit, spike.first, spike.second}};
-            return stepper.step(rules, groups, states, handing, read);
-          },
-          py::arg("rules"), py::arg("groups"), py::arg("states"), py::kw_only(),
-          py::arg("scale") = py::none(), py::arg("found_inf") = py::none(),
-          py::arg("measure") = false, py::arg("max_norm") = py::none(),
-          py::arg("scale_update") = py::none(), py::arg("measured") = py::none(),
-          py::arg("from_stock") = false, py::arg("read") = py::none(), py::arg("norm_limit") = 0.0,
-          py::arg("spike") = std::pair(0.0, 0.0))
+      .def("step", &Stepper::step, py::arg("rules"), py::arg("groups"), py::arg("states"),
+           py::arg("inputs"), py::arg("read") = py::none())
       .def_property(
           "norm_history", [](Stepper& stepper) { return stepper.log().norm_history(); },
           &Stepper::set_norm_history)
@@ -142,13 +152,6 @@ void bind_stepper(py::module_& m) {
           py::arg("wait"))
       .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
 
-  m.def("copies_as_stored", &copies_as_stored, py::arg("rules"), py::arg("groups"),
-        py::arg("state_dict"));
-  m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
-  m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
-  m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
-  m.def("wrong_state", &wrong_state, py::arg("schema"), py::arg("needed"), py::arg("given"),
-        py::arg("param"));
   m.def("tensors_measured", &tensors_measured);
   m.def(
       "params_of", [](const py::dict& group) { return params_of(group.ptr()); }, py::arg("group"));
@@ -164,16 +167,6 @@ void bind_stepper(py::module_& m) {
         init_states(rules_of(rules), groups, states);
       },
       py::arg("rules"), py::arg("groups"), py::arg("states"));
-  m.def(
-      "init_state",
-      [](const py::object& rule, const py::dict& group, const py::object& param,
-         const py::dict& state) {
-        const Layout layout = layout_of(rule);
-        const Member member = member_of(param, state);
-        clocks_of({{layout.get(), group.ptr(), &member}});
-        init_state(*layout, group.ptr(), member);
-      },
-      py::arg("rule"), py::arg("group"), py::arg("param"), py::arg("state"));
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
   m.def(
       "decide",

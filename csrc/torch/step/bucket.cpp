@@ -13,12 +13,14 @@ bool is_stochastic_rounding(PyObject* group) {
 }  // namespace
 
 Bucket::Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
-               const py::list& groups)
+               const py::list& groups, const py::object& own_keys)
     : rule_(std::move(rule)), device_(device), members_(std::move(members)), slots_([&] {
         const std::vector<int64_t> kinds = sort_by_kind(groups);
         return make_slots(groups, kinds);
       }()) {
   remember(groups);
+  for (const HyperNumber& number : layout().numbers)
+    if (own_keys.contains(number.key)) numbers_.push_back(number);
   make_updates_ = py::none();
   if (layout().directions.is_none()) return;
   py::list pairs;
@@ -59,7 +61,7 @@ std::vector<int64_t> Bucket::sort_by_kind(const py::list& groups) {
         const py::object group = groups[size_t(kind.group)];
         const py::dict of_shape = directions.attr("numbers")(group, kind.shape);
         for (const auto& [name, number] : of_shape)
-          kind.of_shape.emplace_back(hyper_number(text_of(name)), py::cast<double>(number));
+          kind.of_shape.emplace_back(&hyper_named(text_of(name)), py::cast<double>(number));
       }
       kinds_.push_back(kind);
     }
@@ -83,14 +85,13 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
   lists.states.resize(states);
   lists.scales.resize(states);
   lists.formats.resize(states);
-  const Masters masters(layout().masters);
   std::vector<ClockPlace> places;
   for (const Member& member : members_) places.push_back({&layout(), group_of(member), &member});
   lists.clocks = clocks_of(places);
   for (const Member& member : members_) {
     init_state(layout(), group_of(member), member);
     lists.params.push_back(member.local);
-    lists.masters.push_back(masters.beside(member.local, member.state.ptr()));
+    lists.masters.push_back(master_beside(member.local, member.state.ptr()));
     for (size_t k = 0; k < states; ++k) {
       const KeptState& kept = kept_states[k];  // those of rows are the last
       const std::optional<HeldState> held = held_state(kept, member.state.ptr());
@@ -185,8 +186,8 @@ void Bucket::find_gradients() {
 std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {
   std::vector<HyperTensors> found;
   for (const Kind& kind : kinds_) {
-    HyperTensors numbers = read_group(layout(), groups[size_t(kind.group)].ptr());
-    for (const auto& [row, number] : kind.of_shape) numbers.hyper.*row.number = number;
+    HyperTensors numbers = read_group(numbers_, groups[size_t(kind.group)].ptr());
+    for (const auto& [member, number] : kind.of_shape) numbers.hyper.*member->number = number;
     found.push_back(std::move(numbers));
   }
   return found;

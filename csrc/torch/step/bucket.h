@@ -3,24 +3,17 @@
 #include <memory>
 
 #include "torch/muon/row_norms.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
-
-using Layout = std::shared_ptr<RuleLayout>;
-
-// A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
-struct GroupRule {
-  py::object rule;
-  Layout layout;
-};
 
 class Bucket {
  public:
   // Makes the missing state, and brings the rest to where the parameters are now; the slots check
-  // every tensor. Raises ValueError or TypeError naming the parameter. Needs the GIL, as all.
+  // every tensor. own_keys: the entries of param_groups that are the optimizer's, a set; a script's
+  // own are not read. Raises ValueError or TypeError naming the parameter. Needs the GIL, as all.
   Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
-         const py::list& groups);
+         const py::list& groups, const py::object& own_keys);
 
   const RuleLayout& layout() const { return *rule_.layout; }
   const py::object& rule() const { return rule_.rule; }
@@ -50,7 +43,7 @@ class Bucket {
   struct Kind {
     int64_t group;
     std::pair<int64_t, int64_t> shape;
-    std::vector<std::pair<HyperNumber, double>> of_shape;
+    std::vector<std::pair<const HyperMember*, double>> of_shape;
     bool operator<(const Kind& other) const {
       return std::tie(group, shape) < std::tie(other.group, other.shape);
     }
@@ -63,6 +56,7 @@ class Bucket {
   at::Device device_;
   std::vector<Member> members_;
   std::vector<Kind> kinds_;
+  std::vector<HyperNumber> numbers_;
   Slots slots_;
   // What was seen, to notice what a script exchanges: the values of these keys in each state, and
   // of the rule's options in each group. Entries that no state has are left out: each costs a

@@ -35,7 +35,7 @@ class Directions<Rule> {
     memory_ = all ? at::empty({offsets.back()}, options) : at::zeros({offsets.back()}, options);
     auto* data = static_cast<bfloat16*>(memory_.mutable_data_ptr());
     for (Slot& slot : own_)
-      slot.state[Rule::kStates - 1] = {data + offsets[size_t(slot.row)], Format::bfloat16};
+      slot.state[state_count<Rule> - 1] = {data + offsets[size_t(slot.row)], Format::bfloat16};
   }
   Directions(const Directions&) = delete;
 

@@ -72,8 +72,8 @@ Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
     py::list indices;
     for (const Member& member : batch.members)
       if (PyDict_Size(member.state.ptr()) == 0) states[member.param] = member.state;
-    buckets_.push_back(
-        std::make_shared<Bucket>(batch.rule, batch.device, std::move(batch.members), groups));
+    buckets_.push_back(std::make_shared<Bucket>(batch.rule, batch.device, std::move(batch.members),
+                                                groups, hooks.attr("own_keys")));
     for (const Member& member : buckets_.back()->members()) indices.append(member.tensor_index);
     held.append(py::make_tuple(py::cast(batch.device), indices));
   }

@@ -33,34 +33,8 @@ class Gathered {
   py::object whole_;
 };
 
-// A parameter's place in its optimizer's param_groups, and its name if the group has names: what
-// messages call it.
-std::string param_label(PyObject* group, int64_t number, int64_t position);
-
-// A group's parameters, a list or tuple; TypeError for what is not a sequence.
-py::object params_of(PyObject* group);
-
-// Raises ValueError unless there is a rule for each param_group.
-void check_rules(const std::vector<GroupRule>& rules, const py::list& groups);
-
-// The parameters of all param_groups in order, each with its label; or only those that are keys of
-// a map.
-std::vector<Member> members_of(const py::list& groups,
-                               const std::unordered_map<PyObject*, size_t>* only = nullptr);
-
-// Raises unless a step can update the parameter. any_sharded: whether there are modules of
-// fully_shard, which gather parameters for a moment; only Python knows those.
-void refuse_param(const Member& member, bool any_sharded);
-
-// Raises RuntimeError where state cannot be made: in inference mode, and during capture.
-void refuse_new_state(const std::vector<at::Device>& devices);
-
 // Makes the state of every trainable parameter now; raises before anything is made.
 void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
                  const py::dict& states);
-
-// The layout of a rule, from optim/state/schema.py; and the rules of the param_groups with theirs.
-Layout layout_of(const py::handle& rule);
-std::vector<GroupRule> rules_of(const py::list& rules);
 
 }  // namespace amp_mp

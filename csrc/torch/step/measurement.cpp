@@ -1,7 +1,7 @@
 #include "torch/step/measurement.h"
 
 #include "cpu/passes.h"
-#include "torch/step/scalars.h"
+#include "torch/python/scalars.h"
 
 #include <ATen/Parallel.h>
 

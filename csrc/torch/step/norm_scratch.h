@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "torch/step/scalars.h"
+#include "torch/python/scalars.h"
 #include "torch/step/step.h"
 
 namespace amp_mp {

@@ -117,7 +117,7 @@ template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             Measurement* found, const DecideTensors* decide_tensors, bool measures,
             Measurement* weights, const StepCallbacks& callbacks) {
-  constexpr int kKept = Rule::kStates - has_direction<Rule>;
+  constexpr int kKept = Rule::kKept.count;
   TORCH_CHECK_VALUE(slots.states() == kKept, "amp_mp: this rule keeps ", kKept,
                     " states a parameter, the slots have ", slots.states());
   TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),

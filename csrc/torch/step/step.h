@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "torch/state/rule_table.h"
 #include "torch/step/measurement.h"
 #include "torch/step/slots.h"
 #include "torch/step/step_reports.h"
@@ -36,13 +37,6 @@ struct DecideTensors {
 // is used.
 void decide_(at::Tensor& verdict, const DecideTensors& inputs,
              const std::optional<at::Tensor>& statistics);
-
-// The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
-// step's device it is read when the step runs, elsewhere now.
-struct HyperTensors {
-  Hyper hyper;
-  at::Tensor lr;
-};
 
 // What a step calls between its two halves.
 struct StepCallbacks {

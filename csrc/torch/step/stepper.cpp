@@ -24,10 +24,7 @@ Apply operator_named(const std::string& name) {
       AMP_MP_FOR_EACH_RULE(AMP_MP_OPERATOR)
 #undef AMP_MP_OPERATOR
   };
-  const auto found = operators.find(name);
-  if (found == operators.end())
-    throw py::value_error("amp_mp: \"" + name + "\" is not an operator");
-  return found->second;
+  return operators.at(name);
 }
 
 py::list measurements(const std::vector<std::shared_ptr<Measurement>>& list) {
@@ -163,22 +160,23 @@ std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list
   return found;
 }
 
-py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
-                        const Handing& handing, const py::object& read) {
+py::object Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
+                         StepInputs& given, const py::object& read) {
   const Turn turn(busy_);
+  given.scale_updated = false;
   const std::vector<GroupRule> group_rules = rules_of(rules);
   const std::shared_ptr<Gathered> gathered = gather(group_rules, rules, groups, states);
   const auto& buckets = gathered->buckets();
   const py::object& whole = gathered->whole();
-  if (handing.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
+  if (given.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
   const bool one_bucket = buckets.size() == 1;
   const at::Device device = buckets.empty() ? at::Device(at::kCPU) : buckets[0]->device();
   const bool one_device = std::all_of(buckets.begin(), buckets.end(),
                                       [&](const auto& each) { return each->device() == device; });
-  const bool measures =
-      handing.measure || std::any_of(group_rules.begin(), group_rules.end(),
-                                     [](const GroupRule& r) { return r.layout->needs_norms; });
-  std::shared_ptr<Measured> known = handing.measured;
+  const bool measures = given.measure || given.checks ||
+                        std::any_of(group_rules.begin(), group_rules.end(),
+                                    [](const GroupRule& r) { return r.layout->needs_norms; });
+  std::shared_ptr<Measured> known = given.measured;
   // Masters may have been written since another call has read them.
   const bool stale = !whole.is_none() && gathered->needs_norms();
   if (!known || known->of != gathered || stale) {
@@ -191,13 +189,13 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
   if (!one_bucket)
     for (const auto& bucket : buckets) bucket->slots().check_gradients();
   const bool scale_is_here =
-      is_tensor(handing.scale.ptr()) && THPVariable_Unpack(handing.scale.ptr()).device() == device;
-  const bool updates_scale = handing.scale_update && scale_is_here && one_device;
-  DecideTensors inputs = {scalar_on(device, handing.scale), scalar_on(device, handing.found_inf),
-                          handing.max_norm.value_or(0.0),
-                          updates_scale ? handing.scale_update : nullptr, log_.reports_on(device)};
-  inputs.limit = handing.limit;
-  if (handing.limit.window > 0) inputs.history = log_.history_on(device);
+      is_tensor(given.scale.ptr()) && THPVariable_Unpack(given.scale.ptr()).device() == device;
+  const bool updates_scale = given.scale_update && scale_is_here && one_device;
+  DecideTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
+                          given.norm_to_clip_to(), updates_scale ? given.scale_update : nullptr,
+                          log_.reports_on(device)};
+  inputs.limit = given.limit;
+  if (given.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);
@@ -231,8 +229,9 @@ py::tuple Stepper::step(const py::list& rules, const py::list& groups, const py:
   const bool seen = known ? !known->found.empty() : measures && one_bucket;
   log_.add(verdict, seen);
   if (interrupt) throw *interrupt;
-  const bool may_skip = seen || !handing.found_inf.is_none();
-  return py::make_tuple(updates_scale, may_skip ? log_.skipped() : py::none());
+  const bool may_skip = seen || !given.found_inf.is_none();
+  given.scale_updated = updates_scale;
+  return may_skip ? log_.skipped() : py::none();
 }
 
 }  // namespace amp_mp

@@ -4,7 +4,7 @@
 #include <array>
 #include <mutex>
 
-#include "torch/step/callback.h"
+#include "torch/python/callback.h"
 #include "torch/step/gathered.h"
 
 namespace amp_mp {
@@ -18,14 +18,41 @@ struct Measured {
   py::dict totals() const;
 };
 
-// What a loss scaler passes to a step: optim/step/handed.py.
-struct Handing {
-  py::object scale, found_inf;  // a number, a tensor of one element, or None
-  std::optional<double> max_norm;
-  std::shared_ptr<ScaleUpdateTensors> scale_update;
+// What a step is given besides param_groups and state. A loss scaler or a wrapper makes it, without
+// one the step itself.
+struct StepInputs {
+  // The loss scale that the gradients carry, a number or a tensor of one element; None is 1.
+  py::object scale = py::none();
+  // Another's verdict, not 0 to skip the step; None where the step itself decides.
+  py::object found_inf = py::none();
+  // Read the gradients for the verdict even if the optimizer itself needs no statistics.
+  bool measure = false;
+  // Statistics that were read already; the step then reads the gradients only once.
   std::shared_ptr<Measured> measured;
-  bool measure = false, from_stock = false;
-  NormLimit limit = {};  // without its history, which is the log's
+  // Clip to this norm instead of the optimizer's max_grad_norm.
+  std::optional<double> max_norm;
+  // Where the loss scale goes next. The step applies it where all parameters are on one device, and
+  // then sets scale_updated.
+  std::shared_ptr<ScaleUpdateTensors> scale_update;
+  bool scale_updated = false;
+  // The gradients that carry the scale, where it is handed before the step (optim/step/marks.py);
+  // and whether a step has used them.
+  py::object marks = py::none();
+  bool used = false;
+  // Whether it is from a torch.amp.GradScaler, which does not know all processes.
+  bool from_stock = false;
+  // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
+  bool keeps = false;
+
+  // What the optimizer asks of every step: whether it measures, its max_grad_norm, skip_norm_above
+  // without its history, which is the log's.
+  bool checks = false;
+  std::optional<double> own_max_norm;
+  NormLimit limit = {};
+
+  double norm_to_clip_to() const {
+    return max_norm && *max_norm != 0 ? *max_norm : own_max_norm.value_or(0.0);
+  }
 };
 
 // The decisions of an optimizer's steps. On CUDA the device writes them to host memory
@@ -90,9 +117,9 @@ class Stepper {
   // Whether a CUDA graph has captured a step of the tensors that there are now.
   bool is_captured() const { return captured_; }
   void set_norm_history(const std::optional<std::array<double, 4>>& numbers);
-  // One step. Returns whether it has applied `handing.scale_update`, and StepLog::skipped.
-  py::tuple step(const py::list& rules, const py::list& groups, const py::dict& states,
-                 const Handing& handing, const py::object& read);
+  // One step. Returns StepLog::skipped.
+  py::object step(const py::list& rules, const py::list& groups, const py::dict& states,
+                  StepInputs& given, const py::object& read);
   // Reads the gradients once, for a step that is handed the result. read: reads a bucket's
   // gradients in place of this object, where the backward pass has read some; or None.
   std::shared_ptr<Measured> measure(const py::list& rules, const py::list& groups,

@@ -15,7 +15,7 @@ from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.original_values import original_of
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
-from amp_mp.optim.step.handed import GradientMarks, nonzero
+from amp_mp.optim.step.marks import GradientMarks, nonzero
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import Backoff, ScalePolicy
 from amp_mp.text_table import say

@@ -7,14 +7,13 @@ import torch
 from torch.optim.optimizer import required
 
 from amp_mp import _C
-from amp_mp.optim.adam import MOMENTS, AdamW
+from amp_mp.optim.adam import AdamW
 from amp_mp.optim.adaptive import Adagrad
-from amp_mp.optim.base import FusedOptimizer, rules_of
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Number, Rule, State, numbers
+from amp_mp.optim.rule import Rule
 from amp_mp.optim.sgd import SGD
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import by_device
 from amp_mp.wrappers.gradients import gradients_of, master_params
@@ -29,14 +28,12 @@ LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm
 LAMB_ARGUMENTS |= {"use_nvlamb": False}
 MODES = ("set_grad_none", "capturable", "adam_w_mode")
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-NATIVE = numbers(*NUMBERS)
-AFTER = Number("decoupled", "wd_after_momentum")
 
 
 class UnscalingStepper(Stepper):
     """Also divides the gradients by a loss scaler's scale, for scripts that read them then."""
 
-    def run(self, optimizer: Any) -> Handed:
+    def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
         handed, verdict = super().run(optimizer), self.native.verdict
         if handed.scale is None or handed.keeps or self.releases or verdict is None:
@@ -68,6 +65,7 @@ class ApexOptimizer(FusedOptimizer):
     _numbers: ClassVar[tuple[str, ...]] = NUMBERS  # those that a param_group has
     _only: ClassVar[dict[str, Any]] = {}  # what the others have to be
     set_grad_none, capturable, adam_w_mode = True, False, True
+    _stepper_class = UnscalingStepper
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -88,9 +86,6 @@ class ApexOptimizer(FusedOptimizer):
         vars(self).update({n: bool(given[n]) for n in MODES if n in given})
         options: Any = {n: v for n, v in given.items() if n in Options.__annotations__}
         FusedOptimizer.__init__(self, params, {n: given[n] for n in self._numbers}, options)
-
-    def _make_stepper(self) -> None:
-        self._stepper = UnscalingStepper(self, self._rules, self._rules_of, self._group_rules)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{n: getattr(self, n) for n in MODES}}
@@ -120,7 +115,7 @@ class ApexOptimizer(FusedOptimizer):
 class FusedAdam(ApexOptimizer, AdamW):
     """amp_mp.optim.AdamW, or with adam_w_mode=False Adam, whose weight decay is L2."""
 
-    _rules = Rule("adam_", NATIVE, MOMENTS), Rule("adamw_", NATIVE, MOMENTS)
+    _rules = Rule("adam_"), Rule("adamw_")
     _arguments = (
         ADAM
         | {"adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True}
@@ -135,8 +130,6 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
     """amp_mp.optim.Adagrad; adagrad_w_mode=True decouples the weight decay."""
 
     _numbers = ("lr", "eps", "weight_decay", "adagrad_w_mode")
-    _native = numbers("lr", "eps", "weight_decay", adagrad_w_mode="decoupled")
-    _rules = (Rule("adagrad_", _native, (State("sum", "square"),)),)
     _arguments: ClassVar = {
         **{"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "set_grad_none": True},
         "adagrad_w_mode": False,
@@ -148,7 +141,6 @@ class FusedSGD(ApexOptimizer, SGD):
 
     momentum_form = "unscaled"
     _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
-    _rules: ClassVar[Any] = tuple(r._replace(numbers=(*r.numbers, AFTER)) for r in rules_of(SGD))
     _arguments: ClassVar = {
         **{"lr": required, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
         **{"nesterov": False, "wd_after_momentum": False, "materialize_master_grads": True},
@@ -165,8 +157,6 @@ class FusedLAMB(ApexOptimizer, LAMB):
     """
 
     _numbers = (*NUMBERS, "grad_averaging", "adam_w_mode", "use_nvlamb")
-    _native = numbers(*_numbers[:-1], use_nvlamb="always_adapt")
-    _rules = (Rule("lamb_", _native, MOMENTS, needs_norms=True),)
     _arguments = LAMB_ARGUMENTS
 
 

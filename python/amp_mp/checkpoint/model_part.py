@@ -14,7 +14,6 @@ from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.model import original_values
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state.masters import master_of, set_master
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
@@ -103,14 +102,14 @@ def float32_values(
             continue
         weight = local_of(weights[name])
         masters = {
-            entry: _C.copy_as(local_of(value), MASTER_ENTRIES[entry].dtype, weight)
+            entry: _C.copy_as(local_of(value), MASTER_ENTRIES[entry], weight)
             for entry, value in states[name].items()
             if entry in MASTER_ENTRIES and value is not None
         }
         low = weight.dtype in LOW_PRECISION
         if weight.dtype == param.dtype and (not low or (masters and name in restored)):
             continue
-        values = master_of(weight, masters) if low else None
+        values = _C.master_of(weight, masters) if low else None
         found[name] = weight.float() if values is None else values
     return found
 
@@ -174,7 +173,7 @@ def keep_masters(
         if fused is not None and param in groups and param in fused.state:
             if name in masters:
                 master = like(masters[name], param)
-                set_master(groups[param]["master"], param, fused.state[param], master)
+                _C.set_master(groups[param]["master"], param, fused.state[param], master)
             original_values.drop_original(param, forget=True)
         elif original_values.awaits_original(param):
             if name in masters:

@@ -228,9 +228,8 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if isinstance(optimizer, FusedOptimizer):
-        stepper = stepper_of(optimizer)
         try:
-            check_loadable(packed, params, stepper.rules, stepper.rules_of, names=names)
+            check_loadable(packed, params, stepper_of(optimizer), names)
         except ValueError as error:
             raise ValueError(str(error).replace("state_dict", "the checkpoint", 1)) from None
         return

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_mp import optim
+from amp_mp import _C, optim
 from amp_mp.compat.typed_forward import KEPT, NORM
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, rules_of
-from amp_mp.optim.rule import kinds_of
 from amp_mp.scaling.policies import check_scale
 
 # Each type's word, how a model gets it, and what it means.
@@ -77,7 +76,7 @@ class SolverTypes:
                 raise ValueError(f"{name} has no float64 parameters; use torch.optim for {word}")
             if self.dtype == torch.float32:
                 return {"memory": "exact"}
-            kinds = kinds_of(rules_of(optimizer))
+            kinds = _C.kinds_of(rules_of(optimizer))
             states = {name: FLOAT16_STATES.get(kind) for name, kind in kinds.items()}
             return {"master": "none"} | {n: format for n, format in states.items() if format}
         if self.dtype == torch.float16 or (self.dtype == torch.float32 and self._has_masters):

@@ -10,9 +10,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_mp import _C
 from amp_mp.diagnose.histogram import limits
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.state.masters import master_of
 from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, percent
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -195,7 +195,7 @@ def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
 
     Of a DTensor this process's shard.
     """
-    master = master_of(param, optimizer.state.get(param, {}))
+    master = _C.master_of(param, optimizer.state.get(param, {}))
     return local_of(param if master is None else master)
 
 

@@ -16,7 +16,6 @@ from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
@@ -121,12 +120,12 @@ class GradScaler(torch.amp.GradScaler):
         check_gradients(own)
         outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
-            handed = Handed(scale if outer is None else scale * outer, measure=True)
+            handed = _C.StepInputs(scale if outer is None else scale * outer, measure=True)
             if len(self._per_optimizer_states) == 1:
                 handed.scale_update = self._updates.for_step()
         else:
             found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
-            handed = Handed(outer, found_inf)
+            handed = _C.StepInputs(outer, found_inf)
         stepper = stepper_of(own)
         steps = stepper.native.count
         result = stepper.step_with(handed, *args, **kwargs)

@@ -16,7 +16,7 @@ from amp_mp.model import original_values
 from amp_mp.model.float32_state_dict import masters_apart
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state.formats import split_name
-from amp_mp.optim.state.masters import beside, refuse_swapped, swapped
+from amp_mp.optim.state.masters import refuse_swapped, swapped
 from amp_mp.optim.step.graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
@@ -307,7 +307,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
 
     def of(param: Tensor) -> Tensor | None:
-        found = (beside(param, state.get(param, {})) for state in states)
+        found = (_C.master_beside(param, state.get(param, {})) for state in states)
         rest = next((rest for rest in found if rest is not None), None)
         if rest is None:
             return apart[param] if param in apart else original_values.original_of(param)

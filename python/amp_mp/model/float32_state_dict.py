@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.original_values import drop_original, original_of
 from amp_mp.model.sharded import local_part
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.state.masters import master_of, refuse_swapped
+from amp_mp.optim.state.masters import refuse_swapped
 from amp_mp.sharding.shards import is_dtensor, like, local_of, why_foreign
 
 
@@ -39,7 +40,7 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     for value in {id(each): each for each in found.values()}.values():
         is_low = isinstance(value, nn.Parameter) and value.dtype in LOW_PRECISION
         state = optimizer.state.get(value) if is_low and value not in apart else None
-        master = master_of(value, state) if state else apart.get(value) if is_low else None
+        master = _C.master_of(value, state) if state else apart.get(value) if is_low else None
         if master is None and value.dtype in LOW_PRECISION:
             master = original_of(value)
         exact = value if master is None else master

@@ -30,7 +30,7 @@ class OriginalValues:
     """A parameter's float32 values, stored as what the low-precision weight lacks.
 
     version, checksum: of the weight that the values were rounded to. tensors: as the native code
-    stores them (csrc/torch/step/original_values.h).
+    stores them (csrc/torch/state/original_values.h).
     """
 
     version: int
@@ -133,11 +133,15 @@ def drop_original(param: Tensor, forget: bool = False) -> None:
         return
     found.values, found.mark.has_values = None, False
     if forget:
-        found.mark.waits = False
-        for own in _sharded.values():
-            own.pop(id(param), None)
-        if found.dtensor is None:
-            del _plain[param]
+        _forget(param, found)
+
+
+def _forget(param: Tensor, found: Waiting) -> None:
+    found.values, found.mark.has_values, found.mark.waits = None, False, False
+    for own in _sharded.values():
+        own.pop(id(param), None)
+    if found.dtensor is None:
+        del _plain[param]
 
 
 def values_of(param: Tensor) -> OriginalValues | None:
@@ -226,7 +230,9 @@ def _name_of_lost(param: Tensor) -> str:
 
 def _weight(param: Tensor) -> tuple[Tensor, int]:
     """The parameter's memory on this process, and the version of it."""
-    return local_of(param).detach(), SHARD if is_dtensor(param) else param._version
+    if is_dtensor(param):
+        return local_of(param).detach(), SHARD
+    return param.detach(), param._version
 
 
 def track(module: nn.Module) -> None:

@@ -6,14 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import OwnNumber, Rule, State, numbers, same_in_all_groups
-
-MOMENTS = (State("exp_avg", "moment"), State("exp_avg_sq", "square"))
-AMSGRAD_STATES = (*MOMENTS, State("max_exp_avg_sq", "exact", late=True))
-COUPLED = numbers("lr", "betas", "eps", "weight_decay")
-NUMBERS = COUPLED + numbers("cautious")
-RADAM_NUMBERS = NUMBERS + numbers(decoupled_weight_decay="decoupled")
-NADAM_NUMBERS = RADAM_NUMBERS + numbers(momentum_decay="momentum")
+from amp_mp.optim.rule import Rule, same_in_all_groups
 
 
 class AdamW(FusedOptimizer):
@@ -38,7 +31,7 @@ class AdamW(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v), beta_powers, and max_exp_avg_sq with amsgrad.
     """
 
-    _rules = (Rule("adamw_", NUMBERS, MOMENTS), Rule("amsgrad_adamw_", NUMBERS, AMSGRAD_STATES))
+    _rules = (Rule("adamw_"), Rule("amsgrad_adamw_"))
 
     def __init__(
         self,
@@ -76,7 +69,7 @@ class Adam(AdamW):
     State: as AdamW's.
     """
 
-    _rules = (Rule("adam_", COUPLED, MOMENTS), Rule("amsgrad_adam_", COUPLED, AMSGRAD_STATES))
+    _rules = (Rule("adam_"), Rule("amsgrad_adam_"))
 
     def __init__(
         self,
@@ -114,7 +107,7 @@ class NAdam(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v), mu_product (p_t, one number per tensor) and beta_powers.
     """
 
-    _rules = (Rule("nadam_", NADAM_NUMBERS, MOMENTS, own=OwnNumber("mu_product", 1.0)),)
+    _rules = (Rule("nadam_"),)
 
     def __init__(
         self,
@@ -160,7 +153,7 @@ class RAdam(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
 
-    _rules = (Rule("radam_", RADAM_NUMBERS, MOMENTS),)
+    _rules = (Rule("radam_"),)
 
     def __init__(
         self,

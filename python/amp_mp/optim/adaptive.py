@@ -6,16 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, State, has_momentum, numbers, same_in_all_groups
-
-ADAGRAD_NUMBERS = numbers("lr", "lr_decay", "eps", "weight_decay")
-RMSPROP_NUMBERS = numbers("lr", "eps", "weight_decay", "momentum", alpha="beta2")
-ADADELTA_NUMBERS = numbers("lr", "eps", "weight_decay", rho="beta2")
-ADAMAX_NUMBERS = numbers("lr", "betas", "eps", "weight_decay")
-SUM = State("sum", "square", initial="initial_accumulator_value")
-BUFFER, SQUARE = State("momentum_buffer", "moment", late=True), State("square_avg", "square")
-GRAD_AVG = State("grad_avg", "exact", late=True)
-EXP_AVG, EXP_INF = State("exp_avg", "moment"), State("exp_inf", "exact")
+from amp_mp.optim.rule import Rule, has_momentum, same_in_all_groups
 
 
 class Adagrad(FusedOptimizer):
@@ -35,7 +26,7 @@ class Adagrad(FusedOptimizer):
     State: sum (s).
     """
 
-    _rules = (Rule("adagrad_", ADAGRAD_NUMBERS, (SUM,)),)
+    _rules = (Rule("adagrad_"),)
 
     def __init__(
         self,
@@ -73,11 +64,7 @@ class RMSprop(FusedOptimizer):
     grad_avg with centered.
     """
 
-    _rules = (
-        Rule("plain_rmsprop_", RMSPROP_NUMBERS, (SQUARE,)),
-        Rule("rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE)),
-        Rule("centered_rmsprop_", RMSPROP_NUMBERS, (BUFFER, SQUARE, GRAD_AVG)),
-    )
+    _rules = (Rule("plain_rmsprop_"), Rule("rmsprop_"), Rule("centered_rmsprop_"))
 
     def __init__(
         self,
@@ -126,7 +113,7 @@ class Adadelta(FusedOptimizer):
     State: square_avg (v) and acc_delta (u).
     """
 
-    _rules = (Rule("adadelta_", ADADELTA_NUMBERS, (SQUARE, State("acc_delta", "square"))),)
+    _rules = (Rule("adadelta_"),)
 
     def __init__(
         self,
@@ -158,7 +145,7 @@ class Adamax(FusedOptimizer):
     State: exp_avg (m), exp_inf (u) and beta_powers.
     """
 
-    _rules = (Rule("adamax_", ADAMAX_NUMBERS, (EXP_AVG, EXP_INF)),)
+    _rules = (Rule("adamax_"),)
 
     def __init__(
         self,
@@ -191,7 +178,7 @@ class Lion(FusedOptimizer):
     State: exp_avg (m).
     """
 
-    _rules = (Rule("lion_", numbers("lr", "betas", "weight_decay", "cautious"), (EXP_AVG,)),)
+    _rules = (Rule("lion_"),)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from amp_mp import _C
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
 from amp_mp.optim.options import FullSignature, Options, check_group, check_keys, check_options
-from amp_mp.optim.rule import Group, Rule, choosable_states, kinds_of
+from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.loading import load_state
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
@@ -44,6 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     _rules: ClassVar[tuple[Rule, ...]]  # all that the class may use
+    _stepper_class = Stepper
     __signature__ = FullSignature()
     process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
@@ -53,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         defaults: the rule's own numbers. options: the arguments that all fused optimizers take, and
         how single states are stored.
         """
-        kinds = kinds_of(self._rules)
+        kinds = _C.kinds_of(self._rules)
         check_options(type(self).__name__, choosable_states(self._rules), options)
         check_group({n: x for n, x in {**defaults, **options}.items() if x is not required})
         given: Mapping[str, Any] = options
@@ -92,8 +93,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """The rules that a param_group may have, which may be one of a file."""
         return cls._rules
 
+    def _own_keys(self) -> frozenset[str]:
+        """The entries of param_groups that are the optimizer's; no step reads a script's own."""
+        return frozenset(self._own_defaults)
+
     def _make_stepper(self) -> None:
-        self._stepper = Stepper(self, self._rules, self._rules_of, self._group_rules)
+        keys = self._own_keys()
+        rules = self._rules, self._rules_of, self._group_rules
+        self._stepper = self._stepper_class(self, *rules, keys)
 
     def _complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""
@@ -214,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         is then not added. A misspelt option gets a warning; other keys stay, as in torch.
         """
         check_keys(param_group, self._own_defaults, self)
-        resolve_group(param_group, self._chosen, kinds_of(self._rules))
+        resolve_group(param_group, self._chosen, _C.kinds_of(self._rules))
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -259,8 +266,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
         self._stepper.masters.refuse("load_state_dict()")
         load, formats = super().load_state_dict, tuple(self._chosen)
-        rules = self._rules, self._rules_of, self._group_rules
-        load_state(self, *rules, formats, state_dict, load)
+        load_state(self, self._stepper, formats, state_dict, load)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
 
@@ -305,7 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def __repr__(self) -> str:
         stored = [{n: g.get(n) for n in self._chosen} for g in self.param_groups]
-        default, kinds = dict.fromkeys(self._chosen), kinds_of(self._rules)
+        default, kinds = dict.fromkeys(self._chosen), _C.kinds_of(self._rules)
         presets = [p for p in PRESETS if all(s == resolve(p, default, kinds) for s in stored)]
         numbers = f"memory={presets[0] if presets else 'mixed'!r}, "
         numbers += f"max_grad_norm={self.max_grad_norm}, check_overflow={self.check_overflow}"

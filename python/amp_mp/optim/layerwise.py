@@ -4,17 +4,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from amp_mp.optim.adam import COUPLED, MOMENTS, NUMBERS
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Number, OwnNumber, Rule, numbers
-
-LAMB_NUMBERS = NUMBERS + numbers("always_adapt")
-NOVOGRAD_NUMBERS = (
-    *(*COUPLED, *numbers("bias_correction", "reg_inside_moment")),
-    Number("dampening", "betas", 0, when="grad_averaging"),
-)
-LAYER = OwnNumber("layer", 0.0)  # NovoGrad's second moment
+from amp_mp.optim.rule import Rule
 
 
 class LAMB(FusedOptimizer):
@@ -39,7 +31,7 @@ class LAMB(FusedOptimizer):
     State: exp_avg (m), exp_avg_sq (v) and beta_powers.
     """
 
-    _rules = (Rule("lamb_", LAMB_NUMBERS, MOMENTS, needs_norms=True),)
+    _rules = (Rule("lamb_"),)
 
     def __init__(
         self,
@@ -78,7 +70,7 @@ class NovoGrad(FusedOptimizer):
     State: exp_avg (m) and layer (v, one number per tensor).
     """
 
-    _rules = (Rule("novograd_", NOVOGRAD_NUMBERS, MOMENTS[:1], needs_norms=True, own=LAYER),)
+    _rules = (Rule("novograd_"),)
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ Preset = Literal["exact", "lean", "tiny", "micro", "float32"]
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of the fused optimizers, explained in csrc/torch/shared_arguments.h."""
+    """The fused optimizers' keyword arguments: csrc/torch/python/optimizer_docstring.h."""
 
     maximize: bool
     max_grad_norm: float | None

@@ -7,16 +7,7 @@ from torch import Tensor
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Number, Rule, State, has_momentum, numbers
-
-LARS_NUMBERS = numbers(
-    *("lr", "momentum", "dampening", "weight_decay", "nesterov", "clip", "eps"),
-    trust_coefficient="trust",
-)
-# A group without momentum in an optimizer that has some is not dampened.
-DAMPENING = Number("dampening", "dampening", when="momentum")
-NUMBERS = (*numbers("lr", "momentum", "weight_decay", "nesterov"), DAMPENING)
-BUFFER = (State("momentum_buffer", "moment", late=True),)
+from amp_mp.optim.rule import Rule, has_momentum
 
 
 class SGD(FusedOptimizer):
@@ -45,11 +36,7 @@ class SGD(FusedOptimizer):
     State: momentum_buffer (b), if a group has momentum.
     """
 
-    _rules = (
-        Rule("plain_sgd_", NUMBERS),
-        Rule("sgd_", NUMBERS, BUFFER),
-        Rule("scaled_sgd_", NUMBERS, BUFFER),
-    )
+    _rules = (Rule("plain_sgd_"), Rule("sgd_"), Rule("scaled_sgd_"))
 
     def __init__(
         self,
@@ -104,7 +91,7 @@ class LARS(FusedOptimizer):
     State: momentum_buffer (b).
     """
 
-    _rules = (Rule("lars_", LARS_NUMBERS, BUFFER, needs_norms=True),)
+    _rules = (Rule("lars_"),)
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.handed import GradientMarks
+from amp_mp.optim.step.marks import GradientMarks
 from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies

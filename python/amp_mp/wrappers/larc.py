@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.optim.step.marks import carries_scale
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.sharding.gradients import GradientStatistics, statistics_of, writable_gradient
 from amp_mp.sharding.shards import local_of
@@ -93,7 +93,7 @@ class LARC(OptimizerAround):
                 group["weight_decay"] = 0.0
             inner: Any = self.optimizer
             folds = scale is not None
-            found = stepper_of(inner).step_with(Handed(scale)) if folds else inner.step()
+            found = stepper_of(inner).step_with(_C.StepInputs(scale)) if folds else inner.step()
         finally:
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay

@@ -15,14 +15,15 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.original_values import take_original
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.masters import MasterBlocks, master_of
+from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.state.schema import MASTER_ENTRIES
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, why_foreign
 from amp_mp.wrappers import gradients
+
+NO_STATES = Rule("plain_sgd_")  # of masters that are parameters of another optimizer
 
 
 class Masters:
@@ -61,7 +62,7 @@ class Masters:
     def _adopt(self, param: Tensor) -> Tensor:
         state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
-        own = master_of(param, state) if state and fused else None  # amp_mp's has one already
+        own = _C.master_of(param, state) if state and fused else None  # amp_mp's has one already
         master = nn.Parameter(like(local_of(take_original(param) if own is None else own), param))
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
@@ -215,7 +216,7 @@ class Masters:
         written = [(p, m) for p, m in pairs if self._rounded.get(m) != m._version]
         gradients.copy_all_(written, saturate=True)
         states = {param: {"master": master} for param, master in pairs}
-        with self.blocks.edit(params, [Rule("sgd_", ())] * len(groups), groups, states) as masters:
+        with self.blocks.edit(params, [NO_STATES] * len(groups), groups, states) as masters:
             yield masters
         self._rounded |= {m: m._version for _, m in pairs}
 
@@ -281,7 +282,7 @@ class FusedMasters(Masters):
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """As in Masters, but the masters are copies, to be read only."""
         state = self._optimizer.state
-        groups = [[(p, master_of(p, state[p])) for p in params] for params in self.fp16_groups]
+        groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in self.fp16_groups]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
 
     def scaled_params(self) -> list[Tensor]:
@@ -332,12 +333,18 @@ class FusedMasters(Masters):
 
         step_with = stepper_of(self._optimizer).step_with
         try:
-            return step_with(self._handed()) if closure is None else step_with(Handed(), evaluate)
+            return (
+                step_with(self._handed())
+                if closure is None
+                else step_with(_C.StepInputs(), evaluate)
+            )
         finally:
             self._max_norm, self._measured = None, None
 
-    def _handed(self) -> Handed:
-        return Handed(self._scale, measured=self._measured, max_norm=self._max_norm, keeps=True)
+    def _handed(self) -> _C.StepInputs:
+        return _C.StepInputs(
+            self._scale, measured=self._measured, max_norm=self._max_norm, keeps=True
+        )
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""

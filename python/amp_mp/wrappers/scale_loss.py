@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_mp import _C
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.handed import GradientMarks, Handed, carries_scale, nonzero
+from amp_mp.optim.step.marks import GradientMarks, carries_scale, nonzero
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
@@ -121,7 +122,7 @@ class ScaledLosses:
             # From now until gradients are cleared these optimizers know what scale they carry.
             for own, kept in carried.items():
                 marks = GradientMarks(master_params(own))
-                stepper_of(own).handed = Handed(kept, measure=kept != scale, marks=marks)
+                stepper_of(own).handed = _C.StepInputs(kept, measure=kept != scale, marks=marks)
             iteration.marks.append(GradientMarks(params))
             is_first = overflow and not iteration.overflow
             self._update(iteration, overflow, max_abs, optimizers)

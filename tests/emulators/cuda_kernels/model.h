@@ -73,7 +73,15 @@ struct Tensor {
   }
 };
 
-// Beside a rule's set of squares: its last state is a direction (Muon).
+// Which of a rule's states are means or sums of squares, as a set of bits.
+template <class R>
+constexpr int squares_of() {
+  int found = 0;
+  for (int k = 0; k < R::kKept.count; ++k)
+    if (R::kKept.of[k].kind == Kind::square) found |= 1 << k;
+  return found;
+}
+// Beside them: the last state is a direction (Muon).
 constexpr int kHasDirection = 1 << kMaxStates;
 
 // Whether a state of tensor number t may be stored in groups.

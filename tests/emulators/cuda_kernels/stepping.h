@@ -20,8 +20,8 @@ struct Rule {
 template <class R>
 constexpr Rule rule_of(const char* name) {
   return {name,
-          R::kStates,
-          R::kSquares | (has_direction<R> ? kHasDirection : 0),
+          state_count<R>,
+          squares_of<R>() | (has_direction<R> ? kHasDirection : 0),
           needs_norms<R>,
           needs_update_norm<R>,
           [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers, double multiplier,

@@ -72,7 +72,7 @@ bool has(const OwnTable& own, const cuda::StepPlan& plan) {
 // A table that is kept while the slots, their numbers and the choice of slots change by chance.
 template <class R>
 void tables_follow(size_t count, int changes) {
-  Model model(repeated(kTiny, count, 7), false, R::kStates, R::kSquares);
+  Model model(repeated(kTiny, count, 7), false, state_count<R>, squares_of<R>());
   std::vector<Slot> all = model.slots(), chosen = all;
   std::vector<Hyper> hypers = model.hypers();
   OwnTable own(all.back().row + 1, all.back().group + 1);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -285,3 +286,18 @@ def test_init_state_raises_what_a_first_step_raises(device: str) -> None:
     param.data = torch.ones(2, 32, device=device)
     with pytest.raises(ValueError, match="parameter 0 of group 0 has shape"):
         optimizer.init_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_masters_of_another_precision_are_read_as_numbers(device: str, dtype: torch.dtype) -> None:
+    """As a script leaves them that converts all floats of a checkpoint."""
+    param = nn.Parameter(torch.linspace(-1, 1, 64, device=device).bfloat16())
+    param.grad = torch.ones_like(param)
+    optimizer = amp.optim.AdamW([param], lr=0.01, memory="float32")
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    wanted = saved["state"][0]["master"] = saved["state"][0]["master"].to(dtype)
+    optimizer.load_state_dict(saved)
+    master = optimizer.state[param]["master"]
+    assert master.dtype == torch.float32
+    assert torch.equal(master, wanted.float())

@@ -11,7 +11,6 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.backward.attachment import Attachment, Scaler, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
-from amp_mp.optim.step.handed import Handed
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import GradientStatistics, local_gradient
@@ -135,7 +134,8 @@ class Release(Attachment):
             rule = rules[info.group]
             if rule.directions is not None:
                 rule.directions.refuse(groups[info.group], param, info.label)
-            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, param, *info)
+            keys = self._stepper.hooks.own_keys
+            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, keys, param, *info)
         return bucket
 
     def _locate(self) -> None:
@@ -201,7 +201,7 @@ class Release(Attachment):
         bad = [self._infos[p].label for p, row in self._rows.items() if float(row[2]) > 0]
         return "\n".join(bad)
 
-    def finish(self, handed: Handed) -> None:
+    def finish(self, handed: _C.StepInputs) -> None:
         """Ends the iteration, in place of the optimizer's step."""
         native = self._stepper.native
         if self.scaler is None and handed.scale is not None:

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.optim.adam import MOMENTS
-from amp_mp.optim.adam import NUMBERS as OF_ADAMW
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.muon.matrices import blocks_of, factor_of_rate, refuse_shape, shape_of
 from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.muon.sharded import make_updates
 from amp_mp.optim.options import Options, check_group, check_muon
-from amp_mp.optim.rule import Directions, Group, Rule, State, numbers
+from amp_mp.optim.rule import Directions, Group, Rule
 from amp_mp.text_table import aligned
 
 # The numbers of Muon's groups that AdamW's do not have.
@@ -24,9 +22,7 @@ OWN = ("momentum", "nesterov", "normalize", "beta2", *SHAPES)
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 MUON = Rule(
     "muon_",
-    numbers("lr", "weight_decay", "momentum", "nesterov", "cautious"),
-    (State("momentum_buffer", "moment"),),
-    directions=Directions(
+    Directions(
         (*SHAPES, "use_muon"),
         check_muon,
         refuse_shape,
@@ -35,8 +31,8 @@ MUON = Rule(
         make_updates,
     ),
 )
-NORMUON = MUON._replace(states=(*MUON.states, State("second_momentum_buffer", "row", late=True)))
-ADAMW = Rule("adamw_", OF_ADAMW, MOMENTS)
+NORMUON = MUON._replace(row_state="second_momentum_buffer")
+ADAMW = Rule("adamw_")
 
 
 class Muon(FusedOptimizer):
@@ -138,6 +134,9 @@ class Muon(FusedOptimizer):
             **{"normalize": normalize, "beta2": beta2, "cautious": cautious},
         }
         super().__init__(params, defaults, options)
+
+    def _own_keys(self) -> frozenset[str]:
+        return super()._own_keys() | self._others.keys()
 
     def _group_rules(self) -> list[Rule]:
         return [self._rules_of(group)[0] for group in self.param_groups]

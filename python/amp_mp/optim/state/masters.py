@@ -10,10 +10,6 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.schema import MASTER_ROWS
-
-_masters = _C.Masters(MASTER_ROWS)  # whose signatures say what these do
-set_master, master_of, beside = _masters.set, _masters.of, _masters.beside
 
 
 @dataclass

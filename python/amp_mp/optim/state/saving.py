@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.schema import as_bytes, schema_of
+from amp_mp.optim.state.schema import as_bytes
 
 
 @contextmanager
@@ -37,8 +37,7 @@ def shown_state(
 
     The tensors share the state's memory, as torch's do. The user's post-hooks see them so.
     """
-    entries = schema_of(rules).entries
-    in_bytes = {name for name, entry in entries.items() if entry.in_bytes}
+    in_bytes = _C.SavedEntries(rules).in_bytes()
 
     def as_shown(_: Any, found: dict[str, Any]) -> None:
         for param, state in found["state"].items():
@@ -65,7 +64,8 @@ def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> 
 
 def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, Tensor]:
     clock = {"step": state["step"]}
-    if rule.own is not None:
-        clock[rule.own.name] = state.get(rule.own.name, rule.own.start)
+    if (own := _C.own_number(rule)) is not None:
+        name, start = own
+        clock[name] = state.get(name, start)
     shown = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
     return shown | _C.decoded_states(rule, param, state)

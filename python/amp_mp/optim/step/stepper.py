@@ -10,11 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
-from amp_mp.optim.rule import Group, Rule, kinds_of
+from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step.graphs import drop_in_a_capture
-from amp_mp.optim.step.handed import Handed, carries_scale
+from amp_mp.optim.step.marks import carries_scale
 from amp_mp.optim.step.params import param_infos
 from amp_mp.optim.step.whole import WholeStatistics
 from amp_mp.overflow_report import describe_nonfinite
@@ -39,8 +39,9 @@ class StepReport(NamedTuple):
 class Hooks:
     """What the native step asks of Python where it gathers an optimizer's tensors."""
 
-    def __init__(self) -> None:
-        self.replaced = ReplacedCheck()
+    def __init__(self, own_keys: frozenset[str]) -> None:
+        """own_keys: the entries of param_groups that are the optimizer's."""
+        self.own_keys, self.replaced = own_keys, ReplacedCheck()
         self.process_groups: tuple[Any, ...] = ()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
 
@@ -95,17 +96,18 @@ class Stepper:
         rules: tuple[Rule, ...],
         rules_of: Callable[[Group], tuple[Rule, ...]],
         group_rules: Callable[[], list[Rule]],
+        own_keys: frozenset[str],
     ) -> None:
         """rules: all that the optimizer may use. rules_of: those that one param_group may have.
 
         group_rules: the optimizer's method that gives the rule of each group now. It keeps the
-        optimizer no longer than others do.
+        optimizer no longer than others do. own_keys: the entries of a group that are its own.
         """
         self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
         self.rules, self.rules_of = rules, rules_of
-        self.handed: Handed | None = None  # by a loss scaler, to the step under way
+        self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.masters, self.hooks = MasterBlocks(), Hooks()
+        self.masters, self.hooks = MasterBlocks(), Hooks(own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
         self._kept: list[RemovableHandle] = []
@@ -141,7 +143,7 @@ class Stepper:
         if kept and not torch.cuda.is_current_stream_capturing():
             self._kept = [drop_in_a_capture(p) for p in params if p.requires_grad]
 
-    def run(self, optimizer: Any) -> Handed:
+    def run(self, optimizer: Any) -> _C.StepInputs:
         """Measures, decides and applies, or ends the iteration; returns what it was handed."""
         if self.masters.open:
             self.masters.refuse("step()")
@@ -155,30 +157,20 @@ class Stepper:
             attachment.finish(handed)
             return handed
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
-        checks = optimizer.check_overflow
-        spike = (limit.sigmas, limit.window) if isinstance(limit, NormSpike) else (0.0, 0.0)
+        handed.checks = optimizer.check_overflow or (max_norm, limit) != (None, None)
+        handed.own_max_norm = max_norm
+        is_spike = isinstance(limit, NormSpike)
+        handed.norm_limit = 0.0 if is_spike else float(limit or 0)
+        handed.spike = (limit.sigmas, limit.window) if is_spike else (0.0, 0.0)
         self.hooks.process_groups = optimizer.process_groups
-        handed.scale_updated, skipped = self.native.step(
-            self.group_rules(),
-            optimizer.param_groups,
-            optimizer.state,
-            scale=handed.scale,
-            found_inf=handed.found_inf,
-            measure=handed.measure or checks or (max_norm, limit) != (None, None),
-            max_norm=handed.max_norm or max_norm,
-            scale_update=handed.scale_update,
-            measured=handed.measured,
-            from_stock=handed.from_stock,
-            read=None if attachment is None else attachment.read,
-            norm_limit=0.0 if spike[0] else float(limit or 0),
-            spike=spike,
-        )
+        groups = optimizer.param_groups
+        read = None if attachment is None else attachment.read
+        skipped = self.native.step(self.group_rules(), groups, optimizer.state, handed, read)
         if skipped is not None:
-            groups = optimizer.param_groups
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
         return handed
 
-    def step_with(self, handed: Handed, *args: Any, **kwargs: Any) -> Any:
+    def step_with(self, handed: _C.StepInputs, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's `step`, with what a loss scaler passes to it."""
         before, self.handed = self.handed, handed
         try:
@@ -186,7 +178,7 @@ class Stepper:
         finally:
             self.handed = before
 
-    def _handed_now(self, optimizer: Any) -> Handed:
+    def _handed_now(self, optimizer: Any) -> _C.StepInputs:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
         handed = self.handed
         groups = optimizer.param_groups
@@ -195,7 +187,7 @@ class Stepper:
             return handed
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
-        return Handed(scale, found_inf, from_stock=found_inf is not None)
+        return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
@@ -250,7 +242,7 @@ def check_formats(rule: Rule, group: Group, index: int) -> None:
     """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
     try:
         check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
-        for name, kind in {"master": "master", **kinds_of([rule])}.items():
+        for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
             check_choice(name, group[name], KINDS[kind])
         if rule.directions is not None:
             rule.directions.check(group)

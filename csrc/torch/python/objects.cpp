@@ -1,4 +1,4 @@
-#include "torch/step/objects.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 
@@ -14,10 +14,10 @@ const PythonFunctions& python_functions() {
                                from(shards, "shards_of"),
                                from(shards, "is_placed_as"),
                                from(shards, "whole"),
+                               from(shards, "part"),
                                from(shards, "part_of_whole"),
                                from("amp_mp.sharding.gradients", "local_gradient"),
                                from("amp_mp.optim.step.params", "refuse_param"),
-                               from("amp_mp.optim.state.schema", "layout_of"),
                                from("amp_mp.optim.state.masters", "first_values")};
   }();
   return functions;

@@ -1,13 +1,13 @@
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/zeros.h>
 
-#include "torch/arguments.h"
 #include "torch/device.h"
 #include "torch/muon/row_norms.h"
 #include "torch/ops.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp {
 namespace {
@@ -67,8 +67,8 @@ void make_state(const KeptState& kept, PyObject* group, const Member& member) {
   const StoredFormat& stored = stored_as(kept, stored_format(kept, group, member));
   const auto [data, scales] = new_arrays(stored.format, member.param.ptr());
   store(kept, stored, member, data, scales);
-  if (kept.initial.is_none()) return;
-  const double start = PyFloat_AsDouble(number_of(group, kept.initial.ptr()));
+  PyObject* const initial = kept.initial.is_none() ? nullptr : item_of(group, kept.initial.ptr());
+  const double start = initial ? PyFloat_AsDouble(initial) : 0;
   if (start == -1 && PyErr_Occurred()) throw py::error_already_set();
   if (start == 0) return;
   const Format format = native(stored.format);
@@ -133,7 +133,7 @@ std::optional<HeldState> held_state(const KeptState& kept, PyObject* state) {
 void follow(const RuleLayout& layout, PyObject* group, const Member& member) {
   if (PyDict_Size(member.state.ptr()) == 0) return;
   const at::NoGradGuard no_grad;
-  Masters(layout.masters).follow(member.param.ptr(), member.local, member.state.ptr());
+  follow_master(member.param.ptr(), member.local, member.state.ptr());
   for (const KeptState& kept : layout.states) {
     const std::optional<HeldState> held = held_state(kept, member.state.ptr());
     if (held && held->stored) bring(kept, *held, group, member);
@@ -147,7 +147,7 @@ void init_state(const RuleLayout& layout, PyObject* group, const Member& member)
     if (!is_held(kept, member.state.ptr())) make_state(kept, group, member);
   if (is_low_precision(member.local)) {
     const auto format = py::cast<std::string>(py::handle(number_of(group, master)));
-    Masters(layout.masters).set(format, member.param.ptr(), member.state.ptr(), {});
+    set_master(format, member.param.ptr(), member.state.ptr(), {});
   }
 }
 

@@ -17,8 +17,8 @@ namespace amp_mp {
 // that it refuses, and values that `prepare` has kept.
 struct PythonFunctions {
   py::object is_dtensor, like, origin_of, shards_of, is_placed_as;  // sharding
-  py::object whole, part_of_whole, local_gradient;
-  py::object refuse_param, layout_of, first_values;
+  py::object whole, part, part_of_whole, local_gradient;
+  py::object refuse_param, first_values;
 };
 const PythonFunctions& python_functions();
 

@@ -1,4 +1,4 @@
-#include "torch/step/state_dict.h"
+#include "torch/state/saved_state.h"
 
 #include <cmath>
 #include <map>

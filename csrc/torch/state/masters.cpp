@@ -1,4 +1,4 @@
-// Float32 masters of low-precision parameters.
+// Float32 masters of low-precision parameters, as live_state.h has them.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
@@ -7,7 +7,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 namespace {
@@ -24,22 +24,31 @@ void store_beside(const at::Tensor& values, const at::Tensor& weight, const at::
   rest.masked_fill_(above.ne(0), 0).masked_fill_(above.eq(1), largest);
 }
 
+void drop_master(PyObject* state) {
+  for (const MasterEntry& each : master_entries()) {
+    // Its memory may be of another stream, whose allocator would give it away while this one reads.
+    if (PyObject* found = item_of(state, each.entry.ptr()); is_tensor(found))
+      used_on_current_stream(local_of(found));
+    drop_item(state, each.entry);
+  }
+}
+
 }  // namespace
 
 bool is_low_precision(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-at::Tensor Masters::beside(const at::Tensor& weight, PyObject* state) const {
-  for (const MasterEntry& each : entries_) {
+at::Tensor master_beside(const at::Tensor& weight, PyObject* state) {
+  for (const MasterEntry& each : master_entries()) {
     if (each.weight ? *each.weight != weight.scalar_type() : false) continue;
     if (PyObject* found = item_of(state, each.entry.ptr())) return local_of(found);
   }
   return {};
 }
 
-at::Tensor Masters::values(const at::Tensor& weight, PyObject* state) const {
-  at::Tensor second = beside(weight, state);
+at::Tensor master_values(const at::Tensor& weight, PyObject* state) {
+  at::Tensor second = master_beside(weight, state);
   if (!second.defined()) return {};
   const at::NoGradGuard no_grad;
   second = placed(second, weight);
@@ -51,38 +60,31 @@ at::Tensor Masters::values(const at::Tensor& weight, PyObject* state) const {
   return whole ? values_of(second, own, *format) : values_of(own, second, *format);
 }
 
-void Masters::set(const std::string& format, PyObject* param, PyObject* state,
-                  at::Tensor values) const {
+void set_master(const std::string& format, PyObject* param, PyObject* state, at::Tensor values) {
   const at::NoGradGuard no_grad;
   const at::Tensor weight = local_of(param).detach();
+  const MasterEntry* const entry = master_entry(format, weight.scalar_type());
   if (format != "none") {
     TORCH_CHECK_TYPE(is_low_precision(weight), "amp_mp: the weight (", describe(weight),
                      ") must be float16 or bfloat16 to have a master");
-    entry_of(format, weight.scalar_type());  // raises before anything is changed
+    TORCH_CHECK_VALUE(entry, "amp_mp: \"", format, "\" is not a format of masters");
   }
   const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
   bool is_first = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
-    if (format == "none") return drop(state);
-    if (item_of(state, entry_of(format, weight.scalar_type()))) return;
-    values = this->values(weight, state);
+    if (format == "none") return drop_master(state);
+    if (item_of(state, entry->entry.ptr())) return;
+    values = master_values(weight, state);
     if (!values.defined()) {
       is_first = true;
       const py::object kept = python_functions().first_values.attr("find")(py::handle(param));
       if (!kept.is_none()) values = local_of(kept.ptr());
     }
   }
-  if (format == "none") return drop(state);
-  PyObject* entry = entry_of(format, weight.scalar_type());
-  at::Tensor second;
-  if (format == "float32") {
-    second = at::empty_like(weight, weight.options().dtype(at::kFloat));
-  } else {
-    const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const MasterEntry& each) {
-      return each.entry.ptr() == entry;
-    });
-    second = at::zeros_like(weight, weight.options().dtype(found->dtype));
-  }
+  if (format == "none") return drop_master(state);
+  const auto options = weight.options().dtype(entry->dtype);
+  const at::Tensor second =
+      format == "float32" ? at::empty_like(weight, options) : at::zeros_like(weight, options);
   // Of a DTensor this runs Python, where an interrupt may come: nothing has changed so far.
   const py::object made = like(second, param);
   const Format native = *format_of_master(weight, second);
@@ -95,15 +97,15 @@ void Masters::set(const std::string& format, PyObject* param, PyObject* state,
   } else {
     store_beside(values, weight, second, native);
   }
-  drop(state);
-  set_item(state, py::reinterpret_borrow<py::object>(entry), made);
+  drop_master(state);
+  set_item(state, entry->entry, made);
   if (bumps) bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
   if (is_first) python_functions().first_values.attr("drop")(py::handle(param));
 }
 
-void Masters::follow(PyObject* param, const at::Tensor& weight, PyObject* state) const {
+void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state) {
   const bool low = is_low_precision(weight);
-  for (const MasterEntry& each : entries_) {
+  for (const MasterEntry& each : master_entries()) {
     PyObject* found = item_of(state, each.entry.ptr());
     if (!low || (each.weight && *each.weight != weight.scalar_type())) {
       drop_item(state, each.entry);
@@ -113,21 +115,6 @@ void Masters::follow(PyObject* param, const at::Tensor& weight, PyObject* state)
       used_on_current_stream(present);  // it may be of another, and is dropped
       set_item(state, each.entry, like(moved, param));
     }
-  }
-}
-
-PyObject* Masters::entry_of(const std::string& format, at::ScalarType weight) const {
-  for (const MasterEntry& each : entries_)
-    if (each.format == format && (!each.weight || *each.weight == weight)) return each.entry.ptr();
-  throw py::value_error("amp_mp: \"" + format + "\" is not a format of masters");
-}
-
-void Masters::drop(PyObject* state) const {
-  for (const MasterEntry& each : entries_) {
-    // Its memory may be of another stream, whose allocator would give it away while this one reads.
-    if (PyObject* found = item_of(state, each.entry.ptr()); is_tensor(found))
-      used_on_current_stream(local_of(found));
-    drop_item(state, each.entry);
   }
 }
 

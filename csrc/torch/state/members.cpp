@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "torch/device.h"
-#include "torch/step/gathered.h"
+#include "torch/state/members.h"
 
 namespace amp_mp {
 namespace {
@@ -30,18 +30,6 @@ py::object params_of(PyObject* group) {
 void check_rules(const std::vector<GroupRule>& rules, const py::list& groups) {
   TORCH_CHECK_VALUE(rules.size() == groups.size(), "amp_mp: there are ", rules.size(),
                     " rules, but ", groups.size(), " param_groups");
-}
-
-Layout layout_of(const py::handle& rule) {
-  // Kept for the life of the process, as are the rules of optimizer classes.
-  static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
-  auto found = known.find(rule.ptr());
-  if (found == known.end()) {
-    const py::object layout = python_functions().layout_of(rule);
-    const std::pair entry{py::reinterpret_borrow<py::object>(rule), py::cast<Layout>(layout)};
-    found = known.emplace(rule.ptr(), entry).first;
-  }
-  return found->second.second;
 }
 
 std::vector<GroupRule> rules_of(const py::list& rules) {

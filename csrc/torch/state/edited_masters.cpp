@@ -1,4 +1,4 @@
-#include "torch/step/edited_masters.h"
+#include "torch/state/edited_masters.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -9,7 +9,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/step/original_values.h"
+#include "torch/state/original_values.h"
 
 namespace amp_mp {
 namespace {
@@ -96,8 +96,7 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
 
 at::Tensor EditedMasters::beside(const Edit& edit) const {
   if (!edit.has_master) return {};
-  return Masters(edit.layout->masters)
-      .beside(edit.member.local, state_in(states_, edit.member.param).ptr());
+  return master_beside(edit.member.local, state_in(states_, edit.member.param).ptr());
 }
 
 at::Tensor EditedMasters::read(const Edit& edit) const {
@@ -105,8 +104,7 @@ at::Tensor EditedMasters::read(const Edit& edit) const {
   const py::object& param = edit.member.param;
   const at::Tensor weight = local_of(param.ptr()).detach();
   if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
-  const Masters masters(edit.layout->masters);
-  const at::Tensor found = masters.values(weight, state_in(states_, param).ptr());
+  const at::Tensor found = master_values(weight, state_in(states_, param).ptr());
   if (found.defined()) return found;
   const auto kept = py::cast<Tensors>(python_functions().first_values.attr("tensors_of")(param));
   for (const at::Tensor& each : kept) used_on_current_stream(each);
@@ -180,10 +178,9 @@ void EditedMasters::store(Edit& edit) const {
       copy_({rounded = at::empty_like(weight)}, {values}, std::nullopt, 1.0, /*saturate=*/true);
     put(weight, rounded);
   } else {
-    const Masters masters(edit.layout->masters);
     const py::dict state = state_in(states_, edit.member.param);
-    masters.follow(edit.member.param.ptr(), weight, state.ptr());
-    const at::Tensor second = masters.beside(weight, state.ptr());
+    follow_master(edit.member.param.ptr(), weight, state.ptr());
+    const at::Tensor second = master_beside(weight, state.ptr());
     const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(second);
     const bool whole = second.scalar_type() == at::kFloat;
     store_values(values, whole ? rest : rounded, whole ? rounded : rest,

@@ -1,10 +1,10 @@
-#include "torch/arguments.h"
+#include "torch/python/unpack.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
-#include "torch/step/state_layout.h"
+#include "torch/state/rule_table.h"
 
 namespace amp_mp {
 
@@ -86,7 +86,7 @@ HyperTensors make_hyper(const py::kwargs& hyper) {
     if (name == "seed") {
       result.hyper.seed = py::cast<uint64_t>(value);
     } else {
-      read_number(result, hyper_number(name), value.ptr(), key.ptr());
+      read_number(result, hyper_named(name), value.ptr(), key.ptr());
     }
   }
   return result;

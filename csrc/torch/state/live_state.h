@@ -1,21 +1,10 @@
 #pragma once
 // One parameter's state: made where it is missing, brought to where the parameter is, refused where
 // it does not belong to the parameter. Everything here needs the GIL.
-#include "torch/step/arrays.h"
-#include "torch/step/state_layout.h"
+#include "torch/state/arrays.h"
+#include "torch/state/members.h"
 
 namespace amp_mp {
-
-// A parameter with its place in the optimizer.
-struct Member {
-  py::object param;
-  at::Tensor local;  // the parameter, of a DTensor the shard on this process
-  bool is_dtensor;
-  int64_t group;         // index of its param_group
-  int64_t tensor_index;  // among all parameters
-  std::string label;     // for messages
-  py::object state;      // its dict in optimizer.state
-};
 
 // How a parameter's state holds one of a rule's states; of DTensors the parts on this process.
 struct HeldState {
@@ -42,26 +31,16 @@ void init_state(const RuleLayout& layout, PyObject* group, const Member& member)
 // The format in which a state is stored for this parameter, as the kernels name it.
 Format format_of(const KeptState& kept, PyObject* group, const Member& member);
 
-// Float32 masters of low-precision parameters.
-class Masters {
- public:
-  explicit Masters(const std::vector<MasterEntry>& entries) : entries_(entries) {}
-
-  // What makes the parameter a master: a float32 master or remainders; undefined for neither.
-  at::Tensor beside(const at::Tensor& weight, PyObject* state) const;
-  // The parameter's master in float32, a new tensor of its layout; undefined where it has none.
-  at::Tensor values(const at::Tensor& weight, PyObject* state) const;
-  // Gives the parameter a master of the format, holding `values` if they are defined. Without them
-  // an existing master is kept, or converted; "none" drops it. The parameter becomes the rounded
-  // values.
-  void set(const std::string& format, PyObject* param, PyObject* state, at::Tensor values) const;
-  void follow(PyObject* param, const at::Tensor& weight, PyObject* state) const;
-
- private:
-  PyObject* entry_of(const std::string& format, at::ScalarType weight) const;
-  void drop(PyObject* state) const;
-  const std::vector<MasterEntry>& entries_;
-};
+// Float32 masters of low-precision parameters. What makes the parameter a master: a float32 master
+// or remainders; undefined for neither.
+at::Tensor master_beside(const at::Tensor& weight, PyObject* state);
+// The parameter's master in float32, a new tensor of its layout; undefined where it has none.
+at::Tensor master_values(const at::Tensor& weight, PyObject* state);
+// Gives the parameter a master of the format, holding `values` if they are defined. Without them an
+// existing master is kept, or converted; "none" drops it. The parameter becomes the rounded values.
+void set_master(const std::string& format, PyObject* param, PyObject* state, at::Tensor values);
+// Brings its master to the parameter's present dtype, layout and device.
+void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state);
 
 struct ClockPlace {
   const RuleLayout* layout;

@@ -1,4 +1,4 @@
-#include "torch/step/original_values.h"
+#include "torch/state/original_values.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 namespace {

@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "torch/step/objects.h"
-#include "torch/step/step.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 

@@ -1,4 +1,4 @@
-#include "torch/step/arrays.h"
+#include "torch/state/arrays.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>

@@ -1,7 +1,7 @@
 #pragma once
 // Masters that a script edits: `with optimizer.masters(...)` reads them when the block begins and
 // stores what was written when it ends. Everything here needs the GIL.
-#include "torch/step/gathered.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 

@@ -1,55 +1,54 @@
 // What Python sees of a parameter's state: arrays of formats, masters, the values before rounding.
-#include "torch/arguments.h"
-#include "torch/step/original_values.h"
+#include "torch/python/unpack.h"
+#include "torch/state/original_values.h"
+#include "torch/state/restore.h"
+#include "torch/state/saved_state.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {
 namespace {
-
-std::vector<MasterEntry> master_entries(const py::list& masters) {
-  const py::list none;
-  const py::tuple clock = py::make_tuple("", "", "");
-  return make_layout("", none, masters, clock, 0, false, none, none, py::none(), false).masters;
-}
-
-// Masters with the table that they look entries up in.
-struct OwnMasters {
-  std::vector<MasterEntry> entries;
-  Masters masters() const { return Masters(entries); }
-};
 
 std::optional<at::Tensor> maybe(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
 void bind_masters(py::module_& m) {
-  py::class_<OwnMasters>(m, "Masters")
-      .def(py::init([](const py::list& masters) { return OwnMasters{master_entries(masters)}; }),
-           py::arg("entries"))
-      .def(
-          "set",
-          [](const OwnMasters& own, const std::string& format, const py::object& param,
-             const py::dict& state, const py::object& values) {
-            const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
-            own.masters().set(format, param.ptr(), state.ptr(), given);
-          },
-          py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none())
-      .def(
-          "of",
-          [](const OwnMasters& own, const py::object& param, const py::dict& state) -> py::object {
-            const at::Tensor found =
-                own.masters().values(local_of(param.ptr()).detach(), state.ptr());
-            return found.defined() ? like(found, param.ptr()) : py::none();
-          },
-          py::arg("param"), py::arg("state"))
-      .def(
-          "beside",
-          [](const OwnMasters& own, const py::object& param, const py::dict& state) {
-            const at::Tensor weight = local_of(param.ptr());
-            const bool has_master = is_low_precision(weight);
-            return maybe(has_master ? own.masters().beside(weight, state.ptr()) : at::Tensor());
-          },
-          py::arg("param"), py::arg("state"));
+  m.def(
+      "set_master",
+      [](const std::string& format, const py::object& param, const py::dict& state,
+         const py::object& values) {
+        const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
+        set_master(format, param.ptr(), state.ptr(), given);
+      },
+      py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none());
+  m.def(
+      "master_of",
+      [](const py::object& param, const py::dict& state) -> py::object {
+        const at::Tensor found = master_values(local_of(param.ptr()).detach(), state.ptr());
+        return found.defined() ? like(found, param.ptr()) : py::none();
+      },
+      py::arg("param"), py::arg("state"));
+  m.def(
+      "master_beside",
+      [](const py::object& param, const py::dict& state) {
+        const at::Tensor weight = local_of(param.ptr());
+        return maybe(is_low_precision(weight) ? master_beside(weight, state.ptr()) : at::Tensor());
+      },
+      py::arg("param"), py::arg("state"));
+}
+
+void bind_saved(py::module_& m) {
+  py::class_<SavedEntries>(m, "SavedEntries")
+      .def(py::init<const py::iterable&>(), py::arg("rules"))
+      .def("in_bytes", &SavedEntries::in_bytes);
+  m.def("clock_entries", &clock_entries);
+  m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
+  m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
+  m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
+  m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("given"),
+        py::arg("param"));
+  m.def("restored", &restored, py::arg("entries"), py::arg("groups"), py::arg("states"),
+        py::arg("state_dict"), py::arg("seed"), py::arg("undo"));
 }
 
 void bind_arrays(py::module_& m) {
@@ -85,18 +84,6 @@ void bind_arrays(py::module_& m) {
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
   m.def(
-      "converted",
-      [](const py::object& param, const std::string& declared, const std::string& format,
-         const at::Tensor& data, const std::optional<at::Tensor>& scales, uint64_t seed,
-         int64_t tensor_index) {
-        const auto [stored, arrays] =
-            converted(param.ptr(), format_named(declared), format_named(format), data,
-                      scales.value_or(at::Tensor()), seed, tensor_index);
-        return std::tuple(kFormats[int(stored)].name, arrays.first, maybe(arrays.second));
-      },
-      py::arg("param"), py::arg("declared"), py::arg("format"), py::arg("data"), py::arg("scales"),
-      py::kw_only(), py::arg("seed"), py::arg("tensor_index"));
-  m.def(
       "decoded_states",
       [](const py::object& rule, const py::object& param, const py::dict& state) {
         py::dict found;
@@ -115,7 +102,9 @@ void bind_arrays(py::module_& m) {
 }  // namespace
 
 void bind_state(py::module_& m) {
+  bind_rule_table(m);
   bind_masters(m);
+  bind_saved(m);
   bind_arrays(m);
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   m.def("encode_original", &encode_original, py::arg("weight"), py::arg("values"),

@@ -1,7 +1,6 @@
-"""What a loss scaler passes to one step of an optimizer, and marks of the gradients it is for."""
+"""Marks of the gradients that a loss scale is for, which is handed to their optimizer's step."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -56,45 +55,18 @@ def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
     return [param for param, row in zip(given, rows, strict=True) if row[1] or row[2]]
 
 
-@dataclass
-class Handed:
-    """What GradScaler, FP16_Optimizer or a stock torch scaler passes to a step."""
-
-    # The loss scale that the gradients carry, a number or a tensor of one element; None is 1.
-    scale: Tensor | float | None = None
-    # Another's verdict, not 0 to skip the step; None where the step itself decides.
-    found_inf: Tensor | float | None = None
-    # Read the gradients for the verdict even if the optimizer itself needs no statistics.
-    measure: bool = False
-    # Statistics that were read already; the step then reads the gradients only once.
-    measured: _C.Measured | None = None
-    # Clip to this norm instead of the optimizer's max_grad_norm.
-    max_norm: float | None = None
-    # Where the loss scale goes next. The step applies it where all parameters are on one device,
-    # and then sets scale_updated.
-    scale_update: _C.ScaleUpdate | None = None
-    scale_updated: bool = False
-    # The gradients that carry the scale, where it is handed before the step.
-    marks: GradientMarks | None = None
-    # Whether it is from a torch.amp.GradScaler, which does not know all processes.
-    from_stock: bool = False
-    # Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
-    keeps: bool = False
-    # Whether a step has used them.
-    used: bool = False
-
-
-def carries_scale(handed: Handed | None, groups: list[Group]) -> bool:
+def carries_scale(handed: _C.StepInputs | None, groups: list[Group]) -> bool:
     """Whether gradients in the param_groups carry the scale of `handed` since handle.scale_loss.
 
     Raises RuntimeError where they were written or replaced by hand before the step.
     """
     if handed is None or handed.marks is None:
         return False
-    kept = handed.marks.kept()
+    marks: GradientMarks = handed.marks
+    kept = marks.kept()
     if handed.used and not kept:
         return False
-    changed = handed.marks.changed(p for group in groups for p in group["params"])
+    changed = marks.changed(p for group in groups for p in group["params"])
     if changed:
         raise RuntimeError(
             "gradients were written after handle.scale_loss, among them that of a parameter of "

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "torch/muon/row_norms.h"
-#include "torch/step/state.h"
+#include "torch/state/live_state.h"
 
 namespace amp_mp {
 
@@ -53,7 +53,7 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
       first = stored.entry.ptr();
     }
   }
-  for (const MasterEntry& master : layout.masters) check(master.entry, false);
+  for (const MasterEntry& master : master_entries()) check(master.entry, false);
   for (const KeptState& kept : layout.states) {
     PyObject* last = nullptr;
     for (const StoredFormat& stored : kept.formats)

@@ -1,0 +1,55 @@
+#pragma once
+// An optimizer's parameters in their groups: their rules, their labels, and which can be stepped.
+// Everything here needs the GIL.
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "torch/state/rule_table.h"
+
+namespace amp_mp {
+
+// A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
+struct GroupRule {
+  py::object rule;
+  Layout layout;
+};
+
+// A parameter with its place in the optimizer.
+struct Member {
+  py::object param;
+  at::Tensor local;  // the parameter, of a DTensor the shard on this process
+  bool is_dtensor;
+  int64_t group;         // index of its param_group
+  int64_t tensor_index;  // among all parameters
+  std::string label;     // for messages
+  py::object state;      // its dict in optimizer.state
+};
+
+// A parameter's place in its optimizer's param_groups, and its name if the group has names: what
+// messages call it.
+std::string param_label(PyObject* group, int64_t number, int64_t position);
+
+// A group's parameters, a list or tuple; TypeError for what is not a sequence.
+py::object params_of(PyObject* group);
+
+// Raises ValueError unless there is a rule for each param_group.
+void check_rules(const std::vector<GroupRule>& rules, const py::list& groups);
+
+// The parameters of all param_groups in order, each with its label; or only those that are keys of
+// a map.
+std::vector<Member> members_of(const py::list& groups,
+                               const std::unordered_map<PyObject*, size_t>* only = nullptr);
+
+// Raises unless a step can update the parameter. any_sharded: whether there are modules of
+// fully_shard, which gather parameters for a moment; only Python knows those.
+void refuse_param(const Member& member, bool any_sharded);
+
+// Raises RuntimeError where state cannot be made: in inference mode, and during capture.
+void refuse_new_state(const std::vector<at::Device>& devices);
+
+// The rules of the param_groups with their layouts.
+std::vector<GroupRule> rules_of(const py::list& rules);
+
+}  // namespace amp_mp

@@ -1,0 +1,225 @@
+#include "torch/state/restore.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "torch/python/unpack.h"
+#include "torch/state/live_state.h"
+
+namespace amp_mp {
+namespace {
+
+using Like = SavedEntry::Like;
+
+at::Tensor whole_of(const py::handle& value) {
+  if (is_plain(value.ptr())) return THPVariable_Unpack(value.ptr()).detach();
+  return py::cast<at::Tensor>(python_functions().whole(value));
+}
+
+// This process's part of a tensor that is split as the parameter is, or could be.
+at::Tensor part_of(const py::handle& value, const py::handle& param) {
+  if (is_plain(value.ptr()) && !is_dtensor(param.ptr()))
+    return THPVariable_Unpack(value.ptr()).detach();
+  return py::cast<at::Tensor>(python_functions().part(value, param));
+}
+
+at::Tensor part_of_whole(const at::Tensor& value, const py::handle& param) {
+  return py::cast<at::Tensor>(python_functions().part_of_whole(value, param));
+}
+
+// One parameter, and what is known of it.
+class Restoring {
+ public:
+  Restoring(const SavedEntries& entries, const py::dict& saved, const py::object& param,
+            PyObject* group, uint64_t seed, int64_t index)
+      : entries_(entries),
+        saved_(saved),
+        param_(param),
+        local_(local_of(param.ptr())),
+        group_(group),
+        seed_(seed),
+        index_(index) {}
+
+  py::dict restored(const py::object& old, py::list undo) {
+    join_clock();
+    for (const auto& [key, value] : saved_) add(key, value);
+    add_master(old, undo);
+    // The entries that the file has, too, in its order.
+    py::dict ordered;
+    for (const auto& [key, value] : state_)
+      if (!saved_.contains(key)) ordered[key] = value;
+    for (const auto& [key, value] : saved_)
+      if (state_.contains(key)) ordered[key] = state_[key];
+    return ordered;
+  }
+
+ private:
+  std::string format_at(const std::string& name) const {
+    return py::cast<std::string>(py::handle(number_of(group_, py::str(name).ptr())));
+  }
+
+  void set(const py::handle& key, const at::Tensor& local, const py::object& shape = py::none()) {
+    state_[key] = like(local, param_.ptr(), shape);
+  }
+
+  void add(const py::handle& key, const py::handle& value) {
+    if (state_.contains(key)) return;  // of the clock
+    const SavedEntry* const entry = entries_.find(text_of(key));
+    if (!is_tensor(value.ptr())) {
+      state_[key] = value;
+      return;
+    }
+    const at::Tensor& t = THPVariable_Unpack(value.ptr());
+    const at::IntArrayRef own_sizes = THPVariable_Unpack(param_.ptr()).sizes();
+    if (!entry && t.sizes() == own_sizes) {
+      const at::Tensor part = part_of(value, param_);
+      set(key, copy_as(part, part.scalar_type(), local_));
+    } else if (!entry || entry->like == Like::number) {
+      const at::Tensor whole = whole_of(value);
+      state_[key] = wrapped(whole.to(local_.device(), whole.scalar_type(), false, /*copy=*/true));
+    } else if (entry->state == "master") {
+      masters_[key] = value;
+    } else if (entry->like == Like::row) {
+      const at::Tensor part = part_of(value, param_);
+      const py::tuple shape = py::cast(t.sizes().vec());
+      set(key, part.to(local_.device(), at::kFloat, false, /*copy=*/true), shape);
+    } else if (entry->like == Like::param) {
+      add_state(*entry, value);
+    }
+  }
+
+  void add_state(const SavedEntry& entry, const py::handle& value) {
+    const auto [saved, given] = arrays_of(entry, value);
+    const auto [format, arrays] = converted(param_.ptr(), format_named(format_at(entry.state)),
+                                            saved, given.first, given.second, seed_, index_);
+    const py::object name = entry_name(entry.state, format);
+    set(name, arrays.first);
+    if (!arrays.second.defined()) return;
+    const py::tuple shape = py::cast(scale_shape(param_.ptr()));
+    set(py::str(text_of(name) + "_scale"), arrays.second, shape);
+  }
+
+  // A saved state's format, and what this process has of it; float32 where it cuts groups.
+  std::pair<Format, Arrays> arrays_of(const SavedEntry& entry, const py::handle& value) const {
+    if (entry.scale.empty()) {
+      const at::Tensor data = part_of(value, param_);
+      if (!entry.format.empty()) return {format_named(entry.format), {data, {}}};
+      const bool is_double = data.scalar_type() == at::kDouble;  // as torch may have saved it
+      return {is_double ? Format::float32 : check_format(data, {"the state"}), {data, {}}};
+    }
+    const Format format = format_named(entry.format);
+    const py::object scale = saved_[py::str(entry.scale)];
+    if (!is_dtensor(param_.ptr())) return {format, {whole_of(value), whole_of(scale)}};
+    const std::vector<int64_t> shape = scale_shape(param_.ptr());
+    const bool fits = has_groups(param_.ptr());
+    const auto placed = [&](const py::handle& t) {
+      return py::cast<bool>(python_functions().is_placed_as(t, param_));
+    };
+    if (fits && placed(value) && placed(scale) &&
+        THPVariable_Unpack(scale.ptr()).sizes() == at::IntArrayRef(shape))
+      return {format, {local_of(value.ptr()), local_of(scale.ptr())}};
+    const at::Tensor data = whole_of(value), scales = whole_of(scale);
+    if (fits && data.is_contiguous())
+      return {format, {part_of_whole(data, param_), part_of_whole(scales.reshape(shape), param_)}};
+    return {Format::float32, {part_of_whole(values_of(data, scales, native(format)), param_), {}}};
+  }
+
+  // The clock in one piece, as the step keeps it (core/rules/base.h), where the file has all of it.
+  void join_clock() {
+    const SavedEntry* number = nullptr;
+    py::object own_key;
+    for (const auto& [key, value] : saved_) {
+      const std::string name = text_of(key);
+      number = entries_.find(name);
+      if (number && number->like == Like::number && name != "step" && name != "beta_powers")
+        own_key = py::reinterpret_borrow<py::object>(key);
+    }
+    if (!own_key) return;
+    const py::object keys[] = {py::str("step"), py::str("beta_powers"), own_key};
+    for (const py::object& key : keys) {
+      PyObject* const value = item_of(saved_.ptr(), key.ptr());
+      const bool is_double =
+          value && is_plain(value) && THPVariable_Unpack(value).scalar_type() == at::kDouble;
+      if (!is_double || THPVariable_Unpack(value).dim() > 1) return;
+    }
+    // No autograd graph holds a clock: its views need no version counter in common.
+    const at::AutoDispatchBelowADInplaceOrView plain_views;
+    const at::Tensor clock = at::empty({4}, local_.options().dtype(at::kDouble));
+    const at::Tensor places[] = {clock.select(0, 0), clock.narrow(0, 1, 2), clock.select(0, 3)};
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor& value = THPVariable_Unpack(saved_[keys[i]].ptr());
+      places[i].copy_(value.detach().view(places[i].sizes()));
+      state_[keys[i]] = wrapped(places[i]);
+    }
+  }
+
+  void add_master(const py::object& old, py::list undo) {
+    if (!is_low_precision(local_)) return;
+    for (const MasterEntry& each : master_entries())
+      if (state_.contains(each.entry)) return;
+    if (masters_.empty() && !old.is_none())  // a file of torch's: the master stays
+      for (const MasterEntry& each : master_entries())
+        if (PyObject* held = item_of(old.ptr(), each.entry.ptr()))
+          masters_[each.entry] = py::handle(held);
+    if (masters_.empty()) return;
+    py::dict found;
+    for (const MasterEntry& each : master_entries())
+      if (masters_.contains(each.entry))
+        found[each.entry] =
+            wrapped(copy_as(part_of(masters_[each.entry], param_), each.dtype, local_));
+    const std::string format = format_at("master");
+    const MasterEntry* const wanted = master_entry(format, local_.scalar_type());
+    if (wanted && found.size() == 1 && found.contains(wanted->entry)) {
+      set(wanted->entry, THPVariable_Unpack(found[wanted->entry].ptr()));
+      return;
+    }
+    // The parameter changes only where the format of before rounds otherwise.
+    const at::Tensor weight = local_.detach();
+    const at::Tensor values = master_values(weight, found.ptr());
+    undo.append(py::make_tuple(weight, weight.clone()));
+    set_master(format, param_.ptr(), state_.ptr(), values);
+  }
+
+  const SavedEntries& entries_;
+  const py::dict saved_;
+  const py::object param_;
+  const at::Tensor local_;
+  PyObject* group_;
+  const uint64_t seed_;
+  const int64_t index_;
+  py::dict state_, masters_;
+};
+
+}  // namespace
+
+py::list restored(const SavedEntries& entries, const py::list& groups, const py::dict& states,
+                  const py::dict& state_dict, const py::int_& seed, py::list undo) {
+  const at::NoGradGuard no_grad;
+  const py::dict found = state_dict["state"];
+  const py::list files = state_dict["param_groups"];
+  py::list made;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    const py::dict file = files[number];
+    const auto own_seed = py::cast<uint64_t>(file.contains("seed") ? file["seed"] : seed);
+    const py::list params = params_of(groups[number].ptr()), numbers = file["params"];
+    for (size_t i = 0; i < params.size(); ++i) {
+      const py::object param = params[i];
+      PyObject* const saved = item_of(found.ptr(), py::object(numbers[i]).ptr());
+      if (!saved || (PyDict_Check(saved) && PyDict_Size(saved) == 0)) {
+        made.append(saved ? py::handle(saved) : py::none());
+        continue;
+      }
+      if (!PyDict_Check(saved))
+        throw py::type_error("amp_mp: a dict is needed, found " + repr_of(saved));
+      PyObject* const old = item_of(states.ptr(), param.ptr());
+      const auto index = int64_t(made.size());
+      Restoring one(entries, py::reinterpret_borrow<py::dict>(saved), param, groups[number].ptr(),
+                    own_seed, index);
+      made.append(one.restored(py::reinterpret_borrow<py::object>(old ? old : Py_None), undo));
+    }
+  }
+  return made;
+}
+
+}  // namespace amp_mp

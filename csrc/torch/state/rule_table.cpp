@@ -1,0 +1,202 @@
+#include "torch/state/rule_table.h"
+
+#include <unordered_map>
+
+namespace amp_mp {
+namespace {
+
+py::object interned(const std::string& name) {
+  // A step looks entries up by the thousand, and a dict compares other objects letter by letter.
+  return owned(PyUnicode_InternFromString(name.c_str()));
+}
+
+// What follows a state's name in the entry that holds it in a format: "_m8"; nothing for plain
+// numbers, which their dtype tells apart.
+std::string ending_of(Format format) {
+  const std::string name = kFormats[int(format)].name;
+  for (const std::string plain : {"float32", "bfloat16", "float16"}) {
+    if (name == plain) return "";
+    if (name.starts_with(plain + "_")) return name.substr(plain.size());
+  }
+  return "_" + name;
+}
+
+// Those that users choose from: of the stochastic forms the plain name is chosen.
+bool is_of_states(Format format) {
+  const FormatInfo& info = kFormats[int(format)];
+  return info.is(kForState) && !std::string_view(info.name).ends_with("_stochastic");
+}
+
+KeptState kept_state(const std::string& name, Kind kind, bool late, const char* initial,
+                     bool of_rows = false) {
+  KeptState state{interned(name), kind, late, initial ? interned(initial) : py::none(),
+                  of_rows,        {}};
+  for (int f = 0; f < kFormatCount; ++f) {
+    if (!is_of_states(Format(f))) continue;
+    const std::string entry = name + ending_of(Format(f));
+    const bool grouped = kFormats[f].is(kGrouped);
+    state.formats.push_back({Format(f), dtype_of(Format(f)), interned(entry),
+                             grouped ? interned(entry + "_scale") : py::none()});
+  }
+  return state;
+}
+
+HyperNumber hyper_number(const Number& number) {
+  const std::string key = number.key;
+  const size_t bracket = key.find('[');
+  HyperNumber found{hyper_member(number.as), interned(key.substr(0, bracket)), -1,
+                    number.when ? interned(number.when) : py::none()};
+  if (bracket != std::string::npos) found.index = key[bracket + 1] - '0';
+  return found;
+}
+
+template <class Rule>
+RuleLayout declared(const char* op) {
+  RuleLayout layout;
+  layout.op = op;
+  for (const RuleState& state : Rule::kKept)
+    layout.states.push_back(kept_state(state.name, state.kind, state.late, state.initial));
+  OwnNumber own = {"layer", 0};  // of a rule without: what the clock's fourth number is called
+  if constexpr (has_own_number<Rule>) own = Rule::kOwn;
+  layout.step = interned("step");
+  layout.powers = interned("beta_powers");
+  layout.own = interned(own.name);
+  layout.own_start = own.start;
+  layout.own_is_kept = has_own_number<Rule>;
+  for (const Number& number : Rule::kNumbers) layout.numbers.push_back(hyper_number(number));
+  layout.needs_norms = needs_norms<Rule>;
+  return layout;
+}
+
+RuleLayout declared_of(const std::string& op) {
+#define AMP_MP_DECLARED(Rule, name) \
+  if (op == #name) return declared<Rule>(#name);
+  AMP_MP_FOR_EACH_RULE(AMP_MP_DECLARED)
+#undef AMP_MP_DECLARED
+  throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
+}
+
+RuleLayout make_layout(const py::handle& rule) {
+  RuleLayout layout = declared_of(py::cast<std::string>(rule.attr("operator")));
+  if (const py::object rows = rule.attr("row_state"); !rows.is_none())
+    layout.states.push_back(kept_state(text_of(rows), Kind::exact, true, nullptr, true));
+  layout.directions = rule.attr("directions");
+  layout.options = {interned("memory"), interned("master"), interned("rounding")};
+  for (const KeptState& state : layout.states) layout.options.push_back(state.name);
+  if (!layout.directions.is_none())
+    for (const py::handle option : layout.directions.attr("options"))
+      layout.options.push_back(interned(text_of(option)));
+  return layout;
+}
+
+}  // namespace
+
+py::object entry_name(const std::string& state, Format format) {
+  return interned(state + ending_of(format));
+}
+
+bool KeptState::may_be(Format format) const {
+  if (of_rows || kind == Kind::exact) return format == Format::float32;
+  return kFormats[int(format)].is(kind == Kind::moment ? kForMoment : kForSquare);
+}
+
+const std::vector<MasterEntry>& master_entries() {
+  static const auto& entries = *[] {
+    auto* found =
+        new std::vector<MasterEntry>{{interned("master"), "float32", std::nullopt, at::kFloat}};
+    for (int f = 0; f < kFormatCount; ++f) {
+      const at::ScalarType weight = dtype_of(Format(f));
+      if (!kFormats[f].is(kSplit) || weight == at::kFloat) continue;
+      // Remainders beside weights of the other dtype are other numbers, hence another name.
+      const std::string name = kFormats[f].name, dtype = name.substr(0, name.find('_'));
+      const std::string entry = "remainder" + std::to_string(8 * kFormats[f].rest_width) +
+                                (weight == at::kBFloat16 ? "" : "_" + dtype);
+      found->push_back(
+          {interned(entry), name.substr(dtype.size() + 1), weight, rest_dtype_of(Format(f))});
+    }
+    return found;
+  }();
+  return entries;
+}
+
+const MasterEntry* master_entry(const std::string& format, at::ScalarType weight) {
+  for (const MasterEntry& each : master_entries())
+    if (each.format == format && each.weight.value_or(weight) == weight) return &each;
+  return nullptr;
+}
+
+Layout layout_of(const py::handle& rule) {
+  // Kept for the life of the process, as are the rules of optimizer classes.
+  static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
+  auto found = known.find(rule.ptr());
+  if (found == known.end()) {
+    const auto layout = std::make_shared<RuleLayout>(make_layout(rule));
+    const std::pair entry{py::reinterpret_borrow<py::object>(rule), layout};
+    found = known.emplace(rule.ptr(), entry).first;
+  }
+  return found->second.second;
+}
+
+std::vector<py::object> RuleLayout::keys() const {
+  std::vector<py::object> keys;
+  const auto add = [&](const py::object& key) {
+    for (const py::object& known : keys)
+      if (known.is(key)) return;
+    keys.push_back(key);
+  };
+  for (const MasterEntry& master : master_entries()) add(master.entry);
+  add(step);
+  for (const KeptState& state : states)
+    for (const StoredFormat& stored : state.formats) {
+      add(stored.entry);
+      if (!stored.scales.is_none()) add(stored.scales);
+    }
+  return keys;
+}
+
+void bind_rule_table(py::module_& m) {
+  m.def(
+      "kinds_of",
+      [](const py::iterable& rules) {
+        static constexpr const char* kNames[] = {"moment", "square", "exact"};
+        py::dict kinds;
+        for (const py::handle rule : rules)
+          for (const KeptState& state : layout_of(rule)->states)
+            kinds[state.name] = state.of_rows ? "row" : kNames[int(state.kind)];
+        return kinds;
+      },
+      py::arg("rules"));
+  m.def(
+      "needs_norms", [](const py::object& rule) { return layout_of(rule)->needs_norms; },
+      py::arg("rule"));
+  m.def(
+      "number_keys",
+      [](const py::object& rule) {
+        py::set keys;
+        for (const HyperNumber& number : layout_of(rule)->numbers) keys.add(number.key);
+        return keys;
+      },
+      py::arg("rule"));
+  m.def(
+      "own_number",
+      [](const py::object& rule) -> py::object {
+        const Layout layout = layout_of(rule);
+        if (!layout->own_is_kept) return py::none();
+        return py::make_tuple(layout->own, layout->own_start);
+      },
+      py::arg("rule"));
+  m.def("coded_endings", [] {
+    py::list endings;
+    for (int f = 0; f < kFormatCount; ++f)
+      if (is_of_states(Format(f)) && !ending_of(Format(f)).empty())
+        endings.append(ending_of(Format(f)));
+    return endings;
+  });
+  m.def("master_entries", [] {
+    py::dict dtypes;
+    for (const MasterEntry& each : master_entries()) dtypes[each.entry] = py::cast(each.dtype);
+    return dtypes;
+  });
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,98 @@
+#pragma once
+// What an optimizer keeps for each parameter under a rule, as core/rules declares it: which entry
+// of the parameter's state holds what, in which format. Everything here needs the GIL.
+//
+// An entry's name says what its tensor holds. A plain name (`exp_avg`) holds nothing but numbers,
+// in the precision of its dtype. Codes have names of their own (`exp_avg_m8`), because some ways of
+// loading convert dtypes in silence: torch's distributed checkpoint would make a code a number.
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/rules.h"
+#include "torch/python/objects.h"
+
+namespace amp_mp {
+
+// One format that a state may be stored in, and the entries that then hold it.
+struct StoredFormat {
+  Format format;
+  at::ScalarType dtype;
+  py::object entry, scales;  // scales: None for a format without groups
+};
+
+// A tensor that a rule keeps for every parameter, of the parameter's shape or, of_rows, with one
+// float32 number for each row of its matrices (muon/row_norms.h).
+struct KeptState {
+  py::object name;
+  Kind kind;
+  bool late;           // a parameter that has taken steps may lack it
+  py::object initial;  // the param_group's number that fills a new one, where it has it; or None
+  bool of_rows;
+  std::vector<StoredFormat> formats;  // those under the state's own name come first
+
+  // What it may be stored as.
+  bool may_be(Format format) const;
+};
+
+// How a param_group's entry becomes one of Hyper's numbers.
+struct HyperNumber {
+  const HyperMember* member;
+  py::object key;
+  int64_t index = -1;  // of group[key], where that holds several
+  py::object when;     // the number counts only where group[when] is true, else it is 0; or None
+};
+
+// The entry that makes a low-precision parameter a master, by format and the parameter's dtype.
+struct MasterEntry {
+  py::object entry;
+  std::string format;                    // "float32", "split32"
+  std::optional<at::ScalarType> weight;  // none: beside any
+  at::ScalarType dtype;
+};
+const std::vector<MasterEntry>& master_entries();
+// One of them; null where the dtype has none of the format, "none" among them.
+const MasterEntry* master_entry(const std::string& format, at::ScalarType weight);
+
+// The entry that holds a state in a format.
+py::object entry_name(const std::string& state, Format format);
+
+struct RuleLayout {
+  std::string op;  // the native operator, "adamw_"
+  std::vector<KeptState> states;
+  py::object step, powers, own;  // the clock's entries
+  double own_start = 0;
+  bool own_is_kept = false;  // a rule's number of its own, which no step loses
+  std::vector<HyperNumber> numbers;
+  std::vector<py::object> options;  // entries of a group that the slots depend on
+  py::object directions;            // optim/rule.py, Directions, or None
+  bool needs_norms;
+
+  // The entries that may hold a state, master or clock tensor of the slots.
+  std::vector<py::object> keys() const;
+};
+using Layout = std::shared_ptr<RuleLayout>;
+
+// The layout of a rule as Python holds it (optim/rule.py, Rule).
+Layout layout_of(const py::handle& rule);
+
+// The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
+// step's device it is read when the step runs, elsewhere now.
+struct HyperTensors {
+  Hyper hyper;
+  at::Tensor lr;
+};
+
+// One of Hyper's numbers by name; TypeError for a name that it does not have.
+const HyperMember& hyper_named(const std::string& name);
+
+// A group's number as Hyper has it; a tensor as `lr` stays one. ValueError naming the number.
+void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, PyObject* key);
+
+// The numbers of a param_group, of which an optimizer has these.
+HyperTensors read_group(const std::vector<HyperNumber>& numbers, PyObject* group);
+
+void bind_rule_table(py::module_& m);
+
+}  // namespace amp_mp

@@ -1,0 +1,79 @@
+// The table of the entries that a state dict may have, made of the rules' own.
+#include "torch/state/saved_state.h"
+
+namespace amp_mp {
+
+using Like = SavedEntry::Like;
+
+std::set<std::string> clock_entries() {
+  std::set<std::string> names = {"step", "beta_powers", "layer"};
+  const auto add = [&]<class Rule>(std::type_identity<Rule>) {
+    if constexpr (has_own_number<Rule>) names.insert(Rule::kOwn.name);
+  };
+#define AMP_MP_OWN(Rule, op) add(std::type_identity<Rule>());
+  AMP_MP_FOR_EACH_RULE(AMP_MP_OWN)
+#undef AMP_MP_OWN
+  return names;
+}
+
+SavedEntries::SavedEntries(const py::iterable& rules) {
+  for (const std::string& name : clock_entries()) add({name, "step", "", Like::number, {}});
+  const auto coded = [&](const py::object& entry, const std::string& state,
+                         const std::string& format, at::ScalarType dtype,
+                         const std::string& scale = "") {
+    const bool in_bytes = dtype == at::kShort;
+    add({text_of(entry), state, format, Like::param, in_bytes ? at::kByte : dtype, in_bytes,
+         scale});
+  };
+  for (const MasterEntry& each : master_entries()) {
+    if (each.dtype == at::kFloat)  // plain numbers, of any precision
+      add({text_of(each.entry), "master", each.format, Like::param, {}});
+    else
+      coded(each.entry, "master", each.format, each.dtype);
+  }
+  for (const py::handle rule : rules)
+    for (const KeptState& kept : layout_of(rule)->states) {
+      const std::string name = text_of(kept.name);
+      add({name, name, "", kept.of_rows ? Like::row : Like::param, {}});
+      std::string can;
+      for (const StoredFormat& stored : kept.formats)
+        if (kept.may_be(stored.format))
+          can += (can.empty() ? "" : ", ") + std::string(kFormats[int(stored.format)].name);
+      for (const StoredFormat& stored : kept.formats) {
+        if (stored.entry.is(kept.name)) continue;
+        const std::string format = kFormats[int(stored.format)].name;
+        if (!kept.may_be(stored.format)) {
+          refused_[text_of(stored.entry)] =
+              "is stored as '" + format + "', but can be " + can + " only";
+          continue;
+        }
+        const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
+        coded(stored.entry, name, format, stored.dtype, scale);
+        if (!scale.empty()) add({scale, name, format, Like::scale, rest_dtype_of(stored.format)});
+      }
+    }
+}
+
+void SavedEntries::add(SavedEntry entry) {
+  const std::string name = entry.name;
+  entries_.insert_or_assign(name, std::move(entry));
+}
+
+const SavedEntry* SavedEntries::find(const std::string& name) const {
+  const auto found = entries_.find(name);
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
+std::string SavedEntries::refusal(const std::string& name) const {
+  const auto found = refused_.find(name);
+  return found == refused_.end() ? "" : found->second;
+}
+
+std::set<std::string> SavedEntries::in_bytes() const {
+  std::set<std::string> names;
+  for (const auto& [name, entry] : entries_)
+    if (entry.in_bytes) names.insert(name);
+  return names;
+}
+
+}  // namespace amp_mp

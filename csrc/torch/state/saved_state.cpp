@@ -1,0 +1,155 @@
+// Whether a parameter's saved state can be loaded: the checks of optim/state/check_loadable.py.
+#include "torch/state/saved_state.h"
+#include "torch/state/live_state.h"
+
+namespace amp_mp {
+
+using Like = SavedEntry::Like;
+
+namespace {
+
+// What has no memory, or another process's.
+std::string wrong_memory(const py::handle& value) {
+  if (!is_plain(value.ptr())) {
+    static const py::object& why_foreign =
+        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("why_foreign"));
+    if (const std::string wrong = text_of(why_foreign(value)); !wrong.empty()) return wrong;
+  }
+  const at::Tensor local = local_of(value.ptr());
+  if (local.is_meta()) return "is on the meta device, without memory to copy; save its numbers";
+  if (local.layout() != at::kStrided)
+    return "has layout " + text_of(wrapped(local).attr("layout")) + "; save it as a dense tensor";
+  return local._is_zerotensor() ? "has no memory to copy; save it as a dense tensor" : "";
+}
+
+std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes,
+                        bool of_rows = false) {
+  const at::Tensor& own = THPVariable_Unpack(param.ptr());
+  if (of_rows && has_shape_of(t.sizes(), own.sizes(), true)) return "";
+  std::vector<int64_t> wanted = own.sizes().vec();
+  if (in_bytes) wanted.push_back(2);
+  if (t.sizes() == at::IntArrayRef(wanted)) return "";
+  std::string wrong = "has shape " + shape_text(t.sizes()) + ", but " +
+                      (in_bytes ? "its bytes have shape " : "the parameter has shape ") +
+                      shape_text(wanted);
+  if (is_dtensor(param.ptr()) && t.dim() >= own.dim() &&
+      t.sizes().slice(0, size_t(own.dim())) == local_of(param.ptr()).sizes())
+    wrong += ": it is one process's part as a plain tensor; load DTensors or whole tensors";
+  return wrong;
+}
+
+// What is wrong with a tensor of a saved state; empty where it can be loaded. entry: null where the
+// optimizer's rules have no such entry.
+std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
+                         const std::string& name, const py::handle& value,
+                         const py::handle& param) {
+  const std::string memory = wrong_memory(value);
+  if (!memory.empty()) return memory;
+  const at::Tensor& t = THPVariable_Unpack(value.ptr());
+  if (!entry) {
+    const std::string refused = entries.refusal(name);
+    return refused.empty() ? wrong_shape(t, param, false) : refused;
+  }
+  const std::string dtype = text_of(value.attr("dtype"));
+  if (entry->like == Like::number) {
+    const bool two = name == "beta_powers";
+    const bool fits = two ? t.dim() == 1 && t.numel() == 2 : t.numel() == 1;
+    if (fits && !t.is_complex()) return "";
+    return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype + ", must be " +
+           (two ? "two numbers" : "one number");
+  }
+  const bool in_groups = entry->like == Like::scale || !entry->scale.empty();
+  // Groups are of neighbours in memory.
+  if (in_groups && !local_of(value.ptr()).is_non_overlapping_and_dense())
+    return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
+  const at::ScalarType kind = t.scalar_type();
+  const std::string shown = entry->shown ? text_of(py::cast(*entry->shown)) : "";
+  const bool is_shown = entry->shown.value_or(kind) == kind;
+  if (entry->like == Like::scale) {
+    const int64_t count = THPVariable_Unpack(param.ptr()).numel() / kGroup;
+    if (is_shown && t.numel() == count) return "";
+    return "has " + std::to_string(t.numel()) + " elements of " + dtype + ", must have " +
+           std::to_string(count) + " of " + shown;
+  }
+  if (!entry->shown && kind != at::kFloat && kind != at::kBFloat16 && kind != at::kHalf &&
+      kind != at::kDouble)
+    return "has dtype " + dtype + ", must be floating-point";
+  if (!is_shown)
+    return "has dtype " + dtype + ", but '" + entry->format + "' is stored as " + shown;
+  return wrong_shape(t, param, entry->in_bytes, entry->like == Like::row);
+}
+
+// The states and numbers that every parameter has after a step under any of the rules.
+std::set<std::string> needed_under(const py::iterable& rules) {
+  std::set<std::string> found;
+  bool is_first = true;
+  for (const py::handle rule : rules) {
+    const Layout layout = layout_of(rule);
+    std::set<std::string> needed, both;
+    if (layout->own_is_kept) needed.insert(text_of(layout->own));
+    for (const KeptState& kept : layout->states)
+      if (!kept.late) needed.insert(text_of(kept.name));
+    for (const std::string& name : needed)
+      if (is_first || found.count(name)) both.insert(name);
+    found = both;
+    is_first = false;
+  }
+  return found;
+}
+
+}  // namespace
+
+py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
+                       const py::object& given, const py::object& param) {
+  const auto wrong = [](const std::string& entry, const std::string& what) {
+    return py::make_tuple(entry, what);
+  };
+  if (!py::isinstance<py::dict>(given))
+    return wrong("state", std::string("must be a dict, found ") + Py_TYPE(given.ptr())->tp_name);
+  const auto state = py::reinterpret_borrow<py::dict>(given);
+  std::map<std::string, std::string> held;  // the entry of each state's data
+  std::string strange;
+  for (const auto& [key, value] : state) {
+    if (value.is_none()) continue;
+    const std::string name = text_of(key);
+    const SavedEntry* entry = entries.find(name);
+    const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value.ptr());
+    std::string what;
+    if (tensor)
+      what = wrong_tensor(entries, entry, name, value, param);
+    else if (entry && (!is_number || name == "beta_powers"))
+      what = "is not a tensor: " + repr_of(value);
+    if (what.empty() && is_number)
+      what = wrong_clock(py::reinterpret_borrow<py::object>(value), name);
+    if (!what.empty()) return wrong(name, what);
+    if (!entry && tensor && strange.empty()) strange = name;
+    if (!entry || entry->like != Like::param) continue;
+    const auto [known, is_new] = held.emplace(entry->state, name);
+    if (!is_new) {
+      const bool later = known->second.size() <= name.size();
+      return wrong(later ? known->second : name,
+                   "is there as '" + (later ? name : known->second) + "', too");
+    }
+    if (!entry->scale.empty() && !item_of(state.ptr(), py::str(entry->scale).ptr()))
+      return wrong(name, "is stored as '" + entry->format + "', but has no '" + entry->scale + "'");
+  }
+  const bool keeps = held.size() > held.count("master");
+  if (!strange.empty() && !keeps)
+    return wrong(strange,
+                 "is there, and nothing that the optimizer keeps: another optimizer saved it");
+  PyObject* step = item_of(state.ptr(), py::str("step").ptr());
+  const std::set<std::string> needed = needed_under(rules);
+  for (const std::string& name : needed) {
+    const auto found = held.find(name);
+    if (found != held.end() && !step && name != "momentum_buffer")  // torch's Muon has no count
+      return wrong("step",
+                   "is missing, though there is '" + found->second + "'; save the count with it");
+  }
+  for (const std::string& name : needed)
+    if (!held.count(name) && !item_of(state.ptr(), py::str(name).ptr()) && step &&
+        (is_tensor(step) ? doubles_on_host(local_of(step)).item<double>() : number_in(step)) > 0)
+      return wrong(name, "is missing, though it has taken steps");
+  return py::none();
+}
+
+}  // namespace amp_mp

@@ -1,0 +1,58 @@
+#pragma once
+// State dicts of an optimizer before anything of them is loaded: their parts, their order, and the
+// entries of a parameter's state.
+#include <map>
+#include <set>
+
+#include "torch/state/rule_table.h"
+
+namespace amp_mp {
+
+// An entry that a parameter's state may have in a state dict.
+struct SavedEntry {
+  enum class Like { param, row, scale, number };  // what has the same shape; row: each row's number
+  std::string name, state;  // state: what it is a part of, by name; "master"; or "step", the clock
+  std::string format;       // how that is stored; "" where the dtype says it
+  Like like;
+  std::optional<at::ScalarType> shown;  // its dtype; none: any floating-point dtype is read
+  bool in_bytes = false;   // 16-bit integers are shown as bytes: gloo and NCCL carry none of them
+  std::string scale = "";  // the entry of the scales; "" without groups
+};
+
+// All of them for an optimizer that may use these rules.
+class SavedEntries {
+ public:
+  explicit SavedEntries(const py::iterable& rules);
+  const SavedEntry* find(const std::string& name) const;  // null: the rules have no such entry
+  // What is wrong with an entry of a format that its state cannot have; empty for others.
+  std::string refusal(const std::string& name) const;
+  std::set<std::string> in_bytes() const;  // the names of such entries
+
+ private:
+  void add(SavedEntry entry);
+  std::map<std::string, SavedEntry> entries_;
+  std::map<std::string, std::string> refused_;
+};
+
+// The entries of a parameter's clock, under any rule.
+std::set<std::string> clock_entries();
+
+// ValueError where a state dict has not what torch's has, for these param_groups: other parts,
+// groups or numbers of parameters.
+void check_parts(const py::dict& state_dict, const py::list& groups);
+
+// A state dict with its groups and parameters in the order of these groups' param_names; as it is
+// where one of the two has no names. ValueError naming a parameter that the file lacks, or has in a
+// group with others.
+py::dict by_names(const py::dict& state_dict, const py::list& groups);
+
+// What is wrong with a number of a parameter's clock, by its entry's name: no number, no count of
+// steps, no powers of betas. Empty where it can be.
+std::string wrong_clock(const py::object& value, const std::string& name);
+
+// The entry of a parameter's saved state that cannot be loaded, and what is wrong with it; None
+// where all can. rules: those that its param_group may have.
+py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
+                       const py::object& given, const py::object& param);
+
+}  // namespace amp_mp
