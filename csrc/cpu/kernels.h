@@ -20,6 +20,10 @@ struct Kernels {
   Statistics (*measure)(const Reading& reading, int64_t begin, int64_t end);  // at most one kSpan
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
   void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
+  void (*multiply)(const Product& product, int64_t begin, int64_t end);  // columns of the result
+  void (*norm)(const Norm& norm, int64_t begin, int64_t end);            // rows
+  void (*norm_gradients)(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
+                         float* bias_sums);
   AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)
 };
 #undef AMP_MP_LOOPS
