@@ -1,10 +1,10 @@
-"""Ten kinds of models on a CPU: a prepared bfloat16 model as a part of float32's time.
+"""Ten kinds of models and a layer on a CPU: bfloat16 as a part of float32's time.
 
     OMP_NUM_THREADS=1 python benchmarks/models.py
     OMP_NUM_THREADS=1 python benchmarks/models.py --isa AVX2 --models UNet LSTM --rounds 60
 
 A training step of `amp.prepare` with `amp.optim.AdamW` against one in float32 with torch's fused
-AdamW; "one token" is a forward pass without gradients. oneDNN is held to an instruction set by
+AdamW; "one token" and the linear layers are forward passes without gradients. oneDNN is held to an instruction set by
 DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a processor that has no other. The arms
 take turns; a ratio is the median over rounds, with the range of the middle half in parentheses.
 """
@@ -167,10 +167,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP, 32 rows": (mlp, (32, 64)),
     "one token": (llama, (1, 1, 256)),
 }
+MODELS |= {f"Linear, {rows}": (lambda: nn.Linear(1024, 1024), (rows, 1024)) for rows in (1, 4, 8, 16)}
 
 
 def stepper(name: str, ours: bool) -> Callable[[], None]:
-    """A training step of a model, in float32 or prepared; of "one token" a forward pass."""
+    """A training step of a model, in float32 or prepared; or a forward pass."""
     torch.manual_seed(0)
     make, shape = MODELS[name]
     model, x = make(), torch.randn(shape)
@@ -189,7 +190,7 @@ def stepper(name: str, ours: bool) -> Callable[[], None]:
         with torch.no_grad():
             model(x)
 
-    return infer if name == "one token" else step
+    return infer if name == "one token" or name.startswith("Linear") else step
 
 
 def ratios(name: str, rounds: int) -> list[float]:

@@ -14,48 +14,78 @@ AMP_MP_BOTH float total(float (&sum)[kSums]) {
   return sum[0];
 }
 
+// Elements of a row that stay decoded between its passes; longer rows are decoded in each.
+constexpr int kKeptRow = 4096;
+
 // Calls f(at, n) for the tiles of a row of `width` elements.
 template <class F>
 AMP_MP_BOTH void by_row_tiles(int64_t width, const F& f) {
   for (int64_t at = 0; at < width; at += kTile) f(at, int(width - at < kTile ? width - at : kTile));
 }
 
-// A tile of an array, or `otherwise` where there is none. Zeros behind n.
-AMP_MP_BOTH void open_norm(const Array& from, int64_t at, float otherwise, float* to, int n) {
-  for (int i = n; i < kTile; ++i) to[i] = 0.0f;
-  if (from.data) {
-    decode_tile(from, at, to, n);
-  } else {
-    for (int i = 0; i < n; ++i) to[i] = otherwise;
+// A row of an array in float32, or `otherwise` where there is none, with zeros behind its end.
+struct NormRow {
+  const Array from;
+  const float otherwise;
+  const int64_t width;
+  int64_t first = 0;
+  alignas(64) float kept[kKeptRow];
+
+  AMP_MP_BOTH NormRow(const Array& from, float otherwise, int64_t width)
+      : from(from), otherwise(otherwise), width(width) {
+    open(0);
   }
-}
+
+  AMP_MP_BOTH void open(int64_t row) {
+    first = row * width;
+    if (width <= kKeptRow) by_row_tiles(width, [&](int64_t at, int n) { fill(at, n, kept + at); });
+  }
+  AMP_MP_BOTH float* tile(int64_t at, int n) {
+    if (width <= kKeptRow) return kept + at;
+    fill(at, n, kept);
+    return kept;
+  }
+  AMP_MP_BOTH void fill(int64_t at, int n, float* to) const {
+    for (int i = n; i < kTile; ++i) to[i] = 0.0f;
+    if (from.data) {
+      decode_tile(from, first + at, to, n);
+    } else {
+      for (int i = 0; i < n; ++i) to[i] = otherwise;
+    }
+  }
+};
 
 AMP_MP_OWN void norm(const Norm& norm, int64_t begin, int64_t end) {
-  alignas(64) float x[kTile], weight[kTile], bias[kTile];
+  if (begin >= end) return;
   const int64_t width = norm.width;
+  NormRow x(norm.x, 0.0f, width), weight(norm.weight, 1.0f, width), bias(norm.bias, 0.0f, width);
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t first = row * width;
-    // The sum of (x - mean)^power over the row.
-    const auto sum_of = [&](float mean, bool squares) {
+    x.open(row);
+    float mean = 0.0f;
+    if (norm.mean) {
       alignas(64) float sum[kSums] = {};
       by_row_tiles(width, [&](int64_t at, int n) {
-        open_norm(norm.x, first + at, 0.0f, x, n);
-        for (int i = 0; i < n; ++i) x[i] -= mean;
-        for (int i = 0; i < kTile; i += kSums)
-          for (int j = 0; j < kSums; ++j) sum[j] += squares ? x[i + j] * x[i + j] : x[i + j];
+        const float* tile = x.tile(at, n);
+        for (int i = 0; i < n; i += kSums)
+          for (int j = 0; j < kSums; ++j) sum[j] += tile[i + j];
       });
-      return total(sum) / float(width);
-    };
-    const float mean = norm.mean ? sum_of(0.0f, false) : 0.0f;
-    const float scale = float(1.0 / sqrt(double(sum_of(mean, true)) + norm.eps));
-    if (norm.mean) norm.mean[row] = mean;
+      norm.mean[row] = mean = total(sum) / float(width);
+    }
+    alignas(64) float squares[kSums] = {};
+    by_row_tiles(width, [&](int64_t at, int n) {
+      float* tile = x.tile(at, n);
+      for (int i = n; i < n + kSums && i < kTile; ++i) tile[i] = mean;  // adds nothing
+      for (int i = 0; i < n; i += kSums)
+        for (int j = 0; j < kSums; ++j)
+          squares[j] += (tile[i + j] - mean) * (tile[i + j] - mean);
+    });
+    const float scale = float(1.0 / sqrt(double(total(squares) / float(width)) + norm.eps));
     if (norm.scale) norm.scale[row] = scale;
     by_row_tiles(width, [&](int64_t at, int n) {
-      open_norm(norm.x, first + at, 0.0f, x, n);
-      open_norm(norm.weight, at, 1.0f, weight, n);
-      open_norm(norm.bias, at, 0.0f, bias, n);
-      for (int i = 0; i < kTile; ++i) x[i] = (x[i] - mean) * scale * weight[i] + bias[i];
-      encode_tile(x, norm.y, first + at, nullptr, n);
+      const float *tile = x.tile(at, n), *w = weight.tile(at, n), *b = bias.tile(at, n);
+      alignas(64) float y[kTile];
+      for (int i = 0; i < n; ++i) y[i] = (tile[i] - mean) * scale * w[i] + b[i];
+      encode_tile(y, norm.y, row * width + at, nullptr, n);
     });
   }
 }
@@ -63,37 +93,37 @@ AMP_MP_OWN void norm(const Norm& norm, int64_t begin, int64_t end) {
 // Of rows [begin, end): y's gradient gives x's, and adds to those of weight and bias.
 AMP_MP_OWN void norm_gradients(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
                                float* bias_sums) {
-  alignas(64) float x[kTile], dy[kTile], weight[kTile];
+  if (begin >= end) return;
   const int64_t width = norm.width;
+  NormRow x(norm.x, 0.0f, width), dy(norm.dy, 0.0f, width), weight(norm.weight, 1.0f, width);
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t first = row * width;
     const float mean = norm.mean ? norm.mean[row] : 0.0f, scale = norm.scale[row];
     alignas(64) float sum[kSums] = {}, product[kSums] = {};
-    const auto open = [&](int64_t at, int n) {
-      open_norm(norm.x, first + at, 0.0f, x, n);
-      open_norm(norm.dy, first + at, 0.0f, dy, n);
-      open_norm(norm.weight, at, 1.0f, weight, n);
-      for (int i = 0; i < n; ++i) x[i] = (x[i] - mean) * scale;
-    };
+    x.open(row);
+    dy.open(row);
     by_row_tiles(width, [&](int64_t at, int n) {
-      open(at, n);
+      const float *grad = dy.tile(at, n), *value = x.tile(at, n), *w = weight.tile(at, n);
+      alignas(64) float unit[kTile];
+      for (int i = 0; i < kTile; ++i) unit[i] = (value[i] - mean) * scale;
       if (weight_sums)
-        for (int i = 0; i < n; ++i) weight_sums[at + i] += dy[i] * x[i];
+        for (int i = 0; i < n; ++i) weight_sums[at + i] += grad[i] * unit[i];
       if (bias_sums)
-        for (int i = 0; i < n; ++i) bias_sums[at + i] += dy[i];
-      for (int i = 0; i < kTile; i += kSums)
+        for (int i = 0; i < n; ++i) bias_sums[at + i] += grad[i];
+      for (int i = 0; i < n; i += kSums)
         for (int j = 0; j < kSums; ++j) {
-          sum[j] += dy[i + j] * weight[i + j];
-          product[j] += dy[i + j] * weight[i + j] * x[i + j];
+          sum[j] += grad[i + j] * w[i + j];
+          product[j] += grad[i + j] * w[i + j] * unit[i + j];
         }
     });
     if (!norm.dx.data) continue;
-    const float along = total(product) / float(width);
+    const float along = total(product) / float(width) * scale;
     const float constant = norm.mean ? total(sum) / float(width) : 0.0f;
     by_row_tiles(width, [&](int64_t at, int n) {
-      open(at, n);
-      for (int i = 0; i < kTile; ++i) x[i] = scale * (dy[i] * weight[i] - constant - x[i] * along);
-      encode_tile(x, norm.dx, first + at, nullptr, n);
+      const float *grad = dy.tile(at, n), *value = x.tile(at, n), *w = weight.tile(at, n);
+      alignas(64) float dx[kTile];
+      for (int i = 0; i < n; ++i)
+        dx[i] = scale * (grad[i] * w[i] - constant - (value[i] - mean) * along);
+      encode_tile(dx, norm.dx, row * width + at, nullptr, n);
     });
   }
 }

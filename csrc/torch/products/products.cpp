@@ -58,7 +58,7 @@ bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k) {
 void choose(at::ScalarType low, bool in_float32) {
   std::atomic<Choice>& own = chosen(low);
   using c10::DispatchKey;
-  replace_kernels<replace_embeddings, replace_products>({DispatchKey::CPU});
+  replace_kernels<replace_embeddings, replace_norms, replace_products>({DispatchKey::CPU});
   if (in_float32) {
     replace_kernels<replace_convolution, replace_attention, replace_recurrent_layers>(
         {DispatchKey::CPU});

@@ -15,8 +15,8 @@ bool in_float32(at::ScalarType low);
 bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
 // Chooses that for the process. The first choice replaces torch's kernels on the CPU of mm, addmm,
-// bmm, baddbmm and the gradients of embeddings, the first one of float32 also those of convolution
-// and attention, and of their derivatives.
+// bmm, baddbmm, layer norms and the gradients of embeddings, the first one of float32 also those of
+// convolution, attention and recurrent layers, and of their derivatives.
 void choose(at::ScalarType low, bool in_float32);
 
 // "native", "float32", or "undecided" before the first choice.
@@ -43,7 +43,7 @@ bool is_large(int64_t m, int64_t n, int64_t k);
 // 16 rows. False, and nothing is done, if another product is faster or b is dense in neither
 // dimension.
 bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
-                   const at::Tensor& b, double beta, double alpha);
+                       const at::Tensor& b, double beta, double alpha);
 
 // Elements of a block that is converted at a time: 1 MiB in float32, which stays in the cache.
 constexpr int64_t kBlock = int64_t(1) << 18;
@@ -57,6 +57,7 @@ void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);
 void replace_embeddings(torch::Library& aten);
+void replace_norms(torch::Library& aten);
 void replace_recurrent(torch::Library& aten);
 void replace_recurrent_layers(torch::Library& aten);
 

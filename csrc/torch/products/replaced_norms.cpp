@@ -8,6 +8,8 @@
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "cpu/passes.h"
 #include "torch/products/products.h"
 
