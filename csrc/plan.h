@@ -63,11 +63,11 @@ struct Product {
 };
 
 // A layer norm of rows of `width` elements: y = (x - mean) * scale * weight + bias, where scale is
-// 1 / sqrt(the variance + eps); or an RMS norm, which has no mean. Its gradients read mean and scale.
+// 1 / sqrt(variance + eps). Its gradients read mean and scale.
 struct Norm {
   int64_t width;
   Array x, y, weight, bias;  // weight and bias may be absent (null)
-  float *mean, *scale;       // of each row; the mean is null for an RMS norm
+  float *mean, *scale;       // of each row
   double eps;
   Array dy = {}, dx = {};  // dx may be absent
 };

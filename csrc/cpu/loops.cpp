@@ -65,8 +65,8 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 void multiply(const Product& product, int64_t begin, int64_t end);  // of multiply.cpp
 
 extern const Kernels table;
-const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, average, multiply,
-                       norm, norm_gradients,
-                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {
+    AMP_MP_NAME(AMP_MP_ISA),           measure, copy, average, multiply, norm, norm_gradients,
+    AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

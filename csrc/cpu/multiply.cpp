@@ -85,8 +85,8 @@ struct Part {
       const int some = depth - d < kStreams ? depth - d : kStreams;
       const Low* from = weights + d * weights_row;
       int c = 0;
-      const auto add = [&](const Low* from, int64_t step, auto packs)
-          __attribute__((always_inline)) {
+      const auto add = [&](const Low* from, int64_t step,
+                           auto packs) __attribute__((always_inline)) {
         by_tiles(rows, [&](int r, auto n) __attribute__((always_inline)) {
           outer<Low, n.value, packs.value>(x + r * x_row + d * x_column, x_row, x_column, from,
                                            step, some, sums + r * kPanel + c);
@@ -160,8 +160,7 @@ AMP_MP_OWN void multiply_as(const Product& p, int64_t begin, int64_t end) {
     if (turns) turn<Low>(p, column, int(end - column < kPanel ? end - column : kPanel), turned);
     for (int64_t row = 0; row < p.rows; row += kRows) {
       Part<Low> part(p, row, column, end);
-      for (int r = 0; r < part.rows; ++r)
-        memset(part.sums + r * kPanel, 0, sizeof(float) * kPanel);
+      for (int r = 0; r < part.rows; ++r) memset(part.sums + r * kPanel, 0, sizeof(float) * kPanel);
       for (int64_t k = 0; k < p.depth; k += kDepth) {
         const int depth = int(p.depth - k < kDepth ? p.depth - k : kDepth);
         if (!in_packs)

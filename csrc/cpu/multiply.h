@@ -17,13 +17,13 @@ constexpr int kLanes = 4, kTileRows = 2;
 #else
 constexpr int kLanes = 4, kTileRows = 4;
 #endif
-constexpr int kPack = 2 * kLanes;   // numbers that are converted together
-constexpr int kTileColumns = 4;     // of a tile of dot products
-constexpr int kRows = 16;           // of `to` that are computed while the weights are read once
-constexpr int kPanel = 256;         // columns of `to` whose sums stay in the L1 cache
-constexpr int kDepth = 1024;        // elements of the rows that are kept in float32
-constexpr int kShallow = 256;       // depth up to which many dot products are slower than turned weights
-constexpr int kStreams = 16;        // rows of the weights that are read side by side
+constexpr int kPack = 2 * kLanes;  // numbers that are converted together
+constexpr int kTileColumns = 4;    // of a tile of dot products
+constexpr int kRows = 16;          // of `to` that are computed while the weights are read once
+constexpr int kPanel = 256;        // columns of `to` whose sums stay in the L1 cache
+constexpr int kDepth = 1024;       // elements of the rows that are kept in float32
+constexpr int kShallow = 256;      // depth up to which many products are outer ones
+constexpr int kStreams = 16;       // rows of the weights that are read side by side
 
 constexpr int kTurnedRow = kPanel + 32;  // numbers; a power of two would use few sets of the cache
 
@@ -83,7 +83,8 @@ AMP_MP_BOTH void pack(const Lane& first, const Lane& second, float16* to) {
 AMP_MP_BOTH Lane choose(const Lane& a, const Lane& b, const Order& order) {
 #if defined(__clang__)  // its shuffle takes constants, which these are where this is inlined
   Lane found;
-  for (int i = 0; i < kLanes; ++i) found[i] = order[i] < kLanes ? a[order[i]] : b[order[i] - kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    found[i] = order[i] < kLanes ? a[order[i]] : b[order[i] - kLanes];
   return found;
 #else
   return __builtin_shuffle(a, b, order);
@@ -140,21 +141,23 @@ AMP_MP_BOTH void add_up(const Lane (&x)[Rows][kTileColumns], float* sums) {
 template <class Low, int Rows, int Columns>
 AMP_MP_BOTH void dots(const float* x, const Low* weights, int64_t row, int depth, float* sums) {
   Lane sum[Rows][kTileColumns] = {};
-  const auto add = [&](const Low* from, int64_t row, const float* x) __attribute__((always_inline)) {
-    for (int c = 0; c < Columns; ++c) {
-      Lane first, second;
-      unpack(from + c * row, first, second);
-      for (int r = 0; r < Rows; ++r) {
-        sum[r][c] += load_lane(x + r * kDepth) * first;
-        sum[r][c] += load_lane(x + r * kDepth + kLanes) * second;
-      }
-    }
-  };
+  const auto add = [&](const Low* from, int64_t row, const float* x)
+                       __attribute__((always_inline)) {
+                         for (int c = 0; c < Columns; ++c) {
+                           Lane first, second;
+                           unpack(from + c * row, first, second);
+                           for (int r = 0; r < Rows; ++r) {
+                             sum[r][c] += load_lane(x + r * kDepth) * first;
+                             sum[r][c] += load_lane(x + r * kDepth + kLanes) * second;
+                           }
+                         }
+                       };
   int k = 0;
   for (; k + kPack <= depth; k += kPack) add(weights + k, row, x + k);
   if (k < depth) {
     Low last[Columns][kPack] = {};
-    for (int c = 0; c < Columns; ++c) memcpy(last[c], weights + c * row + k, size_t(depth - k) * sizeof(Low));
+    for (int c = 0; c < Columns; ++c)
+      memcpy(last[c], weights + c * row + k, size_t(depth - k) * sizeof(Low));
     add(last[0], kPack, x + k);
   }
   add_up<Rows, Columns>(sum, sums);
@@ -162,8 +165,8 @@ AMP_MP_BOTH void dots(const float* x, const Low* weights, int64_t row, int depth
 
 // sums[r][c] += x[r][k] * weights[k][c] over `depth` k, for Packs packs of columns, in their order.
 template <class Low, int Rows, int Packs>
-AMP_MP_BOTH void outer(const float* x, int64_t x_row, int64_t x_column, const Low* weights, int64_t row,
-                       int depth, float* sums) {
+AMP_MP_BOTH void outer(const float* x, int64_t x_row, int64_t x_column, const Low* weights,
+                       int64_t row, int depth, float* sums) {
   Lane sum[Rows][2 * Packs];
   for (int r = 0; r < Rows; ++r)
     for (int c = 0; c < 2 * Packs; ++c) sum[r][c] = load_lane(sums + r * kPanel + c * kLanes);

@@ -1,5 +1,5 @@
 #pragma once
-// Layer norms and RMS norms of rows, and their gradients: float32 between one reading and one
+// Layer norms of rows, and their gradients: float32 between one reading and one
 // rounding of each element. Included by loops.cpp.
 #include "cpu/convert.h"
 
@@ -61,26 +61,22 @@ AMP_MP_OWN void norm(const Norm& norm, int64_t begin, int64_t end) {
   NormRow x(norm.x, 0.0f, width), weight(norm.weight, 1.0f, width), bias(norm.bias, 0.0f, width);
   for (int64_t row = begin; row < end; ++row) {
     x.open(row);
-    float mean = 0.0f;
-    if (norm.mean) {
-      alignas(64) float sum[kSums] = {};
-      by_row_tiles(width, [&](int64_t at, int n) {
-        const float* tile = x.tile(at, n);
-        for (int i = 0; i < n; i += kSums)
-          for (int j = 0; j < kSums; ++j) sum[j] += tile[i + j];
-      });
-      norm.mean[row] = mean = total(sum) / float(width);
-    }
+    alignas(64) float sum[kSums] = {};
+    by_row_tiles(width, [&](int64_t at, int n) {
+      const float* tile = x.tile(at, n);
+      for (int i = 0; i < n; i += kSums)
+        for (int j = 0; j < kSums; ++j) sum[j] += tile[i + j];
+    });
+    const float mean = norm.mean[row] = total(sum) / float(width);
     alignas(64) float squares[kSums] = {};
     by_row_tiles(width, [&](int64_t at, int n) {
       float* tile = x.tile(at, n);
       for (int i = n; i < n + kSums && i < kTile; ++i) tile[i] = mean;  // adds nothing
       for (int i = 0; i < n; i += kSums)
-        for (int j = 0; j < kSums; ++j)
-          squares[j] += (tile[i + j] - mean) * (tile[i + j] - mean);
+        for (int j = 0; j < kSums; ++j) squares[j] += (tile[i + j] - mean) * (tile[i + j] - mean);
     });
-    const float scale = float(1.0 / sqrt(double(total(squares) / float(width)) + norm.eps));
-    if (norm.scale) norm.scale[row] = scale;
+    const double variance = total(squares) / float(width);
+    const float scale = norm.scale[row] = float(1.0 / sqrt(variance + norm.eps));
     by_row_tiles(width, [&](int64_t at, int n) {
       const float *tile = x.tile(at, n), *w = weight.tile(at, n), *b = bias.tile(at, n);
       alignas(64) float y[kTile];
@@ -97,7 +93,7 @@ AMP_MP_OWN void norm_gradients(const Norm& norm, int64_t begin, int64_t end, flo
   const int64_t width = norm.width;
   NormRow x(norm.x, 0.0f, width), dy(norm.dy, 0.0f, width), weight(norm.weight, 1.0f, width);
   for (int64_t row = begin; row < end; ++row) {
-    const float mean = norm.mean ? norm.mean[row] : 0.0f, scale = norm.scale[row];
+    const float mean = norm.mean[row], scale = norm.scale[row];
     alignas(64) float sum[kSums] = {}, product[kSums] = {};
     x.open(row);
     dy.open(row);
@@ -117,7 +113,7 @@ AMP_MP_OWN void norm_gradients(const Norm& norm, int64_t begin, int64_t end, flo
     });
     if (!norm.dx.data) continue;
     const float along = total(product) / float(width) * scale;
-    const float constant = norm.mean ? total(sum) / float(width) : 0.0f;
+    const float constant = total(sum) / float(width);
     by_row_tiles(width, [&](int64_t at, int n) {
       const float *grad = dy.tile(at, n), *value = x.tile(at, n), *w = weight.tile(at, n);
       alignas(64) float dx[kTile];

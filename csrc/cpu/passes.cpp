@@ -129,17 +129,6 @@ void average(const Transfer* transfers, int64_t count, double decay, int threads
   });
 }
 
-void multiply(const Product& product, int64_t begin, int64_t end) {
-  kernels()->multiply(product, begin, end);
-}
-
-void norm(const Norm& norm, int64_t begin, int64_t end) { kernels()->norm(norm, begin, end); }
-
-void norm_gradients(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
-                    float* bias_sums) {
-  kernels()->norm_gradients(norm, begin, end, weight_sums, bias_sums);
-}
-
 template <class Rule>
 void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
            const NormInputs& inputs, int threads) {

@@ -16,16 +16,6 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
 // Moves each average towards its next value; decay 0 copies, decay 1 changes nothing.
 void average(const Transfer* transfers, int64_t count, double decay, int threads);
 
-// Columns [begin, end) of a matrix product, by the calling thread. Their bits depend neither on the
-// cut nor on other rows.
-void multiply(const Product& product, int64_t begin, int64_t end);
-
-// Rows [begin, end), by the calling thread. The gradients of weight and bias are added to the sums,
-// of `width` elements each or null.
-void norm(const Norm& norm, int64_t begin, int64_t end);
-void norm_gradients(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
-                    float* bias_sums);
-
 // Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
 // this step is not skipped. `rules` is scratch for `count` rules.
 template <class Rule>

@@ -38,7 +38,12 @@ def test_norms_of_prepared_models_convert_no_activation() -> None:
     x = torch.randn(10, 8).bfloat16()
     for norm in (model[0], amp.nn.Fp32LayerNorm(8), amp_mp.apex.normalization.FusedLayerNorm(8)):
         kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+        def pack(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             norm.to(torch.bfloat16 if norm is not model[0] else torch.float32)(x)
         assert [t.dtype for t in kept if t.numel() == x.numel()] == [torch.bfloat16]
 

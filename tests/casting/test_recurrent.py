@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from forked import Script, run_each
@@ -30,11 +28,11 @@ CELLS = {
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     monkeypatch.delenv(products.VARIABLE, raising=False)
     products.choose_products("float32", request.param)
     torch.manual_seed(0)
-    yield request.param
+    return request.param
 
 
 def tensors(found: object) -> list[Tensor]:

@@ -175,7 +175,7 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
     end = std::min(end, batches);
     while (begin < end && multiply_by_loops(out[begin], added.defined() ? added[begin] : added,
-                                        a[begin], b[begin], beta, alpha))
+                                            a[begin], b[begin], beta, alpha))
       ++begin;
     if (begin == end) return;
     const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/passes.h"
+#include "cpu/kernels.h"
 #include "torch/products/products.h"
 
 namespace amp_mp::products {
@@ -41,12 +41,12 @@ bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const a
   if ((m > kFew && m * n * k > most_multiplications()) || (b.stride(0) != 1 && b.stride(1) != 1))
     return false;
   const Format format = a.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
-  const Product product{format,    m,         n,
-                        k,         matrix(a), matrix(b),
-                        matrix(summand), matrix(out), float(alpha), float(beta)};
+  const Product product{
+      format,       m,          n, k, matrix(a), matrix(b), matrix(summand), matrix(out),
+      float(alpha), float(beta)};
   const int64_t parts = (n + kColumns - 1) / kColumns, grain = kPart / (m * k * kColumns) + 1;
   at::parallel_for(0, parts, grain, [&](int64_t begin, int64_t end) {
-    cpu::multiply(product, begin * kColumns, std::min(n, end * kColumns));
+    cpu::kernels()->multiply(product, begin * kColumns, std::min(n, end * kColumns));
   });
   return true;
 }

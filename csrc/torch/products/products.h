@@ -51,8 +51,8 @@ constexpr int64_t kBlock = int64_t(1) << 18;
 // How many of `count` slices, each of some number of elements, make a block; at least one.
 int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock);
 
-// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, of recurrent layers
-// for AutogradCPU too.
+// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, for
+// `replace_recurrent` for AutogradCPU too.
 void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);

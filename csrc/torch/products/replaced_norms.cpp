@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "cpu/passes.h"
+#include "cpu/kernels.h"
 #include "torch/products/products.h"
 
 namespace amp_mp::products {
@@ -58,10 +58,16 @@ Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& 
   std::fill(sizes.end() - dims, sizes.end(), 1);
   const Tensor mean = at::empty(sizes, x.options().dtype(at::kFloat)), scale = at::empty_like(mean);
   const int64_t rows = mean.numel(), width = x.numel() / rows;
-  const Norm norm{width, array(x), array(y), array(w), array(b), mean.data_ptr<float>(),
-                  scale.data_ptr<float>(), eps};
+  const Norm norm{width,
+                  array(x),
+                  array(y),
+                  array(w),
+                  array(b),
+                  mean.data_ptr<float>(),
+                  scale.data_ptr<float>(),
+                  eps};
   at::parallel_for(0, rows, kElements / width + 1,
-                   [&](int64_t begin, int64_t end) { cpu::norm(norm, begin, end); });
+                   [&](int64_t begin, int64_t end) { cpu::kernels()->norm(norm, begin, end); });
   return {y, mean, scale};
 }
 
@@ -76,8 +82,9 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayR
   const Tensor means = mean.to(at::kFloat).contiguous(), scales = scale.to(at::kFloat).contiguous();
   const Tensor dx = wanted[0] ? at::empty_like(x) : Tensor();
   const int64_t rows = means.numel(), width = x.numel() / rows;
-  const Norm norm{width, array(x), {}, array(w), {}, means.data_ptr<float>(),
-                  scales.data_ptr<float>(), 0.0, array(dy), array(dx)};
+  const Norm norm{
+      width, array(x),  {},       array(w), {}, means.data_ptr<float>(), scales.data_ptr<float>(),
+      0.0,   array(dy), array(dx)};
   // Parts of the rows, each with its sums, so that their order depends on no thread.
   const int64_t parts = std::clamp<int64_t>(rows * width / (4 * kElements), 1, 16);
   const Tensor sums = at::zeros({2, parts, width}, means.options());
@@ -86,8 +93,8 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayR
   };
   at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part)
-      cpu::norm_gradients(norm, rows * part / parts, rows * (part + 1) / parts, sums_of(0, part),
-                          sums_of(1, part));
+      cpu::kernels()->norm_gradients(norm, rows * part / parts, rows * (part + 1) / parts,
+                                     sums_of(0, part), sums_of(1, part));
   });
   const auto gradient = [&](int which, const MaybeTensor& of) {
     if (!wanted[size_t(1 + which)] || !of || !of->defined()) return Tensor();

@@ -1,5 +1,5 @@
-// mm, addmm, bmm and baddbmm in all their forms: in float32 where that is switched on or the product
-// is small, and the arguments are plain; else torch's own kernel, which also raises torch's errors.
+// mm, addmm, bmm and baddbmm in all their forms: in float32 where that is switched on or the
+// product is small, and the arguments are plain; else torch's kernel, which raises torch's errors.
 #include <ATen/ExpandUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>

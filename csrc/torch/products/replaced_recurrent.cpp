@@ -1,19 +1,19 @@
 // Recurrent layers in float32: torch's own float32 layer on converted weights, once a call, so that
 // gates, cells and the sums of the weights' gradients are float32 and each output is rounded once.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/tanh.h>
 #include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/mkldnn_rnn_layer_backward_cpu_dispatch.h>
 #include <ATen/ops/mkldnn_rnn_layer_cpu_dispatch.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/rnn_relu_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/rnn_relu_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/rnn_tanh_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/rnn_tanh_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/tanh.h>
 
 #include "torch/products/products.h"
 
@@ -49,7 +49,7 @@ struct Converted {
 };
 
 // An operator whose arguments begin with the input. Layers are above autograd, which records the
-// conversions, so that a gradient is rounded once, too; what torch's autocast makes of one is below.
+// conversions, so that a gradient is rounded once, too; oneDNN's layers are below it.
 template <class Result, class... Args>
 struct Layer {
   template <Result (*stock)(const Tensor&, Args...)>
@@ -140,8 +140,9 @@ void replace_recurrent(torch::Library& aten) {
 void replace_recurrent_layers(torch::Library& aten) {
   aten.impl("mkldnn_rnn_layer",
             LayerOf<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
-  aten.impl("mkldnn_rnn_layer_backward", LayerOf<decltype(at::cpu::mkldnn_rnn_layer_backward)>::
-                                             compute<at::cpu::mkldnn_rnn_layer_backward>);
+  aten.impl("mkldnn_rnn_layer_backward",
+            LayerOf<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
+                at::cpu::mkldnn_rnn_layer_backward>);
 }
 
 }  // namespace amp_mp::products
