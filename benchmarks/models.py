@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/models.py --isa AVX2 --models UNet LSTM --rounds 60
 
 A training step of `amp.prepare` with `amp.optim.AdamW` against one in float32 with torch's fused
-AdamW; "one token" and the linear layers are forward passes without gradients. oneDNN is held to an instruction set by
-DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a processor that has no other. The arms
-take turns; a ratio is the median over rounds, with the range of the middle half in parentheses. The time
-of one thread is CPU time, which other processes disturb less.
+AdamW; "one token" and the linear layers are forward passes without gradients. oneDNN is held to an
+instruction set by DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a processor that has no
+other. The arms take turns; a ratio is the median over rounds, with the range of the middle half in
+parentheses. The time of one thread is CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
