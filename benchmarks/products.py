@@ -1,7 +1,7 @@
 """Small matrix products on a CPU: float32, torch.autocast, and amp_mp's choice by size.
 
     python benchmarks/products.py               a sweep: time against float32
-    python benchmarks/products.py --calibrate   prints the table in csrc/torch/product.cpp
+    python benchmarks/products.py --calibrate   prints the table in csrc/torch/products/sizes.cpp
 
 A product is linear(x, weight), forward, with x [M, K] in float32 and a weight [N, K] that requires
 a gradient and is cast once.
@@ -28,7 +28,7 @@ from amp_mp import _C
 
 LOW = torch.bfloat16
 Shape = tuple[int, int, int]
-# As in product.cpp: rows M, columns N. Sizes that are no multiple of 4 cost float32 more.
+# As in sizes.cpp: rows M, columns N. Sizes that are no multiple of 4 cost float32 more.
 ROWS = tuple(2**i for i in range(12))
 EVEN = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 RAGGED = (3, 6, 11, 23, 45, 91)

@@ -120,6 +120,8 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
             flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
         listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
+        flags += ["-ffp-contract=fast"]  # of matrix products only
+        listed.append(Unit(CSRC / "cpu/multiply.cpp", [*base, *flags], isa))
     if cuda:
         # Kernels in a quarter of the bytes, or a third; the driver unpacks those that are used.
         # Drivers for CUDA 12 may not know the denser way.

@@ -47,6 +47,31 @@ struct Transfer {
   Origin origin = {};
 };
 
+// A matrix in low precision: element (i, j) is at data + i * row + j * column.
+struct Matrix {
+  const void* data;
+  int64_t row, column;
+};
+
+// One matrix product: to = alpha * (a @ b) + beta * c, summed in float32 and rounded once. All have
+// one format, float16 or bfloat16. b's rows or columns are dense; c may be absent (null).
+struct Product {
+  Format format;
+  int64_t rows, columns, depth;  // of a: rows x depth; of b: depth x columns
+  Matrix a, b, c, to;
+  float alpha, beta;
+};
+
+// A layer norm of rows of `width` elements: y = (x - mean) * scale * weight + bias, where scale is
+// 1 / sqrt(variance + eps). Its gradients read mean and scale.
+struct Norm {
+  int64_t width;
+  Array x, y, weight, bias;  // weight and bias may be absent (null)
+  float *mean, *scale;       // of each row
+  double eps;
+  Array dy = {}, dx = {};  // dx may be absent
+};
+
 // One tensor in a measure pass.
 struct Reading {
   int64_t size;

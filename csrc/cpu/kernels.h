@@ -20,6 +20,11 @@ struct Kernels {
   Statistics (*measure)(const Reading& reading, int64_t begin, int64_t end);  // at most one kSpan
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
   void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
+  void (*multiply)(const Product& product, int64_t begin, int64_t end);  // columns of the result
+  void (*norm)(const Norm& norm, int64_t begin, int64_t end);            // rows
+  // The gradients of weight and bias are added to the sums, of `width` elements each or null.
+  void (*norm_gradients)(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
+                         float* bias_sums);
   AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)
 };
 #undef AMP_MP_LOOPS

@@ -7,6 +7,7 @@
 #include "cpu/average.h"
 #include "cpu/kernels.h"
 #include "cpu/moments.h"
+#include "cpu/norm.h"
 
 namespace amp_mp::cpu::AMP_MP_ISA {
 namespace {
@@ -61,8 +62,11 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
 #define AMP_MP_LOOPS(Rule, op) {apply<Rule>, moments<Rule>},
 
+void multiply(const Product& product, int64_t begin, int64_t end);  // of multiply.cpp
+
 extern const Kernels table;
-const Kernels table = {AMP_MP_NAME(AMP_MP_ISA), measure, copy, average,
-                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {
+    AMP_MP_NAME(AMP_MP_ISA),           measure, copy, average, multiply, norm, norm_gradients,
+    AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

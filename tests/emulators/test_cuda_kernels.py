@@ -21,6 +21,7 @@ SOURCES = [
     HERE / "cuda_kernels/compare.cpp",
     CSRC / "cuda/apply.cu",  # takes longest to compile, so it begins early
     CSRC / "cpu/loops.cpp",
+    CSRC / "cpu/multiply.cpp",
     *sorted(set(CSRC.glob("cuda/*.cu")) - {CSRC / "cuda/apply.cu"}),
     CSRC / "cpu/passes.cpp",
     CSRC / "cpu/select.cpp",

@@ -15,6 +15,7 @@ from torch.autograd import gradcheck
 
 import amp_mp as amp
 from amp_mp import nn as amp_nn
+from amp_mp.casting import products
 
 LOW = [torch.float16, torch.bfloat16]
 OPS = "layer_norm group_norm rms_norm softmax _softmax log_softmax _log_softmax"
@@ -89,18 +90,33 @@ def make_norm(name: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn
 
 
 def assert_like_float32(norm: nn.Module, twin: nn.Module, x: Tensor, y: Tensor) -> None:
-    """y = norm(x) and its gradients are torch's of float32, rounded once; no bit differs."""
+    """y = norm(x) and its gradients are torch's of float32, rounded once.
+
+    No bit differs, but of a layer norm on a CPU after a choice of products, whose sums have another
+    order: a sum of 64 numbers is off by 64 * 2^-24 of the largest at most, so a few are rounded to
+    the neighbour.
+    """
     x32 = x.detach().float().requires_grad_()
     y32 = twin(x32)
     upstream = torch.randn_like(y)
     y.backward(upstream)
     y32.backward(upstream.float())
     assert y.dtype == x.dtype
-    assert torch.equal(y, y32.to(y.dtype))
-    assert torch.equal(x.grad, x32.grad.to(x.dtype))
+    fused = isinstance(norm, nn.LayerNorm) and not x.is_cuda and x.dtype in products.CHOSEN
+
+    def assert_rounded(found: Tensor, exact: Tensor) -> None:
+        if not fused:
+            assert torch.equal(found, exact.to(found.dtype))
+            return
+        half_ulp = torch.finfo(found.dtype).eps / 2
+        bound = 1.001 * half_ulp * exact.abs() + 64 * 2.0**-24 * exact.abs().max()
+        assert ((found.double() - exact).abs() <= bound).all()
+
+    assert_rounded(y, y32)
+    assert_rounded(x.grad, x32.grad)
     for param, wanted in zip(norm.parameters(), twin.parameters(), strict=True):
         assert param.grad.dtype == param.dtype
-        assert torch.equal(param.grad, wanted.grad.to(param.dtype))
+        assert_rounded(param.grad, wanted.grad)
 
 
 @norms

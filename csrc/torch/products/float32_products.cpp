@@ -130,6 +130,7 @@ void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const
                          const at::Tensor& b, double beta, double alpha) {
   const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
   const at::Tensor added = summand.defined() && beta != 0.0 ? summand.expand({m, n}) : at::Tensor();
+  if (multiply_by_loops(out, added, a, b, beta, alpha)) return;
   if (n > m)
     return multiply_in_float32(out.t(), added.defined() ? added.t() : added, b.t(), a.t(), beta,
                                alpha);
@@ -173,6 +174,10 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
   at::parallel_for(0, std::max<int64_t>(batches, 2), 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
     end = std::min(end, batches);
+    while (begin < end && multiply_by_loops(out[begin], added.defined() ? added[begin] : added,
+                                            a[begin], b[begin], beta, alpha))
+      ++begin;
+    if (begin == end) return;
     const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);
     const FloatBatch left(a, some), right(b, some), sums(out, some);
     for (int64_t first = begin; first < end; first += some) {

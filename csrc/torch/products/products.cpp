@@ -26,17 +26,18 @@ std::atomic<Choice>& chosen(at::ScalarType low) {
 
 // Once in a process, and for good: torch must not lose kernels that another thread runs.
 template <auto... replace>
-void replace_kernels() {
+void replace_kernels(std::initializer_list<c10::DispatchKey> keys) {
   static std::once_flag once;
-  std::call_once(once, [] {
+  std::call_once(once, [&] {
     // Silences torch's warning that a kernel is overridden, which is intended here.
     struct Silent : c10::WarningHandler {
       void process(const c10::Warning&) override {}
     } silent;
     const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-    auto* aten =
-        new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    (replace(*aten), ...);
+    for (const c10::DispatchKey key : keys) {
+      auto* aten = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+      (replace(*aten), ...);
+    }
   });
 }
 
@@ -47,10 +48,22 @@ bool in_float32(at::ScalarType low) {
   return low == at::kHalf && of_float16.load(std::memory_order_relaxed) == float32;
 }
 
+bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k) {
+  const Choice own = low == at::kBFloat16 ? of_bfloat16 : of_float16;
+  if (own != native) return own == float32;
+  constexpr int64_t kFewest = 4;  // rows, whose weights take longer to read than to multiply
+  return m <= kFewest || n <= kFewest || !is_large(m, n, k);
+}
+
 void choose(at::ScalarType low, bool in_float32) {
   std::atomic<Choice>& own = chosen(low);
-  replace_kernels<replace_embeddings>();
-  if (in_float32) replace_kernels<replace_products, replace_convolution, replace_attention>();
+  using c10::DispatchKey;
+  replace_kernels<replace_embeddings, replace_norms, replace_products>({DispatchKey::CPU});
+  if (in_float32) {
+    replace_kernels<replace_convolution, replace_attention, replace_recurrent_layers>(
+        {DispatchKey::CPU});
+    replace_kernels<replace_recurrent>({DispatchKey::AutogradCPU, DispatchKey::CPU});
+  }
   own = in_float32 ? float32 : native;
 }
 

@@ -8,12 +8,15 @@
 
 namespace amp_mp::products {
 
-// Whether products of a dtype, bfloat16 or float16, are computed in float32.
+// Whether all products of a dtype, bfloat16 or float16, are computed in float32.
 bool in_float32(at::ScalarType low);
 
-// Chooses that for the process. The first choice of float32 replaces torch's kernels on the CPU:
-// of mm, addmm, bmm, baddbmm, convolution and attention, and of their derivatives; the first choice
-// at all those of the gradients of embeddings.
+// Whether that of [m, k] and [k, n] is: after a choice of native the small ones are.
+bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
+
+// Chooses that for the process. The first choice replaces torch's kernels on the CPU of mm, addmm,
+// bmm, baddbmm, layer norms and the gradients of embeddings, the first one of float32 also those of
+// convolution, attention and recurrent layers, and of their derivatives.
 void choose(at::ScalarType low, bool in_float32);
 
 // "native", "float32", or "undecided" before the first choice.
@@ -32,16 +35,30 @@ void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summan
                                  const at::Tensor& a, const at::Tensor& b, double beta,
                                  double alpha);
 
+// Whether a native bfloat16 product of [m, k] and [k, n] is faster than a float32 one and than
+// `multiply_by_loops`.
+bool is_large(int64_t m, int64_t n, int64_t k);
+
+// The same for matrices by the CPU loops, which convert weights in registers and read them once for
+// 16 rows. False, and nothing is done, if another product is faster or b is dense in neither
+// dimension.
+bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
+                       const at::Tensor& b, double beta, double alpha);
+
 // Elements of a block that is converted at a time: 1 MiB in float32, which stays in the cache.
 constexpr int64_t kBlock = int64_t(1) << 18;
 
 // How many of `count` slices, each of some number of elements, make a block; at least one.
 int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock);
 
-// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU.
+// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, for
+// `replace_recurrent` for AutogradCPU too.
 void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);
 void replace_embeddings(torch::Library& aten);
+void replace_norms(torch::Library& aten);
+void replace_recurrent(torch::Library& aten);
+void replace_recurrent_layers(torch::Library& aten);
 
 }  // namespace amp_mp::products

@@ -1,5 +1,5 @@
-// mm, addmm, bmm and baddbmm in all their forms: in float32 where that is switched on and the
-// arguments are plain; else torch's own kernel, which also raises torch's errors.
+// mm, addmm, bmm and baddbmm in all their forms: in float32 where that is switched on or the
+// product is small, and the arguments are plain; else torch's kernel, which raises torch's errors.
 #include <ATen/ExpandUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
@@ -17,10 +17,12 @@ using at::Scalar;
 using at::Tensor;
 
 bool are_factors(const Tensor& a, const Tensor& b, int64_t dims) {
-  return in_float32(a.scalar_type()) && b.scalar_type() == a.scalar_type() && a.dim() == dims &&
+  const at::ScalarType low = a.scalar_type();
+  return (low == at::kBFloat16 || low == at::kHalf) && b.scalar_type() == low && a.dim() == dims &&
          b.dim() == dims && a.size(dims - 1) == b.size(dims - 2) &&
          (dims == 2 || a.size(0) == b.size(0)) && a.numel() > 0 && b.numel() > 0 &&
-         a.layout() == at::kStrided && b.layout() == at::kStrided;
+         a.layout() == at::kStrided && b.layout() == at::kStrided &&
+         in_float32(low, a.size(dims - 2), b.size(dims - 1), a.size(dims - 1));
 }
 
 std::vector<int64_t> sizes_of(const Tensor& a, const Tensor& b) {

@@ -21,6 +21,11 @@ SETTINGS = ("bfloat16", "float16", "float32", "measure")
 SLOWER = {64: 4.0, 256: 1.1}
 
 
+# The dtypes that were chosen for. Layer norms of these on a CPU compute in float32, gradients of
+# their weights included, and take float32 weights too.
+CHOSEN: set[torch.dtype] = set()
+
+
 def choose_products(products: str, dtype: torch.dtype) -> None:
     """Chooses how this process computes products of a dtype on the CPU.
 
@@ -42,6 +47,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
             store = distributed.distributed_c10d._get_default_store()
             products = store.compare_set(f"amp_mp/products/{name}", "", products).decode()
     _C.products.choose(dtype, products == "float32")
+    CHOSEN.add(dtype)
 
 
 def check_products(products: str) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_mp.casting import products
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.selection import is_marked, is_normalisation, named_tensors
 from amp_mp.nested import map_tensors, tensors_in
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
-# the casts. Not LayerNorm: it would sum its weights' gradients in low precision.
-MIXING = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+# the casts. Before a choice of products LayerNorm sums its weights' gradients in low precision.
+MIXING = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 # The attribute of a tensor that was cast for a kept module: the module's id, and the dtype that it
 # had. The id, because the tensor may go to a kept module inside the first as it is.
@@ -138,6 +139,9 @@ def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
 def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
     """Whether torch's own kernel takes these inputs beside float32 weights."""
     own = isinstance(module, MIXING) and type(module).__module__.startswith("torch.nn.")
+    if isinstance(module, nn.LayerNorm):
+        chosen = all(t.dtype in products.CHOSEN for t in inputs)
+        own = own and chosen and _weight_dtype(module) == torch.float32
     return own and all(t.device.type == "cpu" for t in inputs)
 
 

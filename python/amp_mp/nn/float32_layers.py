@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amp_mp.casting import products
+
 
 class Fp32LayerNorm(nn.LayerNorm):
     """nn.LayerNorm in float32: (x - mean) / sqrt(var + eps) * weight + bias (Ba et al., 2016).
@@ -143,8 +145,17 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
     """function(x, *args) in x's compute dtype, without autocast; the result has x's dtype."""
     dtype = _compute_dtype("x", x)
     with autocast_off(x):
+        if function is functional.layer_norm and _is_fused(x, *args):
+            return function(x, *args)
         args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
         return function(x.to(dtype), *args).to(x.dtype)
+
+
+def _is_fused(x: Tensor, *args: Any) -> bool:
+    """Whether a layer norm computes in float32 by itself, without an activation in float32."""
+    dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+    chosen = x.device.type == "cpu" and x.dtype in products.CHOSEN
+    return chosen and dtypes <= {x.dtype, torch.float32}
 
 
 def _compute_dtype(name: str, tensor: Tensor) -> torch.dtype:

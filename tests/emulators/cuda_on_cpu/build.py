@@ -37,6 +37,7 @@ VARIANTS = {
 # Sources without CUDA that the library is built of too, by the names of its objects.
 LIBRARYS = {
     ROOT / "csrc/cpu/loops.cpp": "cpu_loops_baseline",
+    ROOT / "csrc/cpu/multiply.cpp": "cpu_multiply_baseline",
     ROOT / "csrc/cpu/passes.cpp": "cpu_passes",
 }
 

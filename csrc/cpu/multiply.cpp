@@ -1,0 +1,185 @@
+// Matrix products in low precision, compiled once for each instruction set as loops.cpp, but with
+// fused multiply-adds: no other device has to give the same bits.
+#include "cpu/multiply.h"
+
+#include "cpu/kernels.h"
+
+namespace amp_mp::cpu::AMP_MP_ISA {
+namespace {
+
+template <class Low>
+AMP_MP_BOTH const Low* at(const Matrix& m, int64_t i, int64_t j) {
+  return static_cast<const Low*>(m.data) + i * m.row + j * m.column;
+}
+
+// Calls f with the first row of each tile, and with the number of its rows as a constant.
+template <class F>
+AMP_MP_BOTH void by_tiles(int rows, const F& f) {
+  int r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows) f(r, Constant<kTileRows>{});
+  if constexpr (kTileRows == 4) {
+    if (rows - r == 3) return f(r, Constant<3>{});
+    if (rows - r == 2) return f(r, Constant<2>{});
+  }
+  if (rows - r == 1) f(r, Constant<1>{});
+}
+
+// A part of `to`: at most kRows rows from `row` on, and at most kPanel columns from `column` on.
+template <class Low>
+struct Part {
+  const Product& p;
+  const int64_t row, column;
+  const int rows, columns;
+  alignas(64) float x[kRows * kDepth], sums[kRows * kPanel];
+
+  AMP_MP_BOTH Part(const Product& p, int64_t row, int64_t column, int64_t end)
+      : p(p),
+        row(row),
+        column(column),
+        rows(int(p.rows - row < kRows ? p.rows - row : kRows)),
+        columns(int(end - column < kPanel ? end - column : kPanel)) {}
+
+  // Adds the products of a's columns from k on where b's columns are dense.
+  AMP_MP_BOTH void add_dots(int64_t k, int depth) {
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < depth; i += kPack) {
+        const Low* from = at<Low>(p.a, row + r, k + i);
+        Low own[kPack];
+        if (depth - i < kPack || p.a.column != 1) {
+          for (int j = 0; j < kPack; ++j) own[j] = i + j < depth ? from[j * p.a.column] : Low{};
+          from = own;
+        }
+        Lane first, second;
+        unpack(from, first, second);
+        store_lane(first, x + r * kDepth + i);
+        store_lane(second, x + r * kDepth + i + kLanes);
+      }
+    const auto add = [&](int c, auto count) __attribute__((always_inline)) {
+      by_tiles(rows, [&](int r, auto n) __attribute__((always_inline)) {
+        dots<Low, n.value, count.value>(x + r * kDepth, at<Low>(p.b, k, column + c), p.b.column,
+                                        depth, sums + r * kPanel + c);
+      });
+    };
+    int c = 0;
+    for (; c + kTileColumns <= columns; c += kTileColumns) add(c, Constant<kTileColumns>{});
+    for (; c < columns; ++c) add(c, Constant<1>{});
+  }
+
+  // The same where b's rows are dense; the sums are in the order of `unpack`.
+  AMP_MP_BOTH void add_outer(int64_t k, int depth, const Low* weights, int64_t weights_row) {
+    // x keeps a's order, so that it is converted in a row.
+    const bool by_columns = p.a.row == 1 && p.a.column != 1;
+    const int64_t x_row = by_columns ? 1 : kDepth, x_column = by_columns ? kRows : 1;
+    const int64_t step = by_columns ? 1 : p.a.column;
+    const int n = by_columns ? rows : depth;
+    for (int i = 0; i < (by_columns ? depth : rows); ++i) {
+      const Low* from = by_columns ? at<Low>(p.a, row, k + i) : at<Low>(p.a, row + i, k);
+      float* to = x + i * (by_columns ? kRows : kDepth);
+      if (step == 1) {
+        decode_tile(from, to, n);
+      } else {
+        for (int j = 0; j < n; ++j) to[j] = decode(from[j * step]);
+      }
+    }
+    for (int d = 0; d < depth; d += kStreams) {
+      const int some = depth - d < kStreams ? depth - d : kStreams;
+      const Low* from = weights + d * weights_row;
+      int c = 0;
+      const auto add = [&](const Low* from, int64_t step,
+                           auto packs) __attribute__((always_inline)) {
+        by_tiles(rows, [&](int r, auto n) __attribute__((always_inline)) {
+          outer<Low, n.value, packs.value>(x + r * x_row + d * x_column, x_row, x_column, from,
+                                           step, some, sums + r * kPanel + c);
+        });
+      };
+      for (; c + 2 * kPack <= columns; c += 2 * kPack) add(from + c, weights_row, Constant<2>{});
+      for (; c + kPack <= columns; c += kPack) add(from + c, weights_row, Constant<1>{});
+      if (c == columns) continue;
+      Low last[kStreams * kPack] = {};
+      for (int i = 0; i < some; ++i)
+        memcpy(last + i * kPack, from + i * weights_row + c, size_t(columns - c) * sizeof(Low));
+      add(last, kPack, Constant<1>{});
+    }
+  }
+
+  // Rounds alpha * sums + beta * c into `to`, a pack at a time.
+  AMP_MP_BOTH void round(bool in_packs) const {
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < columns; i += kPack) {
+        const int n = columns - i < kPack ? columns - i : kPack;
+        const float* sum = sums + r * kPanel + i;
+        Lane half[2] = {load_lane(sum), load_lane(sum + kLanes)};
+        if (!in_packs) order_pack<Low>(sum, half[0], half[1]);
+        Low own[kPack] = {};
+        if (p.c.data) {
+          const Low* added = at<Low>(p.c, row + r, column + i);
+          if (n < kPack || p.c.column != 1) {
+            for (int j = 0; j < n; ++j) own[j] = added[j * p.c.column];
+            added = own;
+          }
+          Lane first, second;
+          unpack(added, first, second);
+          half[0] = p.alpha * half[0] + p.beta * first;
+          half[1] = p.alpha * half[1] + p.beta * second;
+        } else if (p.alpha != 1.0f) {
+          half[0] *= p.alpha;
+          half[1] *= p.alpha;
+        }
+        Low* to = const_cast<Low*>(at<Low>(p.to, row + r, column + i));
+        if (n == kPack && p.to.column == 1) {
+          pack(half[0], half[1], to);
+        } else {
+          pack(half[0], half[1], own);
+          for (int j = 0; j < n; ++j) to[j * p.to.column] = own[j];
+        }
+      }
+  }
+};
+
+// Columns of b that are dense, as rows. By squares whose rows are each a line of the cache.
+template <class Low>
+AMP_MP_BOTH void turn(const Product& p, int64_t column, int columns, Low* to) {
+  constexpr int kSquare = 32;
+  for (int i = 0; i < p.depth; i += kSquare)
+    for (int j = 0; j < columns; j += kSquare)
+      for (int c = j; c < columns && c < j + kSquare; ++c) {
+        const Low* from = at<Low>(p.b, i, column + c);
+        for (int k = 0; k < kSquare && i + k < p.depth; ++k) to[(i + k) * kTurnedRow + c] = from[k];
+      }
+}
+
+template <class Low>
+AMP_MP_OWN void multiply_as(const Product& p, int64_t begin, int64_t end) {
+  const bool dense_columns = p.b.row == 1 && (p.b.column != 1 || p.columns == 1);
+  // Rows as short cost a dot product more than its sum.
+  const bool turns =
+      dense_columns && (p.depth < 2 * kPack || (p.rows > kRows && p.depth <= kShallow));
+  const bool in_packs = turns || !dense_columns;
+  Low turned[kShallow * kTurnedRow];
+  for (int64_t column = begin; column < end; column += kPanel) {
+    if (turns) turn<Low>(p, column, int(end - column < kPanel ? end - column : kPanel), turned);
+    for (int64_t row = 0; row < p.rows; row += kRows) {
+      Part<Low> part(p, row, column, end);
+      for (int r = 0; r < part.rows; ++r) memset(part.sums + r * kPanel, 0, sizeof(float) * kPanel);
+      for (int64_t k = 0; k < p.depth; k += kDepth) {
+        const int depth = int(p.depth - k < kDepth ? p.depth - k : kDepth);
+        if (!in_packs)
+          part.add_dots(k, depth);
+        else if (turns)
+          part.add_outer(k, depth, turned, kTurnedRow);
+        else
+          part.add_outer(k, depth, at<Low>(p.b, k, column), p.b.row);
+      }
+      part.round(in_packs);
+    }
+  }
+}
+
+}  // namespace
+
+void multiply(const Product& p, int64_t begin, int64_t end) {
+  if (p.format == Format::bfloat16) return multiply_as<bfloat16>(p, begin, end);
+  multiply_as<float16>(p, begin, end);
+}
+
+}  // namespace amp_mp::cpu::AMP_MP_ISA

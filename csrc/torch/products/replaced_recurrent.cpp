@@ -1,0 +1,148 @@
+// Recurrent layers in float32: torch's own float32 layer on converted weights, once a call, so that
+// gates, cells and the sums of the weights' gradients are float32 and each output is rounded once.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/mkldnn_rnn_layer_backward_cpu_dispatch.h>
+#include <ATen/ops/mkldnn_rnn_layer_cpu_dispatch.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/rnn_relu_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/rnn_relu_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/rnn_tanh_cell_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/rnn_tanh_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/tanh.h>
+
+#include "torch/products/products.h"
+
+namespace amp_mp::products {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using MaybeTensor = std::optional<Tensor>;
+
+// Arguments or results, those of dtype `from` in dtype `to`.
+struct Converted {
+  at::ScalarType from, to;
+
+  Tensor operator()(const Tensor& t) const {
+    return t.defined() && t.scalar_type() == from ? t.to(to) : t;
+  }
+  MaybeTensor operator()(const MaybeTensor& t) const { return t ? (*this)(*t) : t; }
+  std::vector<Tensor> operator()(TensorList list) const {
+    std::vector<Tensor> converted;
+    for (const Tensor& t : list) converted.push_back((*this)(t));
+    return converted;
+  }
+  template <class... T>
+  std::tuple<T...> operator()(const std::tuple<T...>& all) const {
+    return std::apply([&](const T&... t) { return std::tuple<T...>((*this)(t)...); }, all);
+  }
+  at::IntArrayRef operator()(at::IntArrayRef sizes) const { return sizes; }
+  template <class Number>
+  Number operator()(Number n) const {
+    return n;
+  }
+};
+
+// An operator whose arguments begin with the input. Layers are above autograd, which records the
+// conversions, so that a gradient is rounded once, too; oneDNN's layers are below it.
+template <class Result, class... Args>
+struct Layer {
+  template <Result (*stock)(const Tensor&, Args...)>
+  static Result compute(const Tensor& input, Args... args) {
+    const at::ScalarType low = input.scalar_type();
+    if (!in_float32(low)) return stock(input, args...);
+    const Converted up{low, at::kFloat}, down{at::kFloat, low};
+    return down(stock(up(input), up(args)...));
+  }
+};
+
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+// Of padded sequences, and of packed ones, whose second argument is the batch sizes.
+using Lstm = Layer<Three, TensorList, TensorList, bool, int64_t, double, bool, bool, bool>;
+using PackedLstm =
+    Layer<Three, const Tensor&, TensorList, TensorList, bool, int64_t, double, bool, bool>;
+using Other = Layer<Two, const Tensor&, TensorList, bool, int64_t, double, bool, bool, bool>;
+using PackedOther =
+    Layer<Two, const Tensor&, const Tensor&, TensorList, bool, int64_t, double, bool, bool>;
+
+// A cell is called for every element of a sequence, so its weights are not kept in float32 for
+// backward: both products are rounded, all that follows is float32.
+struct Gates {
+  Tensor input, hidden;
+
+  Gates(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
+        const MaybeTensor& b_ih, const MaybeTensor& b_hh)
+      : input(at::linear(x, w_ih, b_ih).to(at::kFloat)),
+        hidden(at::linear(h, w_hh, b_hh).to(at::kFloat)) {}
+};
+
+template <auto stock>
+Two lstm_cell(const Tensor& x, TensorList hx, const Tensor& w_ih, const Tensor& w_hh,
+              const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
+  const at::ScalarType low = x.scalar_type();
+  if (!in_float32(low) || hx.size() != 2) return stock(x, hx, w_ih, w_hh, b_ih, b_hh);
+  const Gates found(x, hx[0], w_ih, w_hh, b_ih, b_hh);
+  const auto gates = (found.input + found.hidden).chunk(4, -1);
+  const Tensor kept = gates[1].sigmoid() * hx[1].to(at::kFloat),
+               cell = kept + gates[0].sigmoid() * gates[2].tanh();
+  return {(gates[3].sigmoid() * cell.tanh()).to(low), cell.to(low)};
+}
+
+template <auto stock>
+Tensor gru_cell(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
+                const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
+  const at::ScalarType low = x.scalar_type();
+  if (!in_float32(low)) return stock(x, h, w_ih, w_hh, b_ih, b_hh);
+  const Gates found(x, h, w_ih, w_hh, b_ih, b_hh);
+  const auto input = found.input.chunk(3, -1), hidden = found.hidden.chunk(3, -1);
+  const Tensor fresh = (input[2] + (input[0] + hidden[0]).sigmoid() * hidden[2]).tanh();
+  return ((h.to(at::kFloat) - fresh) * (input[1] + hidden[1]).sigmoid() + fresh).to(low);
+}
+
+template <auto stock, Tensor (*activation)(const Tensor&)>
+Tensor rnn_cell(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
+                const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
+  const at::ScalarType low = x.scalar_type();
+  if (!in_float32(low)) return stock(x, h, w_ih, w_hh, b_ih, b_hh);
+  const Gates found(x, h, w_ih, w_hh, b_ih, b_hh);
+  return activation(found.input + found.hidden).to(low);
+}
+
+template <class F>
+struct LayerOf;
+template <class Result, class... Args>
+struct LayerOf<Result(const Tensor&, Args...)> : Layer<Result, Args...> {};
+
+}  // namespace
+
+void replace_recurrent(torch::Library& aten) {
+  namespace stock = at::compositeimplicitautograd;
+  aten.impl("lstm.input", Lstm::compute<stock::lstm>);
+  aten.impl("lstm.data", PackedLstm::compute<stock::lstm>);
+  aten.impl("gru.input", Other::compute<stock::gru>);
+  aten.impl("gru.data", PackedOther::compute<stock::gru>);
+  aten.impl("rnn_tanh.input", Other::compute<stock::rnn_tanh>);
+  aten.impl("rnn_tanh.data", PackedOther::compute<stock::rnn_tanh>);
+  aten.impl("rnn_relu.input", Other::compute<stock::rnn_relu>);
+  aten.impl("rnn_relu.data", PackedOther::compute<stock::rnn_relu>);
+  aten.impl("lstm_cell", lstm_cell<stock::lstm_cell>);
+  aten.impl("gru_cell", gru_cell<stock::gru_cell>);
+  aten.impl("rnn_tanh_cell", rnn_cell<stock::rnn_tanh_cell, at::tanh>);
+  aten.impl("rnn_relu_cell", rnn_cell<stock::rnn_relu_cell, at::relu>);
+}
+
+void replace_recurrent_layers(torch::Library& aten) {
+  aten.impl("mkldnn_rnn_layer",
+            LayerOf<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
+  aten.impl("mkldnn_rnn_layer_backward",
+            LayerOf<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
+                at::cpu::mkldnn_rnn_layer_backward>);
+}
+
+}  // namespace amp_mp::products
