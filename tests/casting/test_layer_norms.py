@@ -24,9 +24,10 @@ def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
 
 def test_a_thousand_ones_add_up_in_a_prepared_norms_gradient() -> None:
     """torch's kernel adds them up to 256 in bfloat16."""
-    model = amp.prepare(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), torch.bfloat16)
+    prepared = nn.LayerNorm(8)
+    amp.prepare(nn.Sequential(prepared, nn.Linear(8, 8)), torch.bfloat16)
     x = torch.randn(1000, 8).bfloat16()
-    for norm in (model[0], nn.LayerNorm(8).bfloat16(), amp.nn.Fp32LayerNorm(8).bfloat16()):
+    for norm in (prepared, nn.LayerNorm(8).bfloat16(), amp.nn.Fp32LayerNorm(8).bfloat16()):
         y = norm(x)
         assert y.dtype == torch.bfloat16
         y.sum().backward()
@@ -34,9 +35,10 @@ def test_a_thousand_ones_add_up_in_a_prepared_norms_gradient() -> None:
 
 
 def test_norms_of_prepared_models_convert_no_activation() -> None:
-    model = amp.prepare(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), torch.bfloat16)
+    prepared = nn.LayerNorm(8)
+    amp.prepare(nn.Sequential(prepared, nn.Linear(8, 8)), torch.bfloat16)
     x = torch.randn(10, 8).bfloat16()
-    for norm in (model[0], amp.nn.Fp32LayerNorm(8), amp_mp.apex.normalization.FusedLayerNorm(8)):
+    for norm in (prepared, amp.nn.Fp32LayerNorm(8), amp_mp.apex.normalization.FusedLayerNorm(8)):
         kept: list[Tensor] = []
 
         def pack(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
@@ -44,7 +46,7 @@ def test_norms_of_prepared_models_convert_no_activation() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            norm.to(torch.bfloat16 if norm is not model[0] else torch.float32)(x)
+            norm.to(torch.bfloat16 if norm is not prepared else torch.float32)(x)
         assert [t.dtype for t in kept if t.numel() == x.numel()] == [torch.bfloat16]
 
 

@@ -56,7 +56,7 @@ def results(
 
 
 def expect_near(low: torch.dtype, layer: nn.Module, x: Tensor, lengths: list[int] | None,
-                roundings: int) -> None:  # fmt: skip
+                roundings: float) -> None:  # fmt: skip
     layer, x = layer.to(low), x.to(low)
     found = results(layer, x, lengths, low)
     exact = results(layer.double(), x.double(), lengths, low)
