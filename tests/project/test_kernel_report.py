@@ -12,16 +12,18 @@ import kernel_report
 import pytest
 from kernel_report import Kernel, add_code, add_ptx, parse_ptxas, short_name
 
+from amp_mp.optim.rule import Rule
+
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_HALVES = ("moments_kernel", "directions_kernel")
 HOT = ("apply_kernel", "average_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
+LIST = (ROOT / "csrc/core/rules.h").read_text()
+STATES = {
+    rule: len(Rule(operator).names) for rule, operator in re.findall(r"X\((\w+), (\w+)\)", LIST)
+}
+STATES |= {"Amsgrad": STATES["AmsgradAdamW"], "Muon": 2, "MuonStep": 0}  # with Muon's direction
 _HEADERS = "".join(path.read_text() for path in (ROOT / "csrc/core/rules").glob("*.h"))
 _TEXTS = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", _HEADERS, re.MULTILINE | re.DOTALL))
-STATES = {
-    rule: int(found[1])
-    for rule, text in _TEXTS.items()
-    if (found := re.search(r"kStates = (\d)", text))
-}
 # Loops of an apply kernel: one for each layout of csrc/cuda/layouts.h, the presets of `memory=`,
 # and one for any formats.
 LOOPS = {"AdamW": 6, "Adam": 6, "RMSprop": 6, "SGD": 5, "Lion": 5, "PlainRMSprop": 5}

@@ -1,5 +1,6 @@
 #pragma once
-// Adam and AdamW, their AMSGrad forms, NAdam and RAdam.
+// Adam and AdamW, their AMSGrad forms, NAdam and RAdam. Longer than other files because these are
+// read side by side.
 #include "core/log2.h"
 #include "core/rules/base.h"
 
@@ -7,6 +8,8 @@ namespace amp_mp {
 
 // The two moments of Adam, AdamW and LAMB: exponential averages of the gradient and its square.
 struct AdamMoments {
+  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
+  static constexpr Numbers kNumbers = {"lr", kBeta1, kBeta2, "eps", "weight_decay"};
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
 
   static AMP_MP_BOTH AdamMoments at(const Hyper& h) {
@@ -27,9 +30,8 @@ struct AdamMoments {
 // Kingma & Ba, "Adam: a method for stochastic optimization" (2015), algorithm 1, with torch's L2
 // penalty. States: m = exp_avg, v = exp_avg_sq.
 struct Adam {
-  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
-  static constexpr Numbers kNumbers = {"lr",  kBeta1,         kBeta2,
-                                       "eps", "weight_decay", "bias_correction"};
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers = AdamMoments::kNumbers.with("bias_correction");
   AdamMoments average;
   float weight_decay;
   float step_size;     // lr / (1 - beta1^t): the first moment's bias correction is in it
@@ -62,9 +64,9 @@ struct Adam {
 // Loshchilov & Hutter, "Decoupled weight decay regularization" (2019), algorithm 2; as in torch,
 // the decay is multiplied by lr. States: m = exp_avg, v = exp_avg_sq.
 struct AdamW {
-  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
-  static constexpr Numbers kNumbers = {
-      "lr", kBeta1, kBeta2, "eps", "weight_decay", "bias_correction", "cautious"};
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers =
+      AdamMoments::kNumbers.with("bias_correction").with("cautious");
   AdamMoments average;
   Decay decay;
   float step_size;     // lr / (1 - beta1^t)
@@ -129,15 +131,10 @@ using AmsgradAdamW = Amsgrad<AdamW>;
 // with the steps. torch's momentum_decay is `momentum` here, the product of all mu so far is
 // Clock::own. States: m = exp_avg, v = exp_avg_sq.
 struct NAdam {
-  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
-  static constexpr Numbers kNumbers = {"lr",
-                                       kBeta1,
-                                       kBeta2,
-                                       "eps",
-                                       "weight_decay",
-                                       "cautious",
-                                       {"decoupled_weight_decay", "decoupled"},
-                                       {"momentum_decay", "momentum"}};
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers = AdamMoments::kNumbers.with("cautious")
+                                          .with({"decoupled_weight_decay", "decoupled"})
+                                          .with({"momentum_decay", "momentum"});
   static constexpr OwnNumber kOwn = {"mu_product", 1};
   AdamMoments average;
   float weight_decay;                // 0 if decoupled
@@ -185,14 +182,9 @@ struct NAdam {
 // the average that v is, does not exceed 5, the step is that of the momentum alone. States:
 // m = exp_avg, v = exp_avg_sq.
 struct RAdam {
-  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
-  static constexpr Numbers kNumbers = {"lr",
-                                       kBeta1,
-                                       kBeta2,
-                                       "eps",
-                                       "weight_decay",
-                                       "cautious",
-                                       {"decoupled_weight_decay", "decoupled"}};
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers =
+      AdamMoments::kNumbers.with("cautious").with({"decoupled_weight_decay", "decoupled"});
   AdamMoments average;
   float weight_decay;  // 0 if decoupled
   Decay decay;         // 1 if not decoupled

@@ -9,18 +9,11 @@ namespace amp_mp {
 // also measures the norm of `direction`; then the call operator, with that norm in step_size.
 // States: m = exp_avg, v = exp_avg_sq.
 struct LAMB {
-  static constexpr States kKept = {{"exp_avg", Kind::moment}, {"exp_avg_sq", Kind::square}};
-  static constexpr Numbers kNumbers = {"lr",
-                                       kBeta1,
-                                       kBeta2,
-                                       "eps",
-                                       "weight_decay",
-                                       "bias_correction",
-                                       "cautious",
-                                       "always_adapt",
-                                       {"use_nvlamb", "always_adapt"},
-                                       "grad_averaging",
-                                       "adam_w_mode"};
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers = AdamW::kNumbers.with("always_adapt")
+                                          .with({"use_nvlamb", "always_adapt"})
+                                          .with("grad_averaging")
+                                          .with("adam_w_mode");
   static constexpr bool kNorms = true, kUpdateNorm = true;
   AdamMoments average;
   float eps;
@@ -64,14 +57,8 @@ struct LAMB {
 // bias correction and the form outside of the moment NVIDIA's. State: m = exp_avg.
 struct NovoGrad {
   static constexpr States kKept = {{"exp_avg", Kind::moment}};
-  static constexpr Numbers kNumbers = {"lr",
-                                       kBeta1,
-                                       kBeta2,
-                                       "eps",
-                                       "weight_decay",
-                                       "bias_correction",
-                                       "reg_inside_moment",
-                                       {"betas[0]", "dampening", "grad_averaging"}};
+  static constexpr Numbers kNumbers =
+      Adam::kNumbers.with("reg_inside_moment").with({"betas[0]", "dampening", "grad_averaging"});
   static constexpr OwnNumber kOwn = {"layer", 0};
   static constexpr bool kNorms = true;
   float step_size;  // lr / (1 - beta1^t)

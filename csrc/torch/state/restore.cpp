@@ -127,21 +127,18 @@ class Restoring {
 
   // The clock in one piece, as the step keeps it (core/rules/base.h), where the file has all of it.
   void join_clock() {
-    const SavedEntry* number = nullptr;
-    py::object own_key;
+    py::object keys[3];  // step, beta_powers, the rule's own number
     for (const auto& [key, value] : saved_) {
       const std::string name = text_of(key);
-      number = entries_.find(name);
-      if (number && number->like == Like::number && name != "step" && name != "beta_powers")
-        own_key = py::reinterpret_borrow<py::object>(key);
+      const SavedEntry* const entry = entries_.find(name);
+      if (!entry || entry->like != Like::number) continue;
+      const int place = name == "step" ? 0 : name == "beta_powers" ? 1 : 2;
+      keys[place] = py::reinterpret_borrow<py::object>(key);
     }
-    if (!own_key) return;
-    const py::object keys[] = {py::str("step"), py::str("beta_powers"), own_key};
     for (const py::object& key : keys) {
-      PyObject* const value = item_of(saved_.ptr(), key.ptr());
-      const bool is_double =
-          value && is_plain(value) && THPVariable_Unpack(value).scalar_type() == at::kDouble;
-      if (!is_double || THPVariable_Unpack(value).dim() > 1) return;
+      PyObject* const value = key ? item_of(saved_.ptr(), key.ptr()) : nullptr;
+      if (!value || !is_plain(value) || THPVariable_Unpack(value).scalar_type() != at::kDouble)
+        return;
     }
     // No autograd graph holds a clock: its views need no version counter in common.
     const at::AutoDispatchBelowADInplaceOrView plain_views;
@@ -205,17 +202,14 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
     const py::list params = params_of(groups[number].ptr()), numbers = file["params"];
     for (size_t i = 0; i < params.size(); ++i) {
       const py::object param = params[i];
-      PyObject* const saved = item_of(found.ptr(), py::object(numbers[i]).ptr());
-      if (!saved || (PyDict_Check(saved) && PyDict_Size(saved) == 0)) {
-        made.append(saved ? py::handle(saved) : py::none());
+      const py::object saved = found.attr("get")(numbers[i]);
+      if (!py::isinstance<py::dict>(saved) || py::len(saved) == 0) {
+        made.append(saved);
         continue;
       }
-      if (!PyDict_Check(saved))
-        throw py::type_error("amp_mp: a dict is needed, found " + repr_of(saved));
       PyObject* const old = item_of(states.ptr(), param.ptr());
       const auto index = int64_t(made.size());
-      Restoring one(entries, py::reinterpret_borrow<py::dict>(saved), param, groups[number].ptr(),
-                    own_seed, index);
+      Restoring one(entries, saved, param, groups[number].ptr(), own_seed, index);
       made.append(one.restored(py::reinterpret_borrow<py::object>(old ? old : Py_None), undo));
     }
   }

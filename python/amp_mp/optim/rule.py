@@ -59,6 +59,9 @@ class Rule(NamedTuple):
         return _C.needs_norms(self)
 
 
+NO_STATES = Rule("plain_sgd_")
+
+
 def choosable_states(rules: Iterable[Rule]) -> tuple[str, ...]:
     """The names of the states whose format may be chosen."""
     kinds = _C.kinds_of(rules)

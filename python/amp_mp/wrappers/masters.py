@@ -14,7 +14,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.original_values import take_original
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.optim.step.params import param_infos
@@ -22,8 +22,6 @@ from amp_mp.sharding.gradients import by_device, overflow_in
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, why_foreign
 from amp_mp.wrappers import gradients
-
-NO_STATES = Rule("plain_sgd_")  # of masters that are parameters of another optimizer
 
 
 class Masters:
@@ -333,11 +331,8 @@ class FusedMasters(Masters):
 
         step_with = stepper_of(self._optimizer).step_with
         try:
-            return (
-                step_with(self._handed())
-                if closure is None
-                else step_with(_C.StepInputs(), evaluate)
-            )
+            given = self._handed() if closure is None else _C.StepInputs()
+            return step_with(given) if closure is None else step_with(given, evaluate)
         finally:
             self._max_norm, self._measured = None, None
 

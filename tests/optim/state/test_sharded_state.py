@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import amp_mp as amp
-from amp_mp.optim.state.masters import master_of, set_master
+from amp_mp import _C
 from amp_mp.sharding.shards import local_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
@@ -244,14 +244,14 @@ def masters(layout: str, preset: str) -> None:
     other = adamw(sharded, preset)
     other.load_state_dict(optimizer.state_dict())
     for a, b in zip(model.parameters(), sharded.parameters(), strict=True):
-        wanted = master_of(a, optimizer.state[a])
-        found = master_of(b, other.state[b])
+        wanted = _C.master_of(a, optimizer.state[a])
+        found = _C.master_of(b, other.state[b])
         assert isinstance(found, DTensor)
         assert raw_bytes(found.full_tensor()) == raw_bytes(wanted)
         before = b._version
-        set_master("split32", b, other.state[b], found * 3)
+        _C.set_master("split32", b, other.state[b], found * 3)
         assert b._version > before
-        assert raw_bytes(master_of(b, other.state[b]).full_tensor()) == raw_bytes(wanted * 3)
+        assert raw_bytes(_C.master_of(b, other.state[b]).full_tensor()) == raw_bytes(wanted * 3)
         assert raw_bytes(b.full_tensor()) == raw_bytes((wanted * 3).to(b.dtype)) or (
             preset != "float32"
         )

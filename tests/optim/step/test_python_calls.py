@@ -54,4 +54,4 @@ def test_a_step_is_one_native_call_and_gathering_calls_little_back() -> None:
     optimizer.step()
     found = calls_in(optimizer.step)
     assert (found.native, found.back) == (1, 0)
-    assert found.python <= 9
+    assert found.python <= 12  # 9, and 3 of the hooks that amp.init leaves
