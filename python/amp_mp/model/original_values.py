@@ -79,9 +79,10 @@ _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictio
 
 
 def _waiting(param: Tensor) -> Waiting | None:
-    if is_dtensor(param):
+    found = _plain.get(param)
+    if found is None and is_dtensor(param):
         return next((own[id(param)] for own in _sharded.values() if id(param) in own), None)
-    return _plain.get(param)
+    return found
 
 
 def awaits_original(param: Tensor) -> bool:
@@ -129,14 +130,15 @@ def copy_values(
 
 def drop_original(param: Tensor, forget: bool = False) -> None:
     """Frees a parameter's values. forget: and keeps no others that are loaded later."""
+    if forget:
+        _forget(param)
+    elif (found := _waiting(param)) is not None:
+        found.values, found.mark.has_values = None, False
+
+
+def _forget(param: Tensor) -> None:
     if (found := _waiting(param)) is None:
         return
-    found.values, found.mark.has_values = None, False
-    if forget:
-        _forget(param, found)
-
-
-def _forget(param: Tensor, found: Waiting) -> None:
     found.values, found.mark.has_values, found.mark.waits = None, False, False
     for own in _sharded.values():
         own.pop(id(param), None)
@@ -179,19 +181,25 @@ def _find(param: Tensor) -> Tensor | None:
     """As take_original; None where nothing is kept and the parameter's own values are all."""
     if not _plain and not is_dtensor(param):
         return None
-    if is_dtensor(param) and not awaits_original(param) and (name := _name_of_lost(param)):
-        raise RuntimeError(
-            f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was sharded; "
-            "sharding made a new Parameter, and the float32 values kept beside the old one are "
-            "lost. Shard the float32 model first, then call amp_mp.prepare. (Or load a state dict "
-            "after sharding, or convert with amp.apex.fp16_utils.convert_network, which keeps no "
-            "float32 values.)"
-        )
-    return original_of(param)
+    if (found := _waiting(param)) is None:
+        if is_dtensor(param) and (name := _name_of_lost(param)):
+            raise RuntimeError(
+                f"{name}, a DTensor of shape {tuple(param.shape)}, was prepared before it was "
+                "sharded; sharding made a new Parameter, and the float32 values kept beside the "
+                "old one are lost. Shard the float32 model first, then call amp_mp.prepare. (Or "
+                "load a state dict after sharding, or convert with "
+                "amp.apex.fp16_utils.convert_network, which keeps no float32 values.)"
+            )
+        return None
+    weight, version = _weight(param)
+    if found.values is None or not found.values.belong_to(weight, version):
+        return None
+    _C.used_on_current_stream(found.values.tensors)  # of `prepare`, which are dropped afterwards
+    return _C.decode_original(weight, found.values.tensors)
 
 
 first_values.find = _find
-first_values.drop = lambda param: drop_original(param, forget=True)
+first_values.drop = _forget
 first_values.tensors_of = lambda param: getattr(values_of(param), "tensors", ())
 
 

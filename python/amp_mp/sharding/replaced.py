@@ -43,7 +43,15 @@ class ReplacedCheck:
         All modules of the process are looked at, but seldom: only where trainable parameters
         without a gradient are new, or modules have been sharded since.
         """
-        params, seen, self.seen = list(params), self.seen, self.assignments
+        seen, self.seen = self.seen, self.assignments
+        if self.is_due():
+            self._passed.clear()
+            self._sharded = count_sharded_modules()
+        # There are no DTensors without a process group.
+        dtensors = "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
+        if seen == self.seen and not dtensors:
+            return
+        params = list(params)
         if seen != self.seen and (gone := [label for param, label in params if param in assigned]):
             more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
             warn(
@@ -51,11 +59,8 @@ class ReplacedCheck:
                 "another in its place, which no step changes. Make the optimizer after that call, "
                 "or load without assign"
             )
-        if self.is_due():
-            self._passed.clear()
-            self._sharded = count_sharded_modules()
-        if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
-            return  # there are no DTensors without a process group
+        if not dtensors:
+            return
         trainable = [each for each in params if each[0].requires_grad]
         suspects = [
             (param, label)
