@@ -138,7 +138,8 @@ def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
 
 def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
     """Whether torch's own kernel takes these inputs beside float32 weights."""
-    own = isinstance(module, MIXING) and type(module).__module__.startswith("torch.nn.")
+    # By the function, because fully_shard gives modules a class of their own.
+    own = isinstance(module, MIXING) and type(module).forward.__module__.startswith("torch.nn.")
     if isinstance(module, nn.LayerNorm):
         chosen = all(t.dtype in products.CHOSEN for t in inputs)
         own = own and chosen and _weight_dtype(module) == torch.float32
