@@ -5,6 +5,14 @@ namespace amp_mp {
 
 using Like = SavedEntry::Like;
 
+namespace {
+
+std::string wrong_format(const std::string& format, const std::string& can) {
+  return "is stored as '" + format + "', but can be " + can + " only";
+}
+
+}  // namespace
+
 std::set<std::string> clock_entries() {
   std::set<std::string> names = {"step", "beta_powers", "layer"};
   const auto add = [&]<class Rule>(std::type_identity<Rule>) {
@@ -43,8 +51,7 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
         if (stored.entry.is(kept.name)) continue;
         const std::string format = kFormats[int(stored.format)].name;
         if (!kept.may_be(stored.format)) {
-          refused_[text_of(stored.entry)] =
-              "is stored as '" + format + "', but can be " + can + " only";
+          refused_[text_of(stored.entry)] = wrong_format(format, can);
           continue;
         }
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
