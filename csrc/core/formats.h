@@ -26,6 +26,12 @@ AMP_MP_BOTH float from_bits(uint32_t u) {
   return x;
 }
 
+// `yes ? a : b` without a branch: loops over elements stay scalar with one.
+AMP_MP_BOTH float select(bool yes, float a, float b) {
+  const uint32_t mask = yes ? 0xFFFFFFFFu : 0u;
+  return from_bits((to_bits(a) & mask) | (to_bits(b) & ~mask));
+}
+
 // The bits of x, with 0x7FC00000 for every NaN. Encodings start from them, so that dropping or
 // rounding low bits never turns a NaN into an infinity or a number.
 AMP_MP_BOTH uint32_t canonical_bits(float x) { return x != x ? 0x7FC00000u : to_bits(x); }

@@ -118,13 +118,13 @@ AMP_MP_BOTH uint32_t binade(float weight) {
 template <class Split>
 AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
   const float sum = weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
-  return weight == 0.0f ? weight : sum;
+  return select(weight == 0.0f, weight, sum);
 }
 
 // An average beside a float16 weight, which the averaging pass alone writes, from what join_float16
 // gives. Without the rest beside 0, an average that begins there would lose updates below 2^-25.
 AMP_MP_BOTH float average_of_float16(float joined, int16_t rest) {
-  return joined == 0.0f ? float(rest) * 0x1p-40f : joined;
+  return select(joined == 0.0f, float(rest) * 0x1p-40f, joined);
 }
 
 // x has been saturated and rounded to `weight`. Adding 1.5 * 2^23 rounds to an integer.

@@ -100,12 +100,6 @@ struct RootDivisor {
   }
 };
 
-// `yes ? a : b` without a branch: loops that call a rule twice stay scalar with one.
-AMP_MP_BOTH float select(bool yes, float a, float b) {
-  const uint32_t mask = yes ? 0xFFFFFFFFu : 0u;
-  return from_bits((to_bits(a) & mask) | (to_bits(b) & ~mask));
-}
-
 // 1, -1, or a zero or a NaN itself; without a branch.
 AMP_MP_BOTH float sign_of(float x) {
   const uint32_t u = to_bits(x), magnitude = u & kMagnitude;

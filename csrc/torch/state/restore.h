@@ -1,6 +1,6 @@
 #pragma once
 // States of a file as an optimizer stores them: the one way to restore them, whatever their format
-// and whoever saved them.
+// and whichever library saved them.
 #include "torch/state/saved_state.h"
 
 namespace amp_mp {
