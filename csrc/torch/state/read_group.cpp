@@ -42,8 +42,7 @@ HyperTensors read_group(const std::vector<HyperNumber>& own, PyObject* group) {
       read_number(numbers, *row.member, one.ptr(), row.key.ptr());
     }
   }
-  static const HyperMember& maximizes = hyper_named("maximize");
-  read_number(numbers, maximizes, number_of(group, maximize), maximize);
+  read_number(numbers, *hyper_member("maximize"), number_of(group, maximize), maximize);
   PyObject* found = number_of(group, seed);
   const unsigned long long value = PyLong_Check(found) && !PyBool_Check(found)
                                        ? PyLong_AsUnsignedLongLong(found)
