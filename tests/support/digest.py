@@ -1,7 +1,7 @@
 """Prints this process's instruction set, and digests of what the native passes compute in it.
 
 Usage: digest.py THREADS. test_instruction_sets.py runs it with AMP_MP_CPU set, `make test-aarch64`
-on another processor. Muon is left out: its matrix products are torch's.
+on another processor. Of Muon only the momentum is there: its matrix products are torch's.
 """
 
 from __future__ import annotations
@@ -87,6 +87,19 @@ def every_rule_in_every_format(digest: Any) -> None:
                     digest.update(raw(tensor))
 
 
+def momentum_of_muon(digest: Any) -> None:
+    for format in ("float32", "float16", "bfloat16", "m8"):
+        for dtype in DTYPES.values():
+            p = torch.nn.Parameter(on("cpu", random(64 * 64, 1), dtype).view(64, 64))
+            optimizer = amp.optim.Muon([p], momentum_buffer=format)
+            for step in range(3):
+                p.grad = on("cpu", random(64 * 64, step), dtype).view(64, 64)
+                optimizer.step()
+            for name, state in optimizer.state[p].items():
+                if name.startswith("momentum_buffer"):
+                    digest.update(raw(state))
+
+
 def averages(digest: Any) -> None:
     for dtype in DTYPES.values():
         average, x = on("cpu", random(70001, 4, 0.5), dtype, 1), on("cpu", random(70001, 5), dtype)
@@ -112,8 +125,12 @@ def shards_of_rows(digest: Any) -> None:
 
 
 PARTS = (
-    *(conversions, unaligned_steps_and_copies, every_rule_in_every_format),
-    *(averages, shards_of_rows),
+    conversions,
+    unaligned_steps_and_copies,
+    every_rule_in_every_format,
+    momentum_of_muon,
+    averages,
+    shards_of_rows,
 )
 
 if __name__ == "__main__":
