@@ -1,6 +1,4 @@
 // What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
-#include <pybind11/functional.h>
-
 #include "cpu/kernels.h"
 #include "torch/apex/amp_c.h"
 #include "torch/build_facts.h"
@@ -48,7 +46,6 @@ PYBIND11_MODULE(_C, m) {
         "unset it to let amp_mp choose");
   m.def("build_info", build_info);
   bind_tables(m);
-  m.attr("VERDICT_SIZE") = sizeof(Verdict) / sizeof(double);
   m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
@@ -85,8 +82,6 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("tensors"));
   m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
-  m.def("decide_", &decide_, py::arg("verdict"), py::arg("inputs"),
-        py::arg("statistics") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "copy_",
       [](const py::sequence& to, const py::sequence& from, const std::optional<at::Tensor>& verdict,
@@ -108,17 +103,6 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
       py::arg("decay"));
-  m.def(
-      "encode_",
-      [](const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-         const std::string& format, uint64_t seed, int64_t step, int64_t tensor_index,
-         int64_t first, int64_t row_length, int64_t row_stride) {
-        encode_(x, data, rest, format_named(format), seed, step, tensor_index,
-                {first, row_length, row_stride});
-      },
-      py::arg("x"), py::arg("data"), py::arg("rest"), py::arg("format"), py::kw_only(),
-      py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor_index") = 0, py::arg("first") = 0,
-      py::arg("row_length") = 0, py::arg("row_stride") = 0);
   m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());

@@ -148,21 +148,6 @@ void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label&
                     "; create it with torch.empty_like(..., memory_format=torch.preserve_format)");
 }
 
-void check_origin(const Origin& o, int64_t size, const std::string& name) {
-  const bool in_order =
-      o.first >= 0 && o.row_length >= 0 && (o.row_length == 0 || o.row_stride >= o.row_length);
-  int64_t end = size;
-  const bool overflows =
-      in_order &&
-      ((o.row_length > 0 && __builtin_mul_overflow(size / o.row_length + 1, o.row_stride, &end)) ||
-       __builtin_add_overflow(o.first, end, &end));
-  TORCH_CHECK_VALUE(
-      in_order && !overflows, "amp_mp: the shard of ", name, " cannot begin at element ", o.first,
-      " with rows of ", o.row_length, " elements, ", o.row_stride,
-      " apart; no number may be negative, no row longer than the distance to the next, and no "
-      "element beyond 2^63");
-}
-
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) {
   struct Range {
     uintptr_t begin, end;

@@ -68,9 +68,6 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
                        const Label& like_label);
 
-// Raises unless the origin can be that of a shard of so many elements.
-void check_origin(const Origin& origin, int64_t size, const std::string& name);
-
 // Raises if two of the tensors share memory.
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written);
 

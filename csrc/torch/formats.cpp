@@ -49,7 +49,6 @@ void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at
   check_device(data, x.device(), {"data"});
   TORCH_CHECK_VALUE(x.is_contiguous() && x.numel() == data.numel(), "amp_mp: x (", describe(x),
                     ") must be contiguous and have as many elements as data");
-  check_origin(origin, x.numel(), "x");
   const Array to = stored_array(data, rest, format);
   const RandomStream random = random_stream(seed, double(step), uint32_t(tensor_index), false);
   transfer({x.numel(), to, array_of(x, {"x"}), saturates(format), random, origin}, x.device());

@@ -14,10 +14,10 @@ namespace amp_mp {
 
 namespace {
 
-// Measures on the device of the tensors, or on `device` if no tensor is defined. `names` are for
-// errors.
-Measurement measure(const Tensors& tensors, at::Device device,
-                    const std::vector<std::string>* names) {
+// Measures on the device of the tensors, or on `device` if no tensor is defined. label_of: of a
+// tensor, for errors.
+template <class F>
+Measurement measure(const Tensors& tensors, at::Device device, const F& label_of) {
   for (const at::Tensor& t : tensors)
     if (t.defined()) {
       device = t.device();
@@ -29,9 +29,7 @@ Measurement measure(const Tensors& tensors, at::Device device,
     const at::Tensor* t = &tensors[i];
     if (!t->defined()) continue;
     if (t->_is_zerotensor()) t = &kept.emplace_back(with_memory(*t));
-    const auto index = int64_t(i);
-    const Label label =
-        names ? Label{"the gradient", index, &(*names)[i]} : Label{"tensors", index};
+    const Label label = label_of(i);
     check_plain(*t, label);
     check_device(*t, device, label);
     if (!t->is_non_overlapping_and_dense()) t = &kept.emplace_back(t->contiguous());
@@ -42,10 +40,13 @@ Measurement measure(const Tensors& tensors, at::Device device,
 
 }  // namespace
 
-at::Tensor measure(const Tensors& tensors) { return measure(tensors, at::kCPU, nullptr).rows(); }
+at::Tensor measure(const Tensors& tensors) {
+  return measure(tensors, at::kCPU, [](size_t i) { return Label{"tensors", int64_t(i)}; }).rows();
+}
 
 Measurement measure(const Slots& slots) {
-  return measure(slots.grads(), slots.device(), &slots.names());
+  return measure(slots.grads(), slots.device(),
+                 [&](size_t i) { return Label{"the gradient", int64_t(i), &slots.name(i)}; });
 }
 
 at::Tensor combine(const at::Tensor& rows) {

@@ -1,7 +1,7 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,41 +10,8 @@ from amp_mp.apex import amp_C as amp_C  # a submodule
 
 Tensors = Sequence[Tensor | None]
 
-VERDICT_SIZE: int
-
 def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
-
-class Hyper:
-    """The numbers of one param_group, all double.
-
-    lr may be a tensor of one float32 or float64: on the step's device it is read when the step
-    runs, elsewhere when it is queued.
-    """
-
-    def __init__(
-        self,
-        *,
-        lr: float | Tensor = 0.0,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        lr_decay: float = 0.0,
-        trust: float = 0.0,
-        seed: int = 0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        clip: bool = False,
-        always_adapt: bool = False,
-        decoupled: bool = False,
-        bias_correction: bool = True,
-        reg_inside_moment: bool = True,
-        cautious: bool = False,
-    ) -> None:
-        """TypeError for another name."""
 
 class FormatEntry(TypedDict):
     """One line of csrc/core/format_list.h."""
@@ -70,65 +37,6 @@ def scale_kinds() -> dict[str, tuple[str, ...]]:
 
     A state is a float64 tensor: the policy's position in this dict, then the fields.
     """
-
-class Slots:
-    """The tensors an optimizer updates on one device, checked once."""
-
-    def __init__(
-        self,
-        *,
-        params: Sequence[Tensor],
-        masters: Tensors,
-        states: Sequence[Sequence[Tensor]],
-        scales: Sequence[Tensors],
-        formats: Sequence[Sequence[str]],
-        stochastic: Sequence[bool],
-        clocks: Sequence[Tensor],
-        groups: Sequence[int],
-        tensor_indices: Sequence[int],
-        firsts: Sequence[int],
-        names: Sequence[str],
-        dtensors: Tensors | None = None,
-        row_lengths: Sequence[int] | None = None,
-        row_strides: Sequence[int] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        """dtensors[i]: the DTensor whose shard params[i] is, None for a plain parameter.
-
-        Element e of params[i] is element first + e // row_length * row_stride + e % row_length of
-        the whole tensor, or first + e where row_length is 0. device: of all tensors; default:
-        that of params[0], or the CPU if there is none. groups ascend from 0 on. TypeError or
-        ValueError, by name, for what a step could not write.
-        """
-
-    def __len__(self) -> int: ...
-    def fit(self) -> bool:
-        """Whether every parameter has the dtype, shape, layout and device of then.
-
-        And whether every DTensor has the same local tensor, the very object.
-        """
-
-    def find_gradients(self) -> list[int]:
-        """Looks up the gradients of the DTensors; call it before each step, and its measuring.
-
-        Returns the indices of gradients that are not placed as their parameters: set_gradient must
-        give their shards. TypeError for a gradient that is not a DTensor.
-        """
-
-    def set_gradient(self, i: int, local: Tensor) -> None:
-        """The shard of a DTensor's gradient in the next step."""
-
-    def drop_gradients(self) -> None:
-        """Forgets what find_gradients has found; a step does it itself."""
-
-    def check_gradients(self) -> None:
-        """Raises what a step would raise for a gradient, by the parameter's name."""
-
-    def measure(self) -> Measurement:
-        """Of the parameters' gradients, absent ones counting as empty."""
-
-    def measure_weights(self) -> Measurement:
-        """Of the masters; those of parameters without a gradient count as empty."""
 
 class Measurement:
     """Statistics of one read of tensors; on CUDA sums of spans, which the step's kernel adds."""
@@ -172,18 +80,6 @@ class ScaleUpdate:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-    ) -> None: ...
-
-class DecideInputs:
-    """What a verdict depends on besides the statistics; scale and found_inf float32 [1]."""
-
-    def __init__(
-        self,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        max_norm: float = 0.0,
-        scale_update: ScaleUpdate | None = None,
-        reports: StepReports | None = None,
     ) -> None: ...
 
 def measure(tensors: Tensors) -> Tensor:
@@ -301,9 +197,6 @@ def master_beside(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     Of a DTensor what is on this process, a plain tensor.
     """
 
-def tensors_measured() -> int:
-    """How many tensors passes of this process have measured so far."""
-
 def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keeps memory of other streams, once it is freed, until the current stream has come so far.
 
@@ -312,9 +205,6 @@ def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
 
 def combine(rows: Tensor) -> Tensor:
     """`measure`'s result, float64 [n + 1, 3], for tensors whose rows [n, 3] are known."""
-
-def decide_(verdict: Tensor, inputs: DecideInputs, statistics: Tensor | None = None) -> None:
-    """Fills verdict, float64 [5]: found_inf, multiplier, norm, max_abs, scale."""
 
 def copy_(
     to: Sequence[Tensor],
@@ -380,7 +270,7 @@ def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bo
     """Whether the lists, one after the other, hold exactly these objects."""
 
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raises, as Slots does, where a weight cannot be written or two of them share memory."""
+    """Raises, as a step does, where a weight cannot be written or two of them share memory."""
 
 def has_groups(param: Tensor) -> bool:
     """Whether groups of 32 fit into a parameter's rows: csrc/torch/state/arrays.h."""
@@ -398,24 +288,6 @@ def encode(
     values: Tensor, format: str, *, seed: int = 0, step: int = 0, tensor_index: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """New arrays of a format, in the layout of the values that they hold."""
-
-def encode_(
-    x: Tensor,
-    data: Tensor,
-    rest: Tensor | None,
-    format: str,
-    *,
-    seed: int = 0,
-    step: int = 0,
-    tensor_index: int = 0,
-    first: int = 0,
-    row_length: int = 0,
-    row_stride: int = 0,
-) -> None:
-    """Stores x, float32, in a format's one or two arrays; all contiguous.
-
-    Random bits are those of the elements' places in the whole tensor, as Slots counts them.
-    """
 
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, in the shape and layout of data, which is dense."""
@@ -454,34 +326,6 @@ def accumulate_weight_grad_(
 
 def accumulates(leaf: Tensor) -> bool | None:
     """In a backward: whether the gradient is added to .grad, or returned; None: not asked for."""
-
-class Operator(Protocol):
-    """A rule's whole step on the slots of one device: csrc/torch/step/step.h, apply_."""
-
-    def __call__(
-        self,
-        slots: Slots,
-        hypers: Sequence[Hyper],
-        verdict: Tensor,
-        measured: Measurement | None = None,
-        inputs: DecideInputs | None = None,
-        measure: bool = False,
-        weights: Measurement | None = None,
-        sum_updates: Callable[[Tensor], Tensor] | None = None,
-        make_updates: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """With inputs the verdict is decided here, else it is given.
-
-        measured or measure=True: where the decision or the rule needs the gradients' statistics.
-        weights: the masters' statistics, for rules that need norms, where the slots are shards.
-        sum_updates: for LAMB. Called once in every step, also a skipped one, with the updates'
-        statistics, float64 [n, 3], and returns those of the whole tensors.
-        make_updates: for Muon. Called with the directions, bfloat16, of all slots, which begin at
-        WholeMatrices.offsets, and returns the updates in their places.
-        """
-
-# By the names of csrc/core/rules.h: "adamw_", "sgd_", ...
-operators: dict[str, Operator]
 
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]

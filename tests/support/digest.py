@@ -112,15 +112,18 @@ def averages(digest: Any) -> None:
 
 def shards_of_rows(digest: Any) -> None:
     """Rows of every length against a draw of 16 and a tile of 256 elements."""
-    shape = (60, 2048)
-    states = ("bfloat16_stochastic", "ue8m8")
-    for places in ([], [1, 8, 24, 61], [100, 356, 613], [1024]):
-        blocks = cuts.cuts(shape, [7], places)
-        found = cuts.Blocks("cpu", shape, blocks, "adamw_", "float16_stochastic", states)
-        for step in range(2):
-            found.set_gradients(torch.from_numpy(random(60 * 2048, step)))
-            found.step()
-        for name, whole in found.raw().items():
+    drawn: dict[str, Any] = {"memory": "lean", "master": "none", "rounding": "stochastic"}
+
+    def make(params: list[Any]) -> Any:
+        return amp.optim.AdamW(params, lr=1e-2, seed=2**40 + 11, **drawn)
+
+    for columns, pieces in ((2048, 1), (2048, 2), (2048, 7), (60, 3), (8, 8), (51, 3)):
+        count = 60 * columns
+        weight, *grads = (
+            torch.from_numpy(random(count, seed, scale)).view(60, columns).half()
+            for seed, scale in ((1, 1e-2), (2, 1.0), (3, 1.0))
+        )
+        for name, whole in cuts.stepped(make, weight, grads, (2, pieces)).items():
             digest.update(name.encode() + whole.tobytes())
 
 

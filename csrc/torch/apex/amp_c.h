@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "torch/python/unpack.h"
+#include "torch/step/step.h"
 
 namespace amp_mp::apex {
 

@@ -3,7 +3,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
-#include <numeric>
 
 #include "torch/apex/amp_c.h"
 
@@ -58,35 +57,24 @@ at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper& bet
 template <class Rule>
 void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensors& numbers,
                 const at::Tensor& clocks) {
-  const size_t count = lists[1].size();
-  Slots::Lists own;
-  for (size_t i = 0; i < count; ++i) {
+  std::vector<SlotTensors> own(lists[1].size());
+  for (size_t i = 0; i < own.size(); ++i) {
+    SlotTensors& each = own[i];
     // Another tensor of the same memory, whose gradient is not the .grad that the caller sees.
-    at::Tensor& param = own.params.emplace_back(lists[1][i].detach());
-    param.mutable_grad() = lists[0][i];
-    own.names.push_back("tensor_lists[1][" + std::to_string(i) + "]");
+    each.param = lists[1][i].detach();
+    each.param.mutable_grad() = lists[0][i];
+    each.name = "tensor_lists[1][" + std::to_string(i) + "]";
+    for (size_t k = 0; k < size_t(state_count<Rule>); ++k) {
+      const at::Tensor& data = lists[k + 2][i];
+      each.states.push_back({data, {}, check_format(data, {"the state", int64_t(i), &each.name})});
+    }
+    each.clock = clocks[int64_t(i)];
+    each.tensor_index = int64_t(i);
   }
-  own.masters.resize(count);
-  for (int k = 0; k < state_count<Rule>; ++k) {
-    own.states.push_back(lists[size_t(k) + 2]);
-    own.scales.emplace_back(count);
-    std::vector<Format>& formats = own.formats.emplace_back();
-    for (size_t i = 0; i < count; ++i)
-      formats.push_back(
-          check_format(own.states.back()[i], {"the state", int64_t(i), &own.names[i]}));
-  }
-  own.stochastic.resize(count);
-  own.clocks = clocks.unbind();
-  own.tensor_indices.resize(count);
-  std::iota(own.tensor_indices.begin(), own.tensor_indices.end(), 0);
-  for (auto* zeros : {&own.groups, &own.firsts, &own.row_lengths, &own.row_strides})
-    zeros->resize(count);
-  own.dtensors.resize(count);
-  own.device = verdict.device();
-  Slots slots(std::move(own));
+  Slots slots(std::move(own), verdict.device());
   const py::gil_scoped_release release;
   // Rules that need norms measure; for the others the verdict says everything.
-  apply_<Rule>(slots, {numbers}, verdict, nullptr, nullptr, needs_norms<Rule>, nullptr, {});
+  apply_<Rule>(slots, {numbers}, verdict, {.measures = needs_norms<Rule>});
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "torch/state/rule_table.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 
@@ -43,53 +43,6 @@ void check_weights(const py::sequence& weights, const std::vector<std::string>& 
     written.emplace_back(list[i], label);
   }
   check_no_overlap(written);
-}
-
-Slots make_slots(const py::sequence& params, const py::sequence& masters,
-                 const py::sequence& states, const py::sequence& scales,
-                 const std::vector<std::vector<std::string>>& formats, std::vector<bool> stochastic,
-                 const py::sequence& clocks, std::vector<int64_t> groups,
-                 std::vector<int64_t> tensor_indices, std::vector<int64_t> firsts,
-                 std::vector<std::string> names, const std::optional<py::sequence>& dtensors,
-                 std::optional<std::vector<int64_t>> row_lengths,
-                 std::optional<std::vector<int64_t>> row_strides,
-                 const std::optional<at::Device>& device) {
-  Slots::Lists lists;
-  lists.params = unpack(params, "params");
-  lists.masters = unpack(masters, "masters");
-  for (const py::handle& s : states)
-    lists.states.push_back(unpack(py::cast<py::sequence>(s), "states"));
-  for (const py::handle& s : scales)
-    lists.scales.push_back(unpack(py::cast<py::sequence>(s), "scales"));
-  for (const std::vector<std::string>& column : formats) {
-    std::vector<Format>& tags = lists.formats.emplace_back();
-    for (const std::string& name : column) tags.push_back(format_named(name));
-  }
-  lists.stochastic = std::move(stochastic);
-  lists.clocks = unpack(clocks, "clocks");
-  lists.groups = std::move(groups);
-  lists.tensor_indices = std::move(tensor_indices);
-  const std::vector<int64_t> zeros(firsts.size());
-  lists.row_lengths = std::move(row_lengths).value_or(zeros);
-  lists.row_strides = std::move(row_strides).value_or(zeros);
-  lists.device = device;
-  lists.firsts = std::move(firsts);
-  lists.dtensors = dtensors ? unpack(*dtensors, "dtensors") : Tensors(lists.params.size());
-  lists.names = std::move(names);
-  return Slots(std::move(lists));
-}
-
-HyperTensors make_hyper(const py::kwargs& hyper) {
-  HyperTensors result = {};
-  for (const auto& [key, value] : hyper) {
-    const auto name = py::cast<std::string>(key);
-    if (name == "seed") {
-      result.hyper.seed = py::cast<uint64_t>(value);
-    } else {
-      read_number(result, hyper_named(name), value.ptr(), key.ptr());
-    }
-  }
-  return result;
 }
 
 bool same_items(const py::list& lists, const py::list& items) {

@@ -82,12 +82,15 @@ Format native(Format format) {
   return format == Format::bfloat16 ? Format::bfloat16_stochastic : format;
 }
 
-Origin origin_for(PyObject* param, Format format) {
-  if (!is_stochastic(format) || !is_dtensor(param)) return {};
-  const py::object origin = python_functions().origin_of(py::handle(param));
+Origin origin_of(PyObject* dtensor) {
+  const py::object origin = python_functions().origin_of(py::handle(dtensor));
   const auto [first, length, stride] =
       py::cast<std::tuple<int64_t, int64_t, int64_t>>(py::tuple(origin));
   return {first, length, stride};
+}
+
+Origin origin_for(PyObject* param, Format format) {
+  return is_stochastic(format) && is_dtensor(param) ? origin_of(param) : Origin{};
 }
 
 bool lies_like(const at::Tensor& a, const at::Tensor& b) {

@@ -30,7 +30,8 @@ Format format_beside(Format declared, PyObject* param);
 // The kernels' form of a state's format: bfloat16 states are always rounded stochastically.
 Format native(Format format);
 
-// Where the parameter's shard begins, as far as the format's random bits depend on it.
+// Where a DTensor's shard begins. origin_for: as far as the format's random bits depend on it.
+Origin origin_of(PyObject* dtensor);
 Origin origin_for(PyObject* param, Format format);
 
 // Whether elements of equal index have equal offsets in memory; the shapes are equal.

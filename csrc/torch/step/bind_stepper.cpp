@@ -1,4 +1,4 @@
-// What Python sees of the door of the step: the layouts of rules, buckets, the stepper.
+// What Python sees of the door of the step: buckets, inputs, the stepper.
 #include <ATen/ops/empty.h>
 
 #include "torch/ops.h"
@@ -49,28 +49,14 @@ void step_bucket(Bucket& bucket, const py::list& groups,
   at::Tensor verdict = total ? decide_on(device, {*total}, inputs)
                              : at::empty({sizeof(Verdict) / sizeof(double)},
                                          at::TensorOptions().dtype(at::kDouble).device(device));
-  apply_bucket(bucket, bucket.hypers(groups), verdict, measured.get(), total ? nullptr : &inputs,
-               false, nullptr, py::none(), nullptr);
+  const ApplyInputs given = {.decides = total ? nullptr : &inputs, .found = measured.get()};
+  apply_bucket(bucket, bucket.hypers(groups), verdict, given, py::none(), nullptr);
 }
 
 void bind_inputs(py::module_& m) {
-  using Scale = std::shared_ptr<ScaleUpdateTensors>;
   py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
-      .def(py::init([](py::object scale, py::object found_inf, bool measure,
-                       std::shared_ptr<Measured> measured, std::optional<double> max_norm,
-                       Scale scale_update, py::object marks, bool from_stock, bool keeps) {
-             auto made = std::make_shared<StepInputs>();
-             made->scale = std::move(scale);
-             made->found_inf = std::move(found_inf);
-             made->measure = measure;
-             made->measured = std::move(measured);
-             made->max_norm = max_norm;
-             made->scale_update = std::move(scale_update);
-             made->marks = std::move(marks);
-             made->from_stock = from_stock;
-             made->keeps = keeps;
-             return made;
-           }),
+      .def(py::init<py::object, py::object, bool, std::shared_ptr<Measured>, std::optional<double>,
+                    std::shared_ptr<ScaleUpdateTensors>, py::object, bool, bool>(),
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::kw_only(),
            py::arg("measure") = false, py::arg("measured") = py::none(),
            py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
@@ -115,7 +101,7 @@ void bind_stepper(py::module_& m) {
           [](const Bucket& bucket, const py::list& rules, const py::list& groups,
              const py::dict& states) { return bucket.is_of(states, rules_of(rules), groups); },
           py::arg("rules"), py::arg("groups"), py::arg("states"))
-      .def("find_gradients", &Bucket::find_gradients)
+      .def("find_gradients", [](Bucket& bucket) { bucket.slots().find_gradients(); })
       .def("measure",
            [](Bucket& bucket) {
              const py::gil_scoped_release release;
@@ -152,7 +138,6 @@ void bind_stepper(py::module_& m) {
           py::arg("wait"))
       .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
 
-  m.def("tensors_measured", &tensors_measured);
   m.def(
       "params_of", [](const py::dict& group) { return params_of(group.ptr()); }, py::arg("group"));
   m.def(

@@ -76,45 +76,34 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
   const auto group_of = [&](const Member& member) { return groups[size_t(member.group)].ptr(); };
   for (const Member& member : members_) refuse_state(layout(), member);
   for (const Member& member : members_) follow(layout(), group_of(member), member);
-  Slots::Lists lists;
-  lists.device = device_;
-  lists.groups = kinds;
-  const auto& kept_states = layout().states;
-  const auto states = size_t(std::count_if(kept_states.begin(), kept_states.end(),
-                                           [](const KeptState& s) { return !s.of_rows; }));
-  lists.states.resize(states);
-  lists.scales.resize(states);
-  lists.formats.resize(states);
   std::vector<ClockPlace> places;
   for (const Member& member : members_) places.push_back({&layout(), group_of(member), &member});
-  lists.clocks = clocks_of(places);
-  for (const Member& member : members_) {
-    init_state(layout(), group_of(member), member);
-    lists.params.push_back(member.local);
-    lists.masters.push_back(master_beside(member.local, member.state.ptr()));
-    for (size_t k = 0; k < states; ++k) {
-      const KeptState& kept = kept_states[k];  // those of rows are the last
+  const Tensors clocks = clocks_of(places);
+  std::vector<SlotTensors> slots;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = members_[i];
+    PyObject* const group = group_of(member);
+    init_state(layout(), group, member);
+    SlotTensors& own = slots.emplace_back();
+    own.param = member.local;
+    own.master = master_beside(member.local, member.state.ptr());
+    for (const KeptState& kept : layout().states) {
+      if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state.ptr());
-      lists.states[k].push_back(held ? held->data : at::Tensor());
-      lists.scales[k].push_back(held ? held->scales : at::Tensor());
-      lists.formats[k].push_back(format_of(kept, group_of(member), member));
+      const Format format = format_of(kept, group, member);
+      own.states.push_back(
+          {held ? held->data : at::Tensor(), held ? held->scales : at::Tensor(), format});
     }
-    lists.stochastic.push_back(is_stochastic_rounding(group_of(member)));
-    lists.tensor_indices.push_back(member.tensor_index);
-    lists.names.push_back(member.label);
-    lists.dtensors.push_back(member.is_dtensor ? THPVariable_Unpack(member.param.ptr())
-                                               : at::Tensor());
-    Origin origin = {};
-    if (member.is_dtensor) {
-      const py::tuple found = python_functions().origin_of(member.param);
-      origin = {py::cast<int64_t>(found[0]), py::cast<int64_t>(found[1]),
-                py::cast<int64_t>(found[2])};
-    }
-    lists.firsts.push_back(origin.first);
-    lists.row_lengths.push_back(origin.row_length);
-    lists.row_strides.push_back(origin.row_stride);
+    own.stochastic = is_stochastic_rounding(group);
+    own.clock = clocks[i];
+    own.group = kinds[i];
+    own.tensor_index = member.tensor_index;
+    own.name = member.label;
+    if (!member.is_dtensor) continue;
+    own.dtensor = member.param;
+    own.origin = origin_of(member.param.ptr());
   }
-  return Slots(std::move(lists));
+  return Slots(std::move(slots), device_);
 }
 
 void Bucket::remember(const py::list& groups) {
@@ -173,14 +162,6 @@ bool Bucket::is_of(const py::dict& states, const std::vector<GroupRule>& rules,
   for (const Member& member : members_)
     if (item_of(states.ptr(), member.param.ptr()) != member.state.ptr()) return false;
   return is_current(rules, groups);
-}
-
-void Bucket::find_gradients() {
-  for (const int64_t i : slots_.find_gradients()) {  // those that are placed otherwise
-    const Member& member = members_[size_t(i)];
-    const py::object local = python_functions().local_gradient(member.param, member.label);
-    if (!local.is_none()) slots_.set_gradient(i, THPVariable_Unpack(local.ptr()));
-  }
 }
 
 std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {

@@ -27,9 +27,6 @@ class Bucket {
   bool is_of(const py::dict& states, const std::vector<GroupRule>& rules,
              const py::list& groups) const;
 
-  // The shards of DTensors' gradients as they are now, for measuring and the step.
-  void find_gradients();
-
   // The numbers of the param_groups, one for each group and shape of matrices.
   std::vector<HyperTensors> hypers(const py::list& groups) const;
 

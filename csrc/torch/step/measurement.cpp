@@ -5,23 +5,13 @@
 
 #include <ATen/Parallel.h>
 
-#include <atomic>
-
 namespace amp_mp {
-namespace {
-
-std::atomic<int64_t> measured_so_far = 0;
-
-}  // namespace
-
-int64_t tensors_measured() { return measured_so_far; }
 
 Measurement::Measurement(const std::vector<Reading>& readings, const at::Device& device)
     : rows_(at::empty({int64_t(readings.size()) + 1, 3},
                       at::TensorOptions().dtype(at::kDouble).device(device))),
       count_(int64_t(readings.size())),
       stream_(stream_of(rows_)) {
-  for (const Reading& reading : readings) measured_so_far += reading.data.data != nullptr;
   const int64_t spans = cpu::count_spans(readings.data(), count_);
   // On CUDA: the ticket, the index of each tensor's first span, the spans.
   const int64_t head = device.is_cpu() ? 0 : 8 + 8 * (count_ + 1);

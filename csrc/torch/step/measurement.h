@@ -6,9 +6,6 @@
 
 namespace amp_mp {
 
-// How many tensors passes of this process have measured so far.
-int64_t tensors_measured();
-
 class Measurement {
  public:
   // Measures on the CPU, or queues the measuring on a CUDA device.

@@ -57,34 +57,25 @@ at::Tensor shard_of(PyObject* dtensor) {
 
 }  // namespace
 
-Shards::Shards(Tensors dtensors, const Tensors& params, const std::vector<std::string>& names)
-    : dtensors_(dtensors.size()), gradients_(dtensors.size()) {
-  TORCH_CHECK_VALUE(dtensors_.size() == params.size(), "amp_mp: dtensors has ", dtensors_.size(),
-                    " elements, but there are ", params.size(), " parameters");
-  TORCH_CHECK_VALUE(names.size() == params.size(), "amp_mp: names has ", names.size(),
-                    " elements, but there are ", params.size(), " parameters");
-  for (size_t i = 0; i < dtensors_.size(); ++i) {
-    if (!dtensors[i].defined()) continue;
+Shards::Shards(std::vector<Shard> own) : own_(std::move(own)), gradients_(own_.size()) {
+  for (size_t i = 0; i < own_.size(); ++i) {
+    if (!own_[i].dtensor) continue;
     indices_.push_back(i);
-    dtensors_[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(dtensors[i]));
-    TORCH_CHECK_TYPE(PyObject_HasAttr(dtensors_[i].ptr(), names_of_attributes().local),
-                     "amp_mp: dtensors holds a plain tensor for ", names[i],
-                     "; a DTensor or None is needed");
-    TORCH_CHECK(!dtensors[i].is_inference(), "amp_mp: ", names[i],
+    TORCH_CHECK(!dtensor(i).is_inference(), "amp_mp: ", own_[i].name,
                 " is an inference tensor, which cannot be updated; create it outside "
                 "torch.inference_mode()");
   }
-  TORCH_CHECK_VALUE(are(params),
-                    "amp_mp: params must hold the _local_tensor of each of the dtensors");
 }
 
-const at::Tensor& Shards::dtensor(size_t i) const { return THPVariable_Unpack(dtensors_[i].ptr()); }
+const at::Tensor& Shards::dtensor(size_t i) const {
+  return THPVariable_Unpack(own_[i].dtensor.ptr());
+}
 
 bool Shards::are(const Tensors& params) const {
   const Names& name = names_of_attributes();
   for (size_t k = 0; k < indices_.size(); ++k) {
-    if (k + kAhead < indices_.size()) __builtin_prefetch(dtensors_[indices_[k + kAhead]].ptr());
-    const py::object shard = attribute(dtensors_[indices_[k]].ptr(), name.local);
+    if (k + kAhead < indices_.size()) __builtin_prefetch(own_[indices_[k + kAhead]].dtensor.ptr());
+    const py::object shard = attribute(own_[indices_[k]].dtensor.ptr(), name.local);
     if (!THPVariable_Check(shard.ptr()) || THPVariable_Unpack(shard.ptr()).unsafeGetTensorImpl() !=
                                                params[indices_[k]].unsafeGetTensorImpl())
       return false;
@@ -92,7 +83,7 @@ bool Shards::are(const Tensors& params) const {
   return true;
 }
 
-std::vector<int64_t> Shards::find_gradients(const std::vector<std::string>& names) {
+void Shards::find_gradients() {
   drop_gradients();
   for (size_t k = 0; k < indices_.size(); ++k) {
     const size_t i = indices_[k];
@@ -101,46 +92,32 @@ std::vector<int64_t> Shards::find_gradients(const std::vector<std::string>& name
     const at::Tensor& found = dtensor(i).grad();
     if (!found.defined()) continue;
     const auto grad = py::reinterpret_steal<py::object>(THPVariable_Wrap(found));
-    PyObject* param = dtensors_[i].ptr();
+    PyObject* param = own_[i].dtensor.ptr();
     TORCH_CHECK_TYPE(
         Py_TYPE(grad.ptr()) == Py_TYPE(param) ||
             PyObject_HasAttr(grad.ptr(), names_of_attributes().local),
-        "amp_mp: the gradient of ", names[i],
+        "amp_mp: the gradient of ", own_[i].name,
         " is a plain tensor, the parameter is a DTensor; a plain tensor does not say "
         "which part of the whole it is: set .grad to a DTensor placed as the parameter");
     if (placed_alike(grad.ptr(), param)) {
       gradients_[i] = shard_of(grad.ptr());
     } else {
-      missing_.push_back(int64_t(i));
+      const Shard& own = own_[i];
+      gradients_[i] = local_of(python_functions().local_gradient(own.dtensor, own.name).ptr());
     }
   }
   found_ = true;
-  return missing_;
 }
 
-void Shards::set_gradient(int64_t i, const at::Tensor& shard) {
-  TORCH_CHECK_INDEX(i >= 0 && i < int64_t(dtensors_.size()) && has(size_t(i)), "amp_mp: parameter ",
-                    i, " of these slots is not a DTensor");
-  TORCH_CHECK(found_, "amp_mp: call find_gradients() before set_gradient()");
-  check_plain(shard, {"the gradient's shard"});
-  gradients_[size_t(i)] = shard;
-  std::erase(missing_, i);
-}
-
-void Shards::check_found(const std::vector<std::string>& names) const {
-  if (indices_.empty()) return;
-  TORCH_CHECK(found_,
+void Shards::check_found() const {
+  TORCH_CHECK(indices_.empty() || found_,
               "amp_mp: some parameters are DTensors, and the gradients of this step have not been "
               "looked up; call find_gradients() before each step");
-  TORCH_CHECK(missing_.empty(), "amp_mp: the gradient of ", names[size_t(missing_[0])],
-              " is not placed as the parameter; redistribute it and give its shard to "
-              "set_gradient()");
 }
 
 void Shards::drop_gradients() {
   if (indices_.empty()) return;
   for (const size_t i : indices_) gradients_[i].reset();
-  missing_.clear();
   found_ = false;
 }
 

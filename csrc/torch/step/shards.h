@@ -1,47 +1,49 @@
 #pragma once
 // The DTensors among an optimizer's parameters. Slots hold their shards, which are plain tensors;
 // this class knows the DTensors themselves, and their gradients' shards in the next step.
-#include <torch/csrc/utils/pybind.h>
-
 #include <string>
 #include <vector>
 
-#include "torch/checks.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 
+// A DTensor as Python holds it, null for a plain parameter, and what messages call it. A second
+// at::Tensor of one would keep model.to() from exchanging its contents
+// (torch.utils.swap_tensors).
+struct Shard {
+  py::object dtensor;
+  std::string name;
+};
+
 class Shards {
  public:
-  // One DTensor for each parameter, undefined for a plain one. Raises unless each has its parameter
-  // as shard. Needs the GIL, as all functions that say so.
-  Shards(Tensors dtensors, const Tensors& params, const std::vector<std::string>& names);
+  Shards() = default;
+  // One for each parameter. Needs the GIL, as all functions that say so.
+  explicit Shards(std::vector<Shard> own);
 
   bool any() const { return !indices_.empty(); }
-  bool has(size_t i) const { return any() && bool(dtensors_[i]); }
+  bool has(size_t i) const { return any() && bool(own_[i].dtensor); }
   const at::Tensor& dtensor(size_t i) const;
 
   // Whether each DTensor's shard still is the very object in `params`. Needs the GIL.
   bool are(const Tensors& params) const;
 
-  // Looks up the gradients of the next step. Returns the indices of those that are not placed as
-  // their parameters: set_gradient has to give their shards. TypeError for a gradient that is no
-  // DTensor. Needs the GIL.
-  std::vector<int64_t> find_gradients(const std::vector<std::string>& names);
-  void set_gradient(int64_t i, const at::Tensor& shard);
+  // Looks up the gradients of the next step; one that is placed otherwise than its parameter is
+  // redistributed, in which all processes of its mesh take part. TypeError for a gradient that is
+  // no DTensor. Needs the GIL.
+  void find_gradients();
 
   // Raises unless the gradients of the next step are known.
-  void check_found(const std::vector<std::string>& names) const;
+  void check_found() const;
   const at::Tensor& gradient(size_t i) const { return gradients_[i]; }
   void drop_gradients();  // after a step
 
  private:
-  // The DTensors as Python holds them, null for plain parameters. A second at::Tensor of one would
-  // keep model.to() from exchanging its contents (torch.utils.swap_tensors).
-  std::vector<py::object> dtensors_;
+  std::vector<Shard> own_;
   std::vector<size_t> indices_;  // of the DTensors
   bool found_ = false;
-  Tensors gradients_;             // undefined where there is none
-  std::vector<int64_t> missing_;  // indices for set_gradient
+  Tensors gradients_;  // undefined where there is none
 };
 
 }  // namespace amp_mp

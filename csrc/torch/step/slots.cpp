@@ -20,11 +20,14 @@ void prefetch_impl(const at::Tensor& t) {
 
 }  // namespace
 
-Slots::Slots(Lists lists)
-    : own_(std::move(lists)),
-      shards_(std::move(own_.dtensors), own_.params, own_.names),
-      device_(device_of(own_)) {
-  check_lengths();
+Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
+    : own_(std::move(own)), device_(device) {
+  std::vector<Shard> shards;
+  for (const SlotTensors& each : own_) {
+    params_.push_back(each.param);
+    shards.push_back({each.dtensor, each.name});
+  }
+  shards_ = Shards(std::move(shards));
   check();
   remember();
 }
@@ -32,12 +35,13 @@ Slots::Slots(Lists lists)
 // Calls f in a fixed order: parameter, master, states, scales, clock; skips undefined ones.
 template <class F>
 void Slots::for_each_tensor(int64_t i, const F& f) const {
-  f(own_.params[i]);
-  if (own_.masters[i].defined()) f(own_.masters[i]);
-  for (const Tensors& s : own_.states) f(s[i]);
-  for (const Tensors& s : own_.scales)
-    if (s[i].defined()) f(s[i]);
-  f(own_.clocks[i]);
+  const SlotTensors& own = own_[size_t(i)];
+  f(own.param);
+  if (own.master.defined()) f(own.master);
+  for (const SlotTensors::State& s : own.states) f(s.data);
+  for (const SlotTensors::State& s : own.states)
+    if (s.scales.defined()) f(s.scales);
+  f(own.clock);
 }
 
 uint64_t Slots::shape_of(const at::Tensor& param) {
@@ -53,30 +57,30 @@ void Slots::remember() {
   slots_.clear();
   for (int64_t i = 0; i < size(); ++i) {
     Slot s = {};
-    const at::Tensor& param = own_.params[i];
-    s.size = param.numel();
+    const SlotTensors& own = own_[size_t(i)];
+    s.size = own.param.numel();
     s.master = master_of(size_t(i));
-    for (size_t k = 0; k < own_.states.size(); ++k) {
-      const at::Tensor& scales = own_.scales[k][i];
-      s.state[k] = {own_.states[k][i].mutable_data_ptr(), own_.formats[k][i],
+    for (size_t k = 0; k < own.states.size(); ++k) {
+      const auto& [data, scales, format] = own.states[k];
+      s.state[k] = {data.mutable_data_ptr(), format,
                     scales.defined() ? scales.mutable_data_ptr() : nullptr};
     }
-    s.clock = reinterpret_cast<Clock*>(own_.clocks[i].mutable_data_ptr<double>());
-    s.group = int32_t(own_.groups[i]);
-    s.tensor_index = uint32_t(own_.tensor_indices[i]);
-    s.origin = {own_.firsts[i], own_.row_lengths[i], own_.row_strides[i]};
+    s.clock = reinterpret_cast<Clock*>(own.clock.mutable_data_ptr<double>());
+    s.group = int32_t(own.group);
+    s.tensor_index = uint32_t(own.tensor_index);
+    s.origin = own.origin;
     s.row = i;
     slots_.push_back(s);
-    shapes_.push_back(shape_of(param));
+    shapes_.push_back(shape_of(own.param));
     for_each_tensor(i, [&](const at::Tensor& t) { memory_.push_back(t.const_data_ptr()); });
   }
 }
 
 Array Slots::master_of(size_t i) const {
-  const at::Tensor &param = own_.params[i], &master = own_.masters[i];
+  const at::Tensor &param = own_[i].param, &master = own_[i].master;
   if (!master.defined()) {
     Format format = check_format(param, {"the weight"});
-    if (own_.stochastic[i] && format != Format::float32)
+    if (own_[i].stochastic && format != Format::float32)
       format =
           format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
     return {param.mutable_data_ptr(), format};
@@ -87,31 +91,31 @@ Array Slots::master_of(size_t i) const {
 }
 
 std::vector<Reading> Slots::weights() {
-  shards_.check_found(own_.names);
+  shards_.check_found();
   follow_memory();
-  std::vector<Reading> readings(own_.params.size());
+  std::vector<Reading> readings(own_.size());
   for (size_t i = 0; i < readings.size(); ++i)
-    if (gradient(i).defined()) readings[i] = {own_.params[i].numel(), master_of(i)};
+    if (gradient(i).defined()) readings[i] = {params_[i].numel(), master_of(i)};
   return readings;
 }
 
-std::vector<int64_t> Slots::offsets() const { return muon::direction_offsets(own_.params); }
+std::vector<int64_t> Slots::offsets() const { return muon::direction_offsets(params_); }
 
 Tensors Slots::grads() const {
-  shards_.check_found(own_.names);
+  shards_.check_found();
   Tensors grads;
-  grads.reserve(own_.params.size());
-  for (size_t i = 0; i < own_.params.size(); ++i) grads.push_back(gradient(i));
+  grads.reserve(own_.size());
+  for (size_t i = 0; i < own_.size(); ++i) grads.push_back(gradient(i));
   return grads;
 }
 
 bool Slots::fit() const {
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < size(); ++i) {
-    if (i + kAhead < size()) prefetch_impl(own_.params[i + kAhead]);
-    if (shape_of(own_.params[i]) != shapes_[i]) return false;
+    if (i + kAhead < size()) prefetch_impl(params_[i + kAhead]);
+    if (shape_of(params_[i]) != shapes_[i]) return false;
   }
-  return shards_.are(own_.params);
+  return shards_.are(params_);
 }
 
 void Slots::prefetch(int64_t near, int64_t far) const {
@@ -142,29 +146,29 @@ void Slots::follow_memory() {
 void Slots::find_copies(bool captured) {
   // A CUDA graph must not write copies that the cache may free, and its replays advance no version
   // counters.
-  if (captured) casting::never_cache(own_.params);
-  copies_ = captured ? Tensors(own_.params.size()) : casting::copies_to_write(own_.params);
+  if (captured) casting::never_cache(params_);
+  copies_ = captured ? Tensors(own_.size()) : casting::copies_to_write(params_);
   for (size_t i = 0; shards_.any() && i < copies_.size(); ++i)
     if (shards_.has(i)) copies_[i].reset();  // DTensors are never cached
 }
 
 const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
-  shards_.check_found(own_.names);
+  shards_.check_found();
   follow_memory();
   const bool captured = is_capturing(device_);
   find_copies(captured);
-  if (readings) readings->assign(own_.params.size(), Reading{});
-  has_gradient_.assign(own_.params.size(), true);
-  kept.reserve(3 * own_.params.size());  // pointers into it stay good
+  if (readings) readings->assign(own_.size(), Reading{});
+  has_gradient_.assign(own_.size(), true);
+  kept.reserve(3 * own_.size());  // pointers into it stay good
   bool all_as_remembered = true;
   for (int64_t i = 0; i < size(); ++i) {
-    const at::Tensor& param = own_.params[i];
+    const at::Tensor& param = params_[i];
     const at::Tensor* grad = &gradient(size_t(i));
     if (!grad->defined()) {
       const bool frozen =
           !(shards_.has(size_t(i)) ? shards_.dtensor(size_t(i)) : param).requires_grad();
       TORCH_CHECK_VALUE(
-          !captured || frozen, "amp_mp: ", own_.names[size_t(i)],
+          !captured || frozen, "amp_mp: ", name(size_t(i)),
           " has no gradient, and a step captured now would leave it out of every replay; ",
           "capture after a backward pass that reaches it, or freeze it");
       copies_[size_t(i)].reset();
@@ -173,7 +177,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
       all_as_remembered = false;
       continue;
     }
-    const auto label = [&] { return Label{"the gradient", i, &own_.names[size_t(i)]}; };
+    const auto label = [&] { return Label{"the gradient", i, &own_[size_t(i)].name}; };
     if (grad->_is_zerotensor()) grad = &kept.emplace_back(with_memory(*grad));
     check_gradient(i, *grad);
     if (readings) {  // in the gradient's own order, which is the order of sums
@@ -200,17 +204,17 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
 }
 
 bool Slots::writes_copy(size_t i) const {
-  return copies_[i].defined() && !own_.masters[i].defined();
+  return copies_[i].defined() && !own_[i].master.defined();
 }
 
 void Slots::finish(bool written) {
-  for (size_t i = 0; written && i < own_.params.size(); ++i) {
+  for (size_t i = 0; written && i < own_.size(); ++i) {
     if (!has_gradient_[i]) continue;
-    bump_version(own_.params[i]);
+    bump_version(params_[i]);
     if (shards_.has(i)) bump_version(shards_.dtensor(i));
   }
   shards_.drop_gradients();
-  casting::copies_written(own_.params, copies_);
+  casting::copies_written(params_, copies_);
   copies_.clear();  // now only the cache holds them
 }
 

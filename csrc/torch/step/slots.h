@@ -11,36 +11,36 @@
 
 namespace amp_mp {
 
+// What a step reads and writes of one parameter.
+struct SlotTensors {
+  at::Tensor param;  // of a DTensor the shard on this process
+  // What the parameter and a second tensor together are the master by (core/splits.h): a float32
+  // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
+  at::Tensor master;
+  struct State {
+    at::Tensor data, scales;  // scales: of a state in groups, else undefined
+    Format format;
+  };
+  std::vector<State> states;  // those of the rule
+  bool stochastic = false;    // round a parameter without master stochastically
+  at::Tensor clock;           // float64 of 4 elements (core/rules/base.h, Clock)
+  int64_t group = 0;          // index into the step's hypers
+  int64_t tensor_index = 0;   // for random bits: which tensor this is
+  Origin origin = {};         // for random bits: where a shard is in the whole tensor
+  std::string name;           // for messages
+  py::object dtensor = {};    // whose shard the parameter is; null for a plain parameter
+};
+
 class Slots {
  public:
-  // Each list has one element for each parameter.
-  struct Lists {
-    Tensors params;
-    // What the parameter and a second tensor together are the master by (core/splits.h): a float32
-    // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
-    Tensors masters;
-    std::vector<Tensors> states;               // one list for each state of the rule
-    std::vector<Tensors> scales;               // of the states in groups, undefined elsewhere
-    std::vector<std::vector<Format>> formats;  // of the states, as `states`
-    std::vector<bool> stochastic;              // round a parameter without master stochastically
-    Tensors clocks;                            // float64 of 4 elements (core/rules/base.h, Clock)
-    std::vector<int64_t> groups;               // ascending indices into the step's hypers
-    std::vector<int64_t> tensor_indices;       // for random bits: which tensor this is
-    // For random bits: where a shard is in the whole tensor (core/random.h, Origin).
-    std::vector<int64_t> firsts, row_lengths, row_strides;
-    std::vector<std::string> names;  // for messages
-    Tensors dtensors;                // whose shards the parameters are, as Shards takes them
-    // That of all tensors; the first parameter's by default. Without parameters a step on a CUDA
-    // device still needs it: its kernels must get no memory of the host.
-    std::optional<at::Device> device;
-  };
-  explicit Slots(Lists lists);  // needs the GIL
+  // By ascending groups, all on the device: without parameters a step on a CUDA device still needs
+  // it. Needs the GIL.
+  Slots(std::vector<SlotTensors> own, const at::Device& device);
 
-  int64_t size() const { return int64_t(own_.params.size()); }
+  int64_t size() const { return int64_t(own_.size()); }
   at::Device device() const { return device_; }
-  int64_t group(size_t i) const { return own_.groups[i]; }
-  int64_t groups() const { return own_.groups.empty() ? 0 : own_.groups.back() + 1; }
-  int states() const { return int(own_.states.size()); }
+  int64_t group(size_t i) const { return own_[i].group; }
+  int64_t groups() const { return own_.empty() ? 0 : own_.back().group + 1; }
   // Where the slots' directions begin, and where the last ones end.
   std::vector<int64_t> offsets() const;
 
@@ -48,10 +48,9 @@ class Slots {
   // was made, and every DTensor the same shard. plan() relies on it. Needs the GIL.
   bool fit() const;
 
-  // Once before each step, and before its measuring: the gradients of the DTensors, as
-  // Shards::find_gradients says.
-  std::vector<int64_t> find_gradients() { return shards_.find_gradients(own_.names); }
-  void set_gradient(int64_t i, const at::Tensor& shard) { shards_.set_gradient(i, shard); }
+  // Once before each step, and before its measuring: looks up the gradients of the DTensors, as
+  // Shards::find_gradients says. drop_gradients: where no step follows.
+  void find_gradients() { shards_.find_gradients(); }
   void drop_gradients() { shards_.drop_gradients(); }
   // What plan() checks of them, for a caller that steps several Slots or none.
   void check_gradients() const;
@@ -60,7 +59,7 @@ class Slots {
   Tensors grads() const;
   // The arrays that the rule updates, for measuring; empty for parameters without a gradient.
   std::vector<Reading> weights();
-  const std::vector<std::string>& names() const { return own_.names; }
+  const std::string& name(size_t i) const { return own_[i].name; }
 
   // The slots of the parameters that have a gradient. A gradient whose layout differs from its
   // parameter's is copied to `kept`, which has to live as long as the slots are used. If autocast
@@ -79,14 +78,12 @@ class Slots {
   int64_t moves() const { return moves_; }
 
  private:
-  static at::Device device_of(const Lists& lists);
-  void check_lengths() const;
   void check() const;
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   Array master_of(size_t i) const;
   // The one place that knows where gradients come from.
   const at::Tensor& gradient(size_t i) const {
-    return shards_.has(i) ? shards_.gradient(i) : own_.params[i].grad();
+    return shards_.has(i) ? shards_.gradient(i) : own_[i].param.grad();
   }
   void follow_memory();
   void remember();
@@ -97,7 +94,8 @@ class Slots {
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 
-  Lists own_;
+  std::vector<SlotTensors> own_;
+  Tensors params_;  // of own_
   Shards shards_;
   at::Device device_;
   // What check() has seen, to notice tensors whose memory has moved since.

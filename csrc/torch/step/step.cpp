@@ -115,13 +115,9 @@ void decide_(at::Tensor& verdict, const DecideTensors& inputs,
 
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors, bool measures,
-            Measurement* weights, const StepCallbacks& callbacks) {
-  constexpr int kKept = Rule::kKept.count;
-  TORCH_CHECK_VALUE(slots.states() == kKept, "amp_mp: this rule keeps ", kKept,
-                    " states a parameter, the slots have ", slots.states());
-  TORCH_CHECK_VALUE(int64_t(hyper_tensors.size()) >= slots.groups(), "amp_mp: ", slots.groups(),
-                    " groups, but ", hyper_tensors.size(), " sets of hyperparameters");
+            const ApplyInputs& given) {
+  const auto& [decides, known, measures, weights, callbacks] = given;
+  Measurement* found = known;
   TORCH_CHECK_VALUE(!needs_norms<Rule> || measures || (found && found->count() >= slots.size()),
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   const at::Device device = verdict.device();
@@ -137,7 +133,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   std::vector<Reading> readings;
   const std::vector<Slot>& chosen = slots.plan(kept, measures ? &readings : nullptr);
   // The decision is queued before the callbacks, and counts even if one of them raises.
-  StepReports* reports = decide_tensors ? decide_tensors->reports.get() : nullptr;
+  StepReports* reports = decides ? decides->reports.get() : nullptr;
   const auto count_decision = [&reports] {
     if (reports) std::exchange(reports, nullptr)->count_decision();
   };
@@ -154,8 +150,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
-  const DecideInputs inputs =
-      decide_tensors ? decide_inputs(*decide_tensors, device) : DecideInputs{};
+  const DecideInputs inputs = decides ? decide_inputs(*decides, device) : DecideInputs{};
   std::optional<Measurement> own;
   if (measures) found = &own.emplace(readings, device);
   const auto count = int64_t(plan.size());
@@ -168,26 +163,26 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   on(
       device,
       [&] {
-        if (decide_tensors) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
+        if (decides) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
         written = v->found_inf == 0;
         if (!written) return norms.skip();
         cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
                          norms.inputs, at::get_num_threads());
       },
-      AMP_MP_CUDA(apply_step<Rule>(slots, plan, hypers.data(), decide_tensors ? &inputs : nullptr,
-                                   v, found ? found->span_sums() : cuda::SpanSums{},
+      AMP_MP_CUDA(apply_step<Rule>(slots, plan, hypers.data(), decides ? &inputs : nullptr, v,
+                                   found ? found->span_sums() : cuda::SpanSums{},
                                    norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
                                    data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
   count_decision();
   if (found) found->mark_added();
   if (norms.weights) norms.weights->mark_added();
-  if (decide_tensors) bump_version(verdict);
+  if (decides) bump_version(verdict);
   slots.finish(written);
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
-  template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*, \
-                             const DecideTensors*, bool, Measurement*, const StepCallbacks&);
+#define AMP_MP_INSTANTIATE(Rule, op)                                                \
+  template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, \
+                             const ApplyInputs&);
 AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,

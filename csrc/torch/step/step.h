@@ -53,21 +53,28 @@ struct StepCallbacks {
       normalise = {};
 };
 
-// One step of a rule on every parameter that has a gradient; nothing is written on overflow. With
-// decide_tensors the verdict is decided here, without them it is given. Rules that use norms, and
-// decisions that depend on the gradients, need statistics: `found` where measure(slots) has them
-// already, else `measures` reads the gradients here. While a CUDA graph is being captured, every
-// parameter that requires a gradient must have one.
-//
-// Rules that need the norms of masters measure these here, unless `weights` has their statistics. A
-// rule that needs its update's norm calls `sum_updates`, if there is one, once in every step, also
-// a skipped one, because other processes take part; a rule with directions calls `make_updates`,
-// but not in a step that is skipped on a CPU. An error in either leaves the moments advanced and
-// the weights as they were. Other rules call neither.
+// What a step of slots is decided from, and what it calls.
+struct ApplyInputs {
+  // Without it the verdict is given.
+  const DecideTensors* decides = nullptr;
+  // Rules that use norms, and decisions that depend on the gradients, need statistics: those of
+  // measure(slots), or `measures`, to read the gradients here.
+  Measurement* found = nullptr;
+  bool measures = false;
+  // The statistics of the masters, which rules that need their norms else read here.
+  Measurement* weights = nullptr;
+  StepCallbacks callbacks = {};
+};
+
+// One step of a rule on every parameter that has a gradient; nothing is written on overflow. While
+// a CUDA graph is being captured, every parameter that requires a gradient must have one. A rule
+// that needs its update's norm calls `sum_updates`, if there is one, once in every step, also a
+// skipped one, because other processes take part; a rule with directions calls `make_updates`, but
+// not in a step that is skipped on a CPU. An error in either leaves the moments advanced and the
+// weights as they were. Other rules call neither.
 template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            Measurement* found, const DecideTensors* decide_tensors, bool measures,
-            Measurement* weights, const StepCallbacks& callbacks);
+            const ApplyInputs& given);
 
 // Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
 // that use it; both on the scale's device.

@@ -15,8 +15,7 @@
 namespace amp_mp {
 namespace {
 
-using Apply = void (*)(Slots&, const std::vector<HyperTensors>&, at::Tensor&, Measurement*,
-                       const DecideTensors*, bool, Measurement*, const StepCallbacks&);
+using Apply = void (*)(Slots&, const std::vector<HyperTensors>&, at::Tensor&, const ApplyInputs&);
 
 Apply operator_named(const std::string& name) {
   static const std::unordered_map<std::string, Apply> operators = {
@@ -76,15 +75,13 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 }
 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
-                  Measurement* found, const DecideTensors* inputs, bool measures,
-                  Measurement* weights, const py::object& sum_updates, Interrupt* kept) {
+                  ApplyInputs given, const py::object& sum_updates, Interrupt* kept) {
   const Apply apply = operator_named(bucket.layout().op);
-  StepCallbacks callbacks = {
-      callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
+  given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
   if (!bucket.row_norms().is_empty())
-    callbacks.normalise = [&](const auto&... given) { bucket.row_norms().normalise(given...); };
+    given.callbacks.normalise = [&](const auto&... now) { bucket.row_norms().normalise(now...); };
   const py::gil_scoped_release release;
-  apply(bucket.slots(), hypers, verdict, found, inputs, measures, weights, callbacks);
+  apply(bucket.slots(), hypers, verdict, given);
 }
 
 // Before the tensors that a CUDA graph keeps are left to it alone: the host sees no replay.
@@ -117,7 +114,7 @@ const std::shared_ptr<Gathered>& Stepper::gather(const std::vector<GroupRule>& r
     hooks_.attr("check_replaced")(groups);
   }
   gathered_->check_capture();
-  for (const auto& bucket : gathered_->buckets()) bucket->find_gradients();
+  for (const auto& bucket : gathered_->buckets()) bucket->slots().find_gradients();
   return gathered_;
 }
 
@@ -211,12 +208,13 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   for (size_t i = 0; i < buckets.size(); ++i) {
     Bucket& bucket = *buckets[i];
     at::Tensor local = one_device ? verdict : verdict.to(bucket.device());
-    Measurement* found = known ? known->found[i].get() : nullptr;
-    Measurement* weights = known && !known->weights.empty() ? known->weights[i].get() : nullptr;
+    ApplyInputs step = {.decides = one_bucket ? &inputs : nullptr,
+                        .found = known ? known->found[i].get() : nullptr};
+    step.measures = one_bucket && measures && !step.found;
+    if (known && !known->weights.empty()) step.weights = known->weights[i].get();
     const bool sums = !whole.is_none() && bucket.layout().needs_norms;
     const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
-    apply_bucket(bucket, hypers[i], local, found, one_bucket ? &inputs : nullptr,
-                 one_bucket && measures && !found, weights, sum_updates, kept);
+    apply_bucket(bucket, hypers[i], local, std::move(step), sum_updates, kept);
   }
   int64_t moves = 0;
   for (const auto& bucket : buckets) moves += bucket->slots().moves();

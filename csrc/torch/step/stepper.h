@@ -6,6 +6,7 @@
 
 #include "torch/python/callback.h"
 #include "torch/step/gathered.h"
+#include "torch/step/step.h"
 
 namespace amp_mp {
 
@@ -31,19 +32,18 @@ struct StepInputs {
   std::shared_ptr<Measured> measured;
   // Clip to this norm instead of the optimizer's max_grad_norm.
   std::optional<double> max_norm;
-  // Where the loss scale goes next. The step applies it where all parameters are on one device, and
-  // then sets scale_updated.
+  // Where the loss scale goes next: scale_updated below.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
-  bool scale_updated = false;
-  // The gradients that carry the scale, where it is handed before the step (optim/step/marks.py);
-  // and whether a step has used them.
+  // The gradients that carry the scale, where it is handed before the step (optim/step/marks.py).
   py::object marks = py::none();
-  bool used = false;
   // Whether it is from a torch.amp.GradScaler, which does not know all processes.
   bool from_stock = false;
   // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
   bool keeps = false;
 
+  // What the step sets: scale_updated, that it has applied scale_update, as it does where all
+  // parameters are on one device; used, that it has used the marks.
+  bool scale_updated = false, used = false;
   // What the optimizer asks of every step: whether it measures, its max_grad_norm, skip_norm_above
   // without its history, which is the log's.
   bool checks = false;
@@ -154,13 +154,13 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 // A scaler's number as a float32 tensor of one element on the device; none for None.
 std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number);
 
-// One step of the rule of a bucket; releases the GIL. interrupt: where one that comes while Python
-// makes updates is kept, so that the step ends first; null to raise it at once.
+// One step of the rule of a bucket; releases the GIL. `given` has no callbacks yet. sum_updates: of
+// StepCallbacks, or None. interrupt: where one that comes while Python makes updates is kept, so
+// that the step ends first; null to raise it at once.
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
-                  Measurement* found, const DecideTensors* inputs, bool measures,
-                  Measurement* weights, const py::object& sum_updates, Interrupt* interrupt);
+                  ApplyInputs given, const py::object& sum_updates, Interrupt* interrupt);
 
-void bind_step(py::module_& m);     // slots and the operators of rules
+void bind_step(py::module_& m);     // statistics, loss scales, reports
 void bind_stepper(py::module_& m);  // the door above them
 void bind_state(py::module_& m);    // a parameter's state
 

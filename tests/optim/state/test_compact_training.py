@@ -17,13 +17,11 @@ from rules import (
     Expected,
     found_master,
     found_state,
-    raw,
 )
 from tiers import tiered
-from torch import Tensor, nn
+from torch import nn
 
 import amp_mp as amp
-from amp_mp import _C
 
 # What the presets store moments and squares as.
 MOMENTS = sorted({PRESETS[m][1] for m in MEMORIES})
@@ -140,49 +138,6 @@ def test_an_element_without_gradient_comes_to_rest(device: str, memory: str) -> 
     still, moving = stops.cpu().numpy(), ~stops.cpu().numpy()
     assert all(np.array_equal(master[still], seen[0][still]) for master in seen)
     assert (seen[0][moving] != seen[-1][moving]).all()
-
-
-def test_a_shard_draws_what_its_elements_draw_in_the_whole(device: str) -> None:
-    """Parts that begin anywhere, given where, and the same number."""
-
-    new_clock = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64, device=device)
-
-    def step(cuts: list[int], firsts: list[int]) -> list[np.ndarray]:
-        def parts(x: Tensor) -> list[Tensor]:
-            return [p.clone() for p in x.to(device).tensor_split(cuts)]
-
-        params = [nn.Parameter(p) for p in parts(torch.from_numpy(random(1000, 1)).bfloat16())]
-        count = len(params)
-        rests = parts(torch.zeros(1000, dtype=torch.int8))
-        moments = parts(torch.from_numpy(random(1000, 2, 1e-3)).bfloat16())
-        squares = parts(torch.full((1000,), 0x3F00, dtype=torch.int16))
-        slots = _C.Slots(
-            params=params,
-            masters=rests,
-            states=[moments, squares],
-            scales=[[None] * count] * 2,
-            formats=[["bfloat16_stochastic"] * count, ["ue8m8"] * count],
-            stochastic=[False] * count,
-            clocks=[new_clock.clone() for _ in params],
-            groups=[0] * count,
-            tensor_indices=[5] * count,
-            firsts=firsts,
-            names=[f"part {i}" for i in range(count)],
-        )
-        hyper = _C.Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, seed=11)
-        verdict = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=device)
-        grad = torch.from_numpy(random(1000, 3)).bfloat16()
-        for _ in range(3):
-            for param, part in zip(params, parts(grad), strict=True):
-                param.grad = part
-            _C.operators["adamw_"](slots, [hyper], verdict)
-        return [np.concatenate([raw(p) for p in t]) for t in (params, rests, moments, squares)]
-
-    whole = step([], [0])
-    for a, b in zip(whole, step([37], [0, 37]), strict=True):
-        assert np.array_equal(a, b)
-    elsewhere = step([37], [0, 36])
-    assert not np.array_equal(whole[2], elsewhere[2])
 
 
 @pytest.mark.parametrize(

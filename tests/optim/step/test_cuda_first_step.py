@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from watching import watching
 
 import amp_mp as amp
-from amp_mp import _C
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -89,35 +88,23 @@ def test_measuring_during_backward_sets_no_hooks_here() -> None:
 
 
 def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
-    device = torch.device(DEVICE)
-    param = torch.zeros(64, device=device)
-    param.grad = torch.ones_like(param)
-    squares_only = torch.zeros(64, dtype=torch.int16, device=device)
-    slots = _C.Slots(
-        params=[param],
-        masters=[None],
-        states=[[squares_only]],
-        scales=[[None]],
-        formats=[["ue8m8"]],  # no format of momentum buffers, which the kernels refuse
-        stochastic=[False],
-        clocks=[torch.ones(4, dtype=torch.float64, device=device)],
-        groups=[0],
-        tensor_indices=[0],
-        firsts=[0],
-        names=["w"],
-    )
-    reports = _C.StepReports(param.device)
-    verdict = torch.zeros(_C.VERDICT_SIZE, dtype=torch.float64, device=device)
-    inputs = _C.DecideInputs(reports=reports)
-    with pytest.raises(RuntimeError, match="a state is in a format"):
-        _C.operators["sgd_"](slots, [_C.Hyper(lr=0.1, momentum=0.9)], verdict, inputs=inputs)
+    optimizer = amp.optim.AdamW(params_of(1), check_overflow=True)
+    optimizer.step()
+    reports, group = optimizer._stepper.native.reports, optimizer.param_groups[0]
+    assert reports is not None
+    assert reports.newest(True) is not None
+    group["lr"] = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="lr must be one number of dtype Float or Double"):
+        optimizer.step()
     with watching() as found:
-        assert reports.newest(True) is None
+        report = reports.newest(True)
     assert found.waits == 0
-    _C.decide_(verdict, inputs)
-    report = reports.newest(True)
+    group["lr"] = 0.1
+    optimizer.step()
+    later = reports.newest(True)
     assert report is not None
-    assert report[0] == 1
+    assert later is not None
+    assert (report[0], later[0]) == (1, 2)
 
 
 @pytest.mark.skipif(not PRETEND_GPU, reason="a real GPU says neither")

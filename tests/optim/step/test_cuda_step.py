@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import cuts
-import numpy as np
 import pytest
 import torch
 from cuda_training import DEVICE, SHAPES, Training
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from watching import watching
 
 import amp_mp as amp
-from amp_mp import _C
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -202,33 +199,3 @@ def test_a_model_moved_to_the_device_after_two_steps_is_trained_there(memory: st
     assert torch.equal(late.weight, early.weight)
     for name, value in optimizers[0].state[late.weight].items():
         assert torch.equal(value, optimizers[1].state[early.weight][name]), name
-
-
-def test_gathered_norms_need_no_host() -> None:
-    """Measured and added on the device; where all have gradients nothing is copied either."""
-    shape = (40, 96)
-    halves = cuts.Blocks(
-        DEVICE, shape, cuts.cuts(shape, [16], []), "lamb_", "bfloat16", ("m8", "log8"), split=True
-    )
-    halves.set_gradients(torch.from_numpy(np.ones(40 * 96, np.float32)))
-    measured, weights = halves.slots.measure(), halves.slots.measure_weights()
-    verdict = torch.tensor([0.0, 1, 0, 0, 1], dtype=torch.float64, device=DEVICE)
-    given: list[Tensor] = []
-
-    def sum_updates(rows: Tensor) -> Tensor:
-        given.append(rows)
-        return rows
-
-    operator = _C.operators["lamb_"]
-    with watching() as seen:
-        operator(
-            halves.slots,
-            [halves.hyper],
-            verdict,
-            measured,
-            weights=weights,
-            sum_updates=sum_updates,
-        )
-    # decide, moments, their sums, the rules with the gathered norms, apply
-    assert (seen.kernels, seen.others, seen.waits) == (5, 0, 0)
-    assert (given[0][:, 0] > 0).all()

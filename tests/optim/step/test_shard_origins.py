@@ -2,136 +2,127 @@
 
 from __future__ import annotations
 
-import cuts
+from math import prod
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from cuts import Blocks, Cut
+from cuts import Pieces, as_rank, block, bytes_of, shard, stepped
 from helpers import random
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import amp_mp as amp
 from amp_mp import _C
 
-SHAPES = {"48 x 96": (48, 96), "33 x 40": (33, 40), "3 x 5000": (3, 5000)}
 # Where columns and rows are cut: at whole groups of 32, at eights, anywhere, rows of one element.
-PLACES: dict[str, dict[str, tuple[list[int], list[int]]]] = {
-    "48 x 96": {
-        "columns, groups": ([], [32, 64]),
-        "columns, eights": ([], [8, 48]),
-        "columns, anywhere": ([], [1, 2, 37, 70]),
-        "rows": ([1, 17], []),
-        "both": ([7, 20], [33, 57]),
-    },
-    "33 x 40": {
-        "columns, eights": ([], [8, 24]),
-        "columns, anywhere": ([], [13, 20]),
-        "rows": ([5, 6, 32], []),
-        "both": ([16], [39]),
-    },
-    "3 x 5000": {"columns, long": ([], [2500]), "columns, anywhere": ([1], [77, 999, 4321])},
+CUTS: dict[str, tuple[tuple[int, ...], Pieces]] = {
+    "columns, groups": ((48, 96), (1, 3)),
+    "columns, eights": ((48, 96), (1, 4)),
+    "columns, anywhere": ((48, 96), (1, 7)),
+    "rows": ((48, 96), (5, 1)),
+    "rows and columns": ((48, 96), (3, 7)),
+    "columns of 33 rows, eights": ((33, 40), (1, 5)),
+    "columns of 33 rows, anywhere": ((33, 40), (1, 3)),
+    "rows of 33": ((33, 40), (4, 1)),
+    "rows of 33 and columns": ((33, 40), (2, 6)),
+    "columns of one element": ((20, 3), (1, 3)),
+    "long columns": ((3, 5000), (1, 2)),
+    "long columns, anywhere": ((3, 5000), (2, 7)),
+    "one dimension": ((1000,), (7,)),
 }
-CUTS = [(shape, how) for shape, ways in PLACES.items() for how in ways]
-# Operator, format of the weight, formats of the states, and whether the weight has a remainder.
-WAYS = {
-    "adamw, lean": ("adamw_", "bfloat16", ("bfloat16_stochastic", "ue8m8"), True),
-    "adamw, tiny": ("adamw_", "bfloat16", ("m8", "ue8m8"), True),
-    "adamw, log8": ("adamw_", "bfloat16", ("bfloat16_stochastic", "log8"), True),
-    "adamw, m8 and log8": ("adamw_", "bfloat16", ("m8", "log8"), True),
-    "adamw, low": ("adamw_", "bfloat16_stochastic", ("bfloat16_stochastic",) * 2, False),
-    "sgd": ("sgd_", "float16_stochastic", ("bfloat16_stochastic",), False),
-    "sgd, m8": ("sgd_", "bfloat16_stochastic", ("m8",), False),
-    "plain sgd": ("plain_sgd_", "bfloat16_stochastic", (), False),
-    "lion": ("lion_", "bfloat16", ("bfloat16_stochastic",), True),
-    "lion, m8": ("lion_", "float16_stochastic", ("m8",), False),
-    "adadelta, codes": ("adadelta_", "bfloat16", ("log8", "ue8m8"), True),
-    "nadam, m8": ("nadam_", "bfloat16", ("m8", "ue8m8"), True),
-    "radam, low": ("radam_", "bfloat16_stochastic", ("bfloat16_stochastic",) * 2, False),
-    "lamb": ("lamb_", "bfloat16_stochastic", ("bfloat16_stochastic", "ue8m8"), False),
-    "lamb, m8": ("lamb_", "bfloat16", ("m8", "ue8m8"), True),
-    "lamb, m8 and log8": ("lamb_", "bfloat16_stochastic", ("m8", "log8"), False),
+KEPT = {"master": "none", "rounding": "stochastic"}  # the weight itself is rounded
+LOW = {"exp_avg": "bfloat16", "exp_avg_sq": "bfloat16"}
+SHORT = {"betas": (0.9, 0.99)}  # log8 follows longer averages badly, and warns
+OPTIM = amp.optim
+LAMB = {"weight_decay": 0.0, "always_adapt": False}  # no norms: of other ranks there are none
+# Class, dtype of the weight, and options; of some states codes share scales.
+WAYS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
+    "adamw, lean": (OPTIM.AdamW, torch.bfloat16, {"memory": "lean"}),
+    "adamw, tiny": (OPTIM.AdamW, torch.bfloat16, {"memory": "tiny"}),
+    "adamw, log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "lean", "exp_avg_sq": "log8", **SHORT}),
+    "adamw, m8 and log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "micro", **SHORT}),
+    "adamw, low": (OPTIM.AdamW, torch.bfloat16, {**KEPT, **LOW}),
+    "sgd": (OPTIM.SGD, torch.float16, {"momentum": 0.9, **KEPT, "momentum_buffer": "bfloat16"}),
+    "sgd, m8": (OPTIM.SGD, torch.bfloat16, {"momentum": 0.9, **KEPT, "momentum_buffer": "m8"}),
+    "plain sgd": (OPTIM.SGD, torch.bfloat16, KEPT),
+    "lion": (OPTIM.Lion, torch.bfloat16, {"memory": "lean"}),
+    "lion, m8": (OPTIM.Lion, torch.float16, {**KEPT, "exp_avg": "m8"}),
+    "adadelta, codes": (OPTIM.Adadelta, torch.bfloat16, {"memory": "lean", "square_avg": "log8"}),
+    "nadam, m8": (OPTIM.NAdam, torch.bfloat16, {"memory": "tiny"}),
+    "radam, low": (OPTIM.RAdam, torch.bfloat16, {**KEPT, **LOW}),
+    "lamb": (OPTIM.LAMB, torch.bfloat16, {**KEPT, **LOW, "exp_avg_sq": "ue8m8", **LAMB}),
+    "lamb, m8": (OPTIM.LAMB, torch.bfloat16, {"memory": "tiny", **LAMB}),
+    "lamb, m8 and log8": (OPTIM.LAMB, torch.bfloat16, {**KEPT, "memory": "micro", **LAMB, **SHORT}),
 }
+IN_GROUPS = ("log8", "m8", "tiny", "micro")
 
 
-def blocks_of(shape: str, how: str) -> list[Cut]:
-    return cuts.cuts(SHAPES[shape], *PLACES[shape][how])
+def fits(cut: str, options: dict[str, Any]) -> bool:
+    """Whether each block has whole groups, if one of these formats needs them."""
+    shape, pieces = CUTS[cut]
+    parts = [block(shape, pieces, rank)[-1] for rank in range(prod(pieces))]
+    whole = len(shape) > 1 and all(p.start % 32 == p.stop % 32 == 0 for p in parts)
+    return whole or not set(IN_GROUPS).intersection(map(str, options.values()))
 
 
-def fits(shape: str, how: str, formats: tuple[str, ...]) -> bool:
-    """Whether each block has whole groups, if one of the formats needs them."""
-    blocks = [Cut(slice(0, 0), slice(0, SHAPES[shape][1])), *blocks_of(shape, how)]
-    return not {"m8", "log8"} & set(formats) or all(
-        b.columns.start % 32 == 0 and b.columns.stop % 32 == 0 for b in blocks
-    )
+def steps(device: str, shape: tuple[int, ...], pieces: Pieces, way: str) -> dict[str, np.ndarray]:
+    kind, dtype, options = WAYS[way]
 
+    def make(params: list[Any]) -> Any:
+        return kind(params, lr=1e-2, seed=2**40 + 11, max_grad_norm=None, **options)
 
-def stepped(
-    device: str,
-    shape: str,
-    blocks: list[Cut],
-    way: str,
-    origins: list[tuple[int, int, int]] | None = None,
-) -> dict[str, np.ndarray]:
-    operator, weight, formats, split = WAYS[way]
-    found = Blocks(device, SHAPES[shape], blocks, operator, weight, formats, split, origins=origins)
-    # Without these two LAMB takes no norm, which would be that of a block.
-    found.hyper = _C.Hyper(**{**cuts.HYPER, "weight_decay": 0.0})
-    for step in range(3):
-        found.set_gradients(torch.from_numpy(random(np.prod(SHAPES[shape]), 10 + step)))
-        found.step(measure=operator == "lamb_")
-    return found.raw()
+    def values(seed: int, scale: float = 1.0) -> Tensor:
+        return torch.from_numpy(random(prod(shape), seed, scale)).view(shape).to(device, dtype)
+
+    return stepped(make, values(1, 1e-2), [values(10 + step) for step in range(3)], pieces)
 
 
 @pytest.mark.parametrize(
-    ("shape", "how", "way"), [(*c, w) for c in CUTS for w in WAYS if fits(*c, WAYS[w][2])]
+    ("cut", "way"), [(c, w) for c in CUTS for w in WAYS if fits(c, WAYS[w][2])]
 )
-def test_blocks_are_rounded_as_the_whole_is(device: str, shape: str, how: str, way: str) -> None:
-    whole = stepped(device, shape, cuts.cuts(SHAPES[shape], [], []), way)
-    found = stepped(device, shape, blocks_of(shape, how), way)
+def test_blocks_are_rounded_as_the_whole_is(device: str, cut: str, way: str) -> None:
+    shape, pieces = CUTS[cut]
+    whole = steps(device, shape, (1,) * len(shape), way)
+    found = steps(device, shape, pieces, way)
     assert found.keys() == whole.keys()
     for name, wanted in whole.items():
         assert np.array_equal(found[name], wanted), name
 
 
-@pytest.mark.parametrize("wrong", [(70, 26, 97), (70, 25, 96), (71, 26, 96), (70, 0, 0)])
-def test_another_place_draws_other_bits(device: str, wrong: tuple[int, int, int]) -> None:
-    """What makes the tests above able to fail."""
-    blocks = blocks_of("48 x 96", "columns, anywhere")
-    origins = [b.origin(96) for b in blocks]
-    assert origins[-1] == (70, 26, 96)
-    right = stepped(device, "48 x 96", blocks, "adamw, lean")["state 0"]
-    found = stepped(device, "48 x 96", blocks, "adamw, lean", [*origins[:-1], wrong])["state 0"]
-    assert np.array_equal(found[:, :70], right[:, :70])
-    assert not np.array_equal(found[:, 70:], right[:, 70:])
+def test_without_its_place_a_block_draws_other_bits(device: str) -> None:
+    """What makes the test above able to fail."""
+    whole = steps(device, (48, 96), (1, 1), "plain sgd")["weight"]
+
+    def alone(params: list[Any]) -> Any:
+        return OPTIM.SGD(params, lr=1e-2, seed=2**40 + 11, **KEPT)
+
+    def values(seed: int, scale: float = 1.0) -> Tensor:
+        own = torch.from_numpy(random(48 * 96, seed, scale)).view(48, 96)[:, 32:]
+        return own.to(device, torch.bfloat16)
+
+    grads = [values(10 + step) for step in range(3)]
+    found = stepped(alone, values(1, 1e-2), grads, (1, 1))["weight"]
+    assert not np.array_equal(found, whole[:, 32:])
 
 
 NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8", "log8")
 
 
 @pytest.mark.parametrize(
-    ("shape", "how", "native"), [(*c, n) for c in CUTS for n in NATIVE if fits(*c, (n,))]
+    ("cut", "native"), [(c, n) for c in CUTS for n in NATIVE if fits(c, {"format": n})]
 )
-def test_conversion_does_not_depend_on_the_cut(
-    device: str, shape: str, how: str, native: str
-) -> None:
-    blocks = blocks_of(shape, how)
-    rows, columns = SHAPES[shape]
-    x = torch.from_numpy(random(rows * columns, 4)).abs().to(device).view(rows, columns)
-    wanted, wanted_scales = cuts.stored(x, native)
-    for block in blocks:
-        part = block.of(x)
-        data, scales = torch.empty_like(part, dtype=wanted.dtype), None
-        if wanted_scales is not None:
-            scales = torch.empty_like(block.of(wanted_scales, 32))
-        first, length, stride = block.origin(columns)
-        place = {"first": first, "row_length": length, "row_stride": stride}
-        _C.encode_(part, data, scales, native, seed=3, **place)
-        assert torch.equal(data, block.of(wanted))
-        if scales is not None and wanted_scales is not None:
-            assert torch.equal(scales, block.of(wanted_scales, 32))
-
-
-def test_an_impossible_place_is_refused() -> None:
-    x, data = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
-    for place in ({"first": -1}, {"row_length": -1}, {"row_length": 4, "row_stride": 3}):
-        with pytest.raises(ValueError, match="no row longer than the distance to the next"):
-            _C.encode_(x, data, None, "bfloat16_stochastic", **place)
-    assert not data.any()
+def test_conversion_does_not_depend_on_the_cut(device: str, cut: str, native: str) -> None:
+    shape, pieces = CUTS[cut]
+    x = torch.from_numpy(random(prod(shape), 4)).abs().to(device).view(shape)
+    wanted = _C.encode(x, native, seed=3)
+    for rank in range(prod(pieces)):
+        with as_rank(rank, prod(pieces)):
+            part = block(shape, pieces, rank)
+            own = shard(x, init_device_mesh(device, pieces), part)
+            data, scales = _C.encode(own, native, seed=3)
+            assert np.array_equal(bytes_of(data), bytes_of(wanted[0][part]))
+            if scales is not None and wanted[1] is not None:
+                of_groups = (*part[:-1], slice(part[-1].start // 32, part[-1].stop // 32))
+                assert np.array_equal(bytes_of(scales), bytes_of(wanted[1][of_groups]))
