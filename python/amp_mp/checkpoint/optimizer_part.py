@@ -176,7 +176,7 @@ def packed_state(
     the optimizer cannot load the states; nothing is changed.
     """
     saved: dict[str, dict[str, Any]] = {}
-    for key, (owner, setting) in contents.groups().items():
+    for key, (owner, setting) in contents.groups.items():
         if setting == "params" and not isinstance(values[key], list | tuple):
             wrong = f"the checkpoint has {values[key]!r} as {key!r}, which must be a list of names"
             raise ValueError(f"{wrong}; nothing was loaded")

@@ -178,7 +178,7 @@ def load(
             optimizer_part.check_has_optimizer(contents, names, strict)
         wanted = {name: None if name in names else MASTER_ENTRIES for name in params}
         states = {n: optimizer_part.template(contents, n, p, wanted[n]) for n, p in params.items()}
-        others = [*contents.others(), *(contents.groups() if groups else ())]
+        others = [*contents.others, *(contents.groups if groups else ())]
         values = template | {key: contents.empty(key) for key in others}
         for name, state in states.items():
             values |= {contents.states[name][entry]: value for entry, value in state.items()}
@@ -194,7 +194,7 @@ def load(
             own = {name: MASTER_ENTRIES if name in masters else () for name in names}
             kept = {n: {k: v for k, v in states[n].items() if k not in own[n]} for n in names}
             packed = optimizer_part.packed_state(contents, values, optimizer, groups, kept, strict)
-        found = rebuilt(contents, {key: values[key] for key in contents.others()})
+        found = rebuilt(contents, {key: values[key] for key in contents.others})
     del values, states, template
     undo: list[Callable[[], Any]] = []
     try:
