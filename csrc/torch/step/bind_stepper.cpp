@@ -58,7 +58,7 @@ void bind_inputs(py::module_& m) {
   py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
       .def(py::init([](py::object scale, py::object found_inf, bool measure,
                        std::shared_ptr<Measured> measured, std::optional<double> max_norm,
-                       Scale scale_update, py::object marks, bool from_stock, bool keeps) {
+                       Scale scale_update, bool from_stock, bool keeps) {
              auto made = std::make_shared<StepInputs>();
              made->scale = std::move(scale);
              made->found_inf = std::move(found_inf);
@@ -66,7 +66,6 @@ void bind_inputs(py::module_& m) {
              made->measured = std::move(measured);
              made->max_norm = max_norm;
              made->scale_update = std::move(scale_update);
-             made->marks = std::move(marks);
              made->from_stock = from_stock;
              made->keeps = keeps;
              return made;
@@ -74,12 +73,11 @@ void bind_inputs(py::module_& m) {
            py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::kw_only(),
            py::arg("measure") = false, py::arg("measured") = py::none(),
            py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
-           py::arg("marks") = py::none(), py::arg("from_stock") = false, py::arg("keeps") = false)
+           py::arg("from_stock") = false, py::arg("keeps") = false)
       .def_readonly("keeps", &StepInputs::keeps)
       .def_readonly("scale", &StepInputs::scale)
       .def_readwrite("scale_update", &StepInputs::scale_update)
       .def_readonly("scale_updated", &StepInputs::scale_updated)
-      .def_readonly("marks", &StepInputs::marks)
       .def_readwrite("used", &StepInputs::used)
       .def_readwrite("checks", &StepInputs::checks)
       .def_readwrite("own_max_norm", &StepInputs::own_max_norm)

@@ -35,9 +35,8 @@ struct StepInputs {
   // then sets scale_updated.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
   bool scale_updated = false;
-  // The gradients that carry the scale, where it is handed before the step (optim/step/marks.py);
-  // and whether a step has used them.
-  py::object marks = py::none();
+  // Whether a step has used them, where a scaled loss has left them for the steps that follow
+  // (optim/step/ledger.py).
   bool used = false;
   // Whether it is from a torch.amp.GradScaler, which does not know all processes.
   bool from_stock = false;

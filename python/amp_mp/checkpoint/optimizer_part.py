@@ -23,7 +23,7 @@ from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import schema
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
-from amp_mp.sharding.shards import is_dtensor, like, local_of
+from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
 # The layout of codes that were not row-major, by the number of dimensions: the only dense one for
@@ -35,7 +35,7 @@ def refuse_sharded(more: dict[str, Any]) -> None:
     """TypeError for an optimizer of sharded parameters among other objects to save or load."""
     for name, each in more.items():
         groups = each.param_groups if isinstance(each, Optimizer) else []
-        if any(is_dtensor(param) for group in groups for param in group["params"]):
+        if any_dtensor(param for group in groups for param in group["params"]):
             raise TypeError(
                 f"{name} is an optimizer of sharded parameters; save it with its model in a "
                 "directory of its own"
