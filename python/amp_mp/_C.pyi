@@ -412,11 +412,10 @@ class StepInputs:
         measured: Measured | None = None,
         max_norm: float | None = None,
         scale_update: ScaleUpdate | None = None,
-        marks: Any = None,
         from_stock: bool = False,
         keeps: bool = False,
     ) -> None:
-        """What a loss scaler passes; marks: GradientMarks of the gradients that carry the scale."""
+        """What a loss scaler passes."""
 
     @property
     def scale(self) -> Tensor | float | None: ...
@@ -429,9 +428,7 @@ class StepInputs:
     def keeps(self) -> bool:
         """Whether gradients carry the scale after the step, too."""
 
-    @property
-    def marks(self) -> Any: ...
-    used: bool  # by a step
+    used: bool  # by a step, where a scaled loss has left it
     # What the optimizer asks of every step. norm_limit: skip above this norm, 0 for none. spike:
     # sigmas and window of a NormSpike, 0 for none.
     checks: bool

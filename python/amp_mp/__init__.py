@@ -73,15 +73,15 @@ __all__ = [
     "float32_state_dict", "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict",
     "nn", "optim", "policies", "prepare", "scaling", "set_policy",
 ]
+# Where the names are that one may look for at the top.
+_PLACES = (
+    "casting", "nn", "optim", "scaling", "compat", "apex.amp", "apex.fp16_utils",
+    "apex.normalization", "apex.optimizers", "apex.parallel", "apex.multi_tensor_apply",
+    "apex.contrib.clip_grad", "apex.contrib.xentropy",
+)
 # fmt: on
 
 _LAZY = ("apex", "compat", "diagnose", "integrations")  # imported when they are used
-# Where the names are that one may look for at the top.
-_PLACES = (
-    *("casting", "nn", "optim", "scaling", "compat", "apex.amp", "apex.fp16_utils"),
-    *("apex.normalization", "apex.optimizers", "apex.parallel", "apex.multi_tensor_apply"),
-    *("apex.contrib.clip_grad", "apex.contrib.xentropy"),
-)
 _HANDLE = "the method of the handle that amp_mp.init returns; amp_mp.apex.amp has Apex's"
 _ELSEWHERE = {
     "initialize": "amp_mp.init for casts in operators, or amp_mp.prepare for low precision; "

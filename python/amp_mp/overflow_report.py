@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.sharding.gradients import by_device
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import any_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, scale_text
 
 models: WeakSet[nn.Module] = WeakSet()  # by whose paths parameters are named
@@ -90,7 +90,7 @@ def nonfinite_gradients(params: Iterable[tuple[str, Tensor]], scale: float) -> O
             name, shape, x = found[i]
             infs, nans = int(x.isinf().sum()), int(x.isnan().sum())
             rows[i] = NonFinite(name, tuple(shape), x.numel(), infs, nans)
-    of_shards = any(is_dtensor(param) for _, param in given)
+    of_shards = any_dtensor(param for _, param in given)
     return OverflowReport((rows[i] for i in sorted(rows)), scale, of_shards=of_shards)
 
 
@@ -108,7 +108,7 @@ def describe_nonfinite(
             label = paths.get(id(param)) or given.get(i) or _C.param_label(group, number, i)
             found.append((label, param))
     report = nonfinite_gradients(found, scale)
-    if not report and any(is_dtensor(param) for _, param in found):
+    if not report and any_dtensor(param for _, param in found):
         return "every gradient on this process is finite; those concerned are on another process"
     return str(report)
 

@@ -1,12 +1,13 @@
 """How tables are written as text, the shares, scales and dtypes in them; prints and warnings."""
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from amp_mp.callers import level_outside
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -51,7 +52,4 @@ def say(message: str) -> None:
 
 def warn(message: str) -> None:
     """Warns at the line outside of amp_mp and torch that led here."""
-    frame, level, inner = sys._getframe(1), 2, ("amp_mp", "torch", "contextlib")
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in inner:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"amp_mp: {message}", stacklevel=level)
+    warnings.warn(f"amp_mp: {message}", stacklevel=level_outside())

@@ -152,3 +152,12 @@ def test_buffers_and_extra_state_of_modules_are_loaded(extra: Any, tmp_path: Pat
     assert torch.equal(other[0].mean, model[0].mean)
     same = torch.equal(other[0].extra, extra) if isinstance(extra, torch.Tensor) else None
     assert other[0].extra == extra if same is None else same
+
+
+def test_a_part_with_more_of_the_models_names_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    small, large = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    amp.checkpoint.save(tmp_path / "c", small, teacher=large.state_dict())
+    last = copy.deepcopy(large[1].weight)
+    amp.checkpoint.load(tmp_path / "c", large, strict=False)
+    assert torch.equal(large[0].weight, small[0].weight)
+    assert torch.equal(large[1].weight, last)

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "python/amp_mp"
 NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu"))
 
 SHARED = {
+    "amp_mp.callers",
     "amp_mp.dtypes",
     "amp_mp.nested",
     "amp_mp.switch",

@@ -34,15 +34,14 @@ struct StepInputs {
   std::optional<double> max_norm;
   // Where the loss scale goes next: scale_updated below.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
-  // The gradients that carry the scale, where it is handed before the step (optim/step/marks.py).
-  py::object marks = py::none();
   // Whether it is from a torch.amp.GradScaler, which does not know all processes.
   bool from_stock = false;
   // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
   bool keeps = false;
 
   // What the step sets: scale_updated, that it has applied scale_update, as it does where all
-  // parameters are on one device; used, that it has used the marks.
+  // parameters are on one device; used, that a step has used the inputs, where a scaled loss has
+  // left them for the steps that follow (optim/step/ledger.py).
   bool scale_updated = false, used = false;
   // What the optimizer asks of every step: whether it measures, its max_grad_norm, skip_norm_above
   // without its history, which is the log's.

@@ -13,10 +13,10 @@ from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
 from amp_mp.model.original_values import take_original
 from amp_mp.scaling.policies import Static
-from amp_mp.sharding.gradients import overflow_in
+from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
+from amp_mp.sharding.reduction import totals_of
 from amp_mp.wrappers import fp16_optimizer
 from amp_mp.wrappers.fp16_optimizer import apex_policy
-from amp_mp.wrappers.gradients import copy_all_, gradients_of, make_gradient, totals_of
 
 # fmt: off
 __all__ = [

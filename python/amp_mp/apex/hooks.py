@@ -15,11 +15,10 @@ from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.original_values import original_of
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
-from amp_mp.optim.step.marks import GradientMarks, nonzero
-from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step import ledger
 from amp_mp.scaling.policies import Backoff, ScalePolicy
+from amp_mp.sharding.gradients import master_params, multiply_gradients
 from amp_mp.text_table import say
-from amp_mp.wrappers.gradients import master_params, multiply_gradients
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps
@@ -129,7 +128,6 @@ class Stash:
         self.carried: float | None = None  # the scale of gradients that delay_unscale has left
         self._optimizer, self._with_masters = optimizer, with_masters
         self._takes_closure = takes_closure
-        self._marks = GradientMarks(())  # the model's gradients that masters have
         self._stepped = False  # since the last loss
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -175,7 +173,7 @@ class Stash:
         if pairs := self.pairs():
             params = [param for param, _ in pairs]
             model_grads_to_master_grads(params, [master for _, master in pairs])
-            self._marks = GradientMarks(params)
+            ledger.note(params)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's, and the model's gradients are None."""
@@ -201,21 +199,19 @@ class Stash:
 
     def _check(self) -> None:
         """Raises RuntimeError for gradients that the step would not see, or see with a scale."""
-        if self.carried not in (None, 1.0) and nonzero(self._model_params()):
+        if self.carried not in (None, 1.0) and ledger.nonzero(self._model_params()):
             raise RuntimeError(
                 f"step: gradients carry the loss scale {self.carried} since "
                 "scale_loss(delay_unscale=True); the last loss before a step needs "
                 "delay_unscale=False"
             )
         forgotten = [param for param, master in self.pairs() if master.grad is None]
-        if foreign := self._marks.changed(forgotten):
+        if foreign := ledger.changed(forgotten):
             assert self.masters is not None
-            infos, to_model = param_infos(self._optimizer.param_groups), self.masters.model_param
-            label = next(info.label for own, info in infos if to_model(own) is foreign[0])
             raise RuntimeError(
-                f"step: {label} has a gradient that did not come through amp.scale_loss, so that "
-                "its master would not be updated; call backward inside of "
-                "`with amp.scale_loss(loss, optimizer) as scaled_loss:`"
+                f"step: {self.masters.label_of(foreign[0])} has a gradient that did not come "
+                "through amp.scale_loss, so that its master would not be updated; call backward "
+                "inside of `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
             )
 
     def _after_step(self, *_: Any) -> None:

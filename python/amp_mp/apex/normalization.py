@@ -14,12 +14,13 @@ from torch.nn import functional
 
 from amp_mp.nn.float32_layers import in_float32
 
+# fmt: off
 __all__ = [
-    *("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
-    *("fused_layer_norm", "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine"),
-    *("manual_rms_norm", "mixed_dtype_fused_layer_norm_affine"),
-    "mixed_dtype_fused_rms_norm_affine",
+    "FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm",
+    "fused_layer_norm", "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine",
+    "manual_rms_norm", "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
 ]
+# fmt: on
 
 
 def _norm(norm: Callable[..., Tensor], mixed: bool, input: Tensor, shape: Any, *rest: Any) -> Any:

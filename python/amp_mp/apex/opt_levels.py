@@ -12,8 +12,12 @@ from amp_mp.scaling.policies import Backoff, ScalePolicy, make_policy
 
 DTYPE = "AMP_MP_APEX_DTYPE"  # the variable that chooses the low precision of unchanged scripts
 CHANGES = (
-    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
-    *("loss_scale", "cast_model_outputs"),
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "cast_model_outputs",
 )
 LOW = "low"  # the low precision, which a script may choose
 # What each level is, in words, and its defaults in the order of CHANGES.

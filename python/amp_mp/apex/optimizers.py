@@ -15,13 +15,14 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.sgd import SGD
 from amp_mp.optim.step.stepper import Stepper
-from amp_mp.sharding.gradients import by_device
-from amp_mp.wrappers.gradients import gradients_of, master_params
+from amp_mp.sharding.gradients import by_device, gradients_of, master_params
 
+# fmt: off
 __all__ = [
-    *("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"),
+    "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad",
     "FusedSGD",
 ]
+# fmt: on
 ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
 LAMB_ARGUMENTS = ADAM | {"eps": 1e-6, "weight_decay": 0.01, "amsgrad": False, "adam_w_mode": True}
 LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm": 1.0}
@@ -131,7 +132,10 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
 
     _numbers = ("lr", "eps", "weight_decay", "adagrad_w_mode")
     _arguments: ClassVar = {
-        **{"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "set_grad_none": True},
+        "lr": 1e-2,
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "set_grad_none": True,
         "adagrad_w_mode": False,
     }
 
@@ -142,8 +146,13 @@ class FusedSGD(ApexOptimizer, SGD):
     momentum_form = "unscaled"
     _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
     _arguments: ClassVar = {
-        **{"lr": required, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
-        **{"nesterov": False, "wd_after_momentum": False, "materialize_master_grads": True},
+        "lr": required,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "wd_after_momentum": False,
+        "materialize_master_grads": True,
         "set_grad_none": False,
     }
 
@@ -166,7 +175,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     capturable = True
     _only: ClassVar = {"step": 0}
     _arguments: ClassVar = {
-        **{"lr": 1e-3, "step": 0},
+        "lr": 1e-3,
+        "step": 0,
         **{name: LAMB_ARGUMENTS[name] for name in LAMB_ARGUMENTS if name != "set_grad_none"},
         "reduced_precision_dtype": None,
     }

@@ -34,9 +34,13 @@ class Contents:
 
     keys: of everything. tensors: those of them that are tensors. parts: the names at the top.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
-    the keys, such as "model." and "optimizer."; None where there is no such part. They are found by
-    the parameters' names, so the file may call the two as it likes.
+    the keys; None where there is no such part. In what `save` wrote they are "model." and
+    "optimizer."; in other files they are found by the parameters' names, so these may call the two
+    as they like.
     states: the keys of each parameter's optimizer state, by the parameter's name and by entry.
+    groups: the keys of the optimizer's param_groups, each with the group's number and the setting.
+    In files of flattened state dicts there is a parameter's name in place of a number.
+    others: the keys of what is neither the model's nor the optimizer's.
     paths: how each key was nested.
     """
 
@@ -58,7 +62,33 @@ class Contents:
         self.paths: dict[str, Any] = {key: (key,) for key in self.keys}
         self.paths |= metadata.planner_data or {}
         self.parts = {str(self.paths[key][0]) for key in self.keys - {STRUCTURE}}
-        known = set(names)
+        self.model: str | None = None
+        self.optimizer: str | None = None
+        self.states: dict[str, dict[str, str]] = {}
+        self.groups: dict[str, tuple[str, str]] = {}
+        self.others: list[str] = []
+        if STRUCTURE in self.keys and "model" in self.parts:
+            self._sort_own(set(names))
+        else:
+            self._find_parts(set(names))
+
+    def _sort_own(self, known: set[str]) -> None:
+        """Of what `save` wrote, whose nesting says what each key is of."""
+        for key in sorted(self.keys):
+            part, *inside = map(str, self.paths[key])
+            if part == "model":
+                self.model = "model." if ".".join(inside) in known else self.model
+            elif part != "optimizer":
+                self.others.append(key)
+            elif inside[:1] == ["state"] and len(inside) > 2:
+                self.states.setdefault(".".join(inside[1:-1]), {})[inside[-1]] = key
+            elif inside[:1] == ["param_groups"] and len(inside) > 2:
+                self.groups[key] = ".".join(inside[1:-1]), inside[-1]
+        if self.groups and (not self.states or known & self.states.keys()):
+            self.optimizer = "optimizer."
+
+    def _find_parts(self, known: set[str]) -> None:
+        """Of other files: the parts with the names of the model's parameters between dots."""
         weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
@@ -67,32 +97,21 @@ class Contents:
             groups = Counter(s for key in self.keys for s, _ in _after(key, "param_groups"))
             states = Counter({s: count for s, count in groups.items() if s not in by_number})
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
-        self.states: dict[str, dict[str, str]] = {}
         for key in sorted(self.keys):  # in the same order on all processes
             for start, name, entry in _states(key):
                 if start == self.optimizer:
                     self.states.setdefault(name, {})[entry] = key
-
-    def groups(self) -> dict[str, tuple[str, str]]:
-        """The keys of the optimizer's param_groups, each with the group's number and the setting.
-
-        In files of flattened state dicts there is a parameter's name in place of a number.
-        """
         start = f"{self.optimizer}param_groups."
         own = sorted(key for key in self.keys if key.startswith(start))
-        return {key: _split(key.removeprefix(start)) for key in own}
+        self.groups = {key: _split(key.removeprefix(start)) for key in own}
+        if "" not in (self.model, self.optimizer):
+            starts = tuple(start for start in (self.model, self.optimizer) if start)
+            self.others = sorted(key for key in self.keys if not key.startswith(starts))
 
     def empty(self, key: str, device: torch.device | None = None) -> Tensor | None:
         """A whole tensor to read into, or None for what is not a tensor."""
         entry = self.tensors.get(key)
         return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
-
-    def others(self) -> list[str]:
-        """The keys of what is neither the model's nor the optimizer's."""
-        if "" in (self.model, self.optimizer):
-            return []
-        own = tuple(start for start in (self.model, self.optimizer) if start)
-        return sorted(key for key in self.keys if not key.startswith(own))
 
 
 def _read(path: Path) -> Any:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.checkpoint.contents import Contents, empty_like
+from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.model import original_values
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -46,7 +47,7 @@ def without_wrappers(name: str) -> str:
 
 
 def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """By key, an empty tensor for every tensor of the model, None for what is not a tensor.
+    """By name, an empty tensor for every tensor of the model, None for what is not a tensor.
 
     targets: the model's state dict. Raises ValueError for a tensor that is missing (with strict,
     also one that only the file has) or has another shape.
@@ -55,11 +56,11 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
         raise ValueError(
             "the checkpoint has none of the model's parameters, by their names; nothing was loaded"
         )
-    own = {f"{contents.model}{name}": value for name, value in targets.items()}
+    key_of = {name: f"{contents.model}{name}" for name in targets}
     if strict:
-        missing = sorted(own.keys() - contents.keys)
+        missing = sorted(set(key_of.values()) - contents.keys)
         beside = {key for key in contents.tensors if key.startswith(contents.model)}
-        extra = sorted(beside - own.keys()) if contents.model else []
+        extra = sorted(beside.difference(key_of.values())) if contents.model else []
         for keys, whose in ((missing, "in the checkpoint"), (extra, "in the model")):
             if keys:
                 raise ValueError(
@@ -67,12 +68,13 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
                     "(strict=False leaves them out)"
                 )
     found: dict[str, Any] = {}
-    for key, value in own.items():
+    for name, value in targets.items():
+        key = key_of[name]
         entry = contents.tensors.get(key)
         if key not in contents.keys:
             continue
         if entry is None or key.endswith(EXTRA):
-            found[key] = contents.empty(key)
+            found[name] = contents.empty(key)
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape != entry.shape:
@@ -80,30 +82,25 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
                 f"{key!r} has shape {entry.shape} in the checkpoint, {shape} in the model; nothing "
                 "was loaded"
             )
-        found[key] = empty_like(value, entry)
+        found[name] = empty_like(value, entry)
     return found
 
 
-def float32_values(
-    params: dict[str, Tensor],
-    weights: dict[str, Any],
-    states: dict[str, dict[str, Any]],
-    restored: set[str],
-) -> dict[str, Tensor]:
+def float32_values(reading: Reading) -> dict[str, Tensor]:
     """This process's float32 values of the weights that the file and a master may hold otherwise.
 
     By name, for all weights but those that are the same bits in the file and in the parameter:
     float32 in both, or low-precision beside a master that the optimizer's load_state_dict reads.
-    restored: the names of the optimizer's parameters.
     """
     found = {}
-    for name, param in params.items():
-        if name not in weights:
+    restored = reading.names
+    for name, param in reading.params.items():
+        if name not in reading.weights:
             continue
-        weight = local_of(weights[name])
+        weight = local_of(reading.weights[name])
         masters = {
             entry: _C.copy_as(local_of(value), MASTER_ENTRIES[entry], weight)
-            for entry, value in states[name].items()
+            for entry, value in reading.states[name].items()
             if entry in MASTER_ENTRIES and value is not None
         }
         low = weight.dtype in LOW_PRECISION
@@ -114,20 +111,14 @@ def float32_values(
     return found
 
 
-def load_weights(
-    model: nn.Module,
-    targets: dict[str, Any],
-    weights: dict[str, Any],
-    masters: dict[str, Tensor],
-    undo: list[Callable[[], Any]],
-) -> None:
+def load_weights(model: nn.Module, reading: Reading, undo: list[Callable[[], Any]]) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
-    targets: the model's state dict. masters: float32 values, by name, for weights whose dtype in
-    the file is not that of the parameter. undo: gets what takes each change back. A copied weight
-    makes room for the one before: its name alone stays.
+    undo: gets what takes each change back. A copied weight makes room for the one before: its name
+    alone stays.
     """
-    first = {param: name for name, param in named_params(model).items()}
+    weights, targets = reading.weights, reading.targets
+    first = {param: name for name, param in reading.params.items()}
     every = named_params(model, every_name=True)
     modules = {without_wrappers(name): m for name, m in unwrapped(model).named_modules()}
     for name, value in weights.items():
@@ -139,7 +130,7 @@ def load_weights(
             module.set_extra_state(value[0] if wrapped else value)
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
-            source = value if same else masters.get(name, value)
+            source = value if same else reading.masters.get(name, value)
             to, values = local_of(targets[name]), local_of(source)
             undo.append(partial(to.copy_, to.clone()))
             to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
@@ -148,12 +139,7 @@ def load_weights(
         weights[name] = None
 
 
-def keep_masters(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    weights: dict[str, Any],
-    masters: dict[str, Tensor],
-) -> None:
+def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading) -> None:
     """Gives low-precision parameters their float32 values, after everything else is loaded.
 
     Those of the optimizer become masters. A prepared model keeps the others for the optimizer that
@@ -167,17 +153,17 @@ def keep_masters(
     if fused is not None:
         fused.init_state()  # torch's files lack what amp_mp keeps beside the step count
         groups = {param: group for group in fused.param_groups for param in group["params"]}
-    for name, param in named_params(model).items():
-        if param.dtype not in LOW_PRECISION or name not in weights:
+    for name, param in reading.params.items():
+        if param.dtype not in LOW_PRECISION or name not in reading.weights:
             continue
         if fused is not None and param in groups and param in fused.state:
-            if name in masters:
-                master = like(masters[name], param)
+            if name in reading.masters:
+                master = like(reading.masters[name], param)
                 _C.set_master(groups[param]["master"], param, fused.state[param], master)
             original_values.drop_original(param, forget=True)
         elif original_values.awaits_original(param):
-            if name in masters:
-                original_values.keep_original(param, like(masters[name], param))
+            if name in reading.masters:
+                original_values.keep_original(param, like(reading.masters[name], param))
             else:
                 original_values.drop_original(param)
     if fused is not None:

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
 from amp_mp.checkpoint.model_part import named_params
+from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import schema
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
-from amp_mp.sharding.shards import is_dtensor, like, local_of
+from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
 # The layout of codes that were not row-major, by the number of dimensions: the only dense one for
@@ -34,15 +35,15 @@ def refuse_sharded(more: dict[str, Any]) -> None:
     """TypeError for an optimizer of sharded parameters among other objects to save or load."""
     for name, each in more.items():
         groups = each.param_groups if isinstance(each, Optimizer) else []
-        if any(is_dtensor(param) for group in groups for param in group["params"]):
+        if any_dtensor(param for group in groups for param in group["params"]):
             raise TypeError(
                 f"{name} is an optimizer of sharded parameters; save it with its model in a "
                 "directory of its own"
             )
 
 
-def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group.
+def names_of_groups(params: dict[str, Tensor], optimizer: Any) -> list[list[str]]:
+    """The names of an optimizer's parameters, group by group. params: the model's, by name.
 
     TypeError for what is not a torch.optim.Optimizer, or keeps masters in place of the model's
     parameters; ValueError for a parameter that is not the model's.
@@ -55,7 +56,7 @@ def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {kind}")
-    names = {param: name for name, param in named_params(model).items()}
+    names = {param: name for name, param in params.items()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -71,7 +72,7 @@ def names_of_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state dict with names in place of numbers, as torch's checkpoints have it."""
-    names = names_of_groups(model, optimizer)
+    names = names_of_groups(named_params(model), optimizer)
     if isinstance(optimizer, FusedOptimizer):
         optimizer.init_state()  # what has had no gradient yet is in the file, too
     packed = optimizer.state_dict()
@@ -87,10 +88,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
+def check_has_optimizer(contents: Contents, groups: list[list[str]], strict: bool) -> None:
     """Raises ValueError where the file has no optimizer.
 
-    So it does, with strict, where the file has states of parameters that are not among `names`.
+    So it does, with strict, where the file has states of parameters that are not in `groups`.
     """
     if contents.optimizer is None:
         raise ValueError(
@@ -98,13 +99,22 @@ def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> No
             "are in what amp_mp.checkpoint.save and torch's get_optimizer_state_dict write, not in "
             "optimizer.state_dict()); nothing was loaded"
         )
-    others = sorted(contents.states.keys() - names)
+    others = sorted(contents.states.keys() - {name for own in groups for name in own})
     if strict and others:
         raise ValueError(
             f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
             "others, which this optimizer does not have; nothing was loaded (strict=False leaves "
             "them out)"
         )
+
+
+def templates(
+    contents: Contents, params: dict[str, Tensor], groups: list[list[str]]
+) -> dict[str, dict[str, Any]]:
+    """`template` of every parameter by name: of those that are in no group the masters alone."""
+    own = {name for names in groups for name in names}
+    wanted = {name: None if name in own else schema.MASTER_ENTRIES for name in params}
+    return {name: template(contents, name, p, wanted[name]) for name, p in params.items()}
 
 
 def template(
@@ -161,22 +171,16 @@ def _grouped(entry: str, data: TensorInfo, scales: TensorInfo, param: Tensor) ->
     return {entry: codes, second: whole}
 
 
-def packed_state(
-    contents: Contents,
-    values: dict[str, Any],
-    optimizer: Optimizer,
-    groups: list[list[str]],
-    states: dict[str, dict[str, Any]],
-    strict: bool,
-) -> dict[str, Any]:
+def packed_state(reading: Reading, optimizer: Optimizer, strict: bool) -> dict[str, Any]:
     """The state dict for an optimizer to load.
 
-    values: what was read, by key. groups: the names of the optimizer's parameters, group by group.
-    states: of each parameter. Raises ValueError where the file groups the parameters otherwise, or
-    the optimizer cannot load the states; nothing is changed.
+    Without the masters of parameters that have float32 values; model_part.keep_masters sets those.
+    Raises ValueError where the file groups the parameters otherwise, or the optimizer cannot load
+    the states; nothing is changed.
     """
+    groups, values = reading.groups, reading.others
     saved: dict[str, dict[str, Any]] = {}
-    for key, (owner, setting) in contents.groups().items():
+    for key, (owner, setting) in reading.contents.groups.items():
         if setting == "params" and not isinstance(values[key], list | tuple):
             wrong = f"the checkpoint has {values[key]!r} as {key!r}, which must be a list of names"
             raise ValueError(f"{wrong}; nothing was loaded")
@@ -184,6 +188,10 @@ def packed_state(
     names = [name for own in groups for name in own]
     settings = [_settings(saved, own, strict) for own in groups]
     number_of = {name: number for number, name in enumerate(names)}
+    states = {name: reading.states[name] for name in names}
+    for name in reading.masters.keys() & number_of.keys():
+        own = states[name].items()
+        states[name] = {entry: x for entry, x in own if entry not in schema.MASTER_ENTRIES}
     packed = {
         "state": {number_of[name]: states[name] for name in names if states[name]},
         "param_groups": [

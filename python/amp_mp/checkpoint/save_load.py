@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
+from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.state.masters import refuse_swapped
-from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.wrappers.larc import without_larc
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
@@ -161,7 +161,6 @@ def load(
     checkpoint, ValueError naming what is missing or of another shape or group, TypeError for an
     object that cannot be loaded, RuntimeError where a process cannot read its part.
     """
-    from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     optimizer = without_larc(optimizer)
@@ -170,38 +169,33 @@ def load(
         params = model_part.named_params(model)
         refuse_swapped(params.values(), "checkpoint.load()")
         contents = Contents(path, params)
-        groups = [] if optimizer is None else optimizer_part.names_of_groups(model, optimizer)
-        names = {name for group in groups for name in group}
+        groups = [] if optimizer is None else optimizer_part.names_of_groups(params, optimizer)
         _check_more(contents, more)
-        template = model_part.template(contents, targets, strict)
+        weights = model_part.template(contents, targets, strict)
         if optimizer is not None:
-            optimizer_part.check_has_optimizer(contents, names, strict)
-        wanted = {name: None if name in names else MASTER_ENTRIES for name in params}
-        states = {n: optimizer_part.template(contents, n, p, wanted[n]) for n, p in params.items()}
-        others = [*contents.others(), *(contents.groups() if groups else ())]
-        values = template | {key: contents.empty(key) for key in others}
-        for name, state in states.items():
-            values |= {contents.states[name][entry]: value for entry, value in state.items()}
-    failed = f"{path} could not be read; nothing was loaded"
-    run(state_dict_loader.load, values, Path(path), failed)
+            optimizer_part.check_has_optimizer(contents, groups, strict)
+        states = optimizer_part.templates(contents, params, groups)
+        others = [*contents.others, *(contents.groups if groups else ())]
+        rest = {key: contents.empty(key) for key in others}
+        reading = Reading(contents, params, targets, groups, weights, states, rest)
+    reading.read(Path(path))
     with all_or_none():
-        weights = {n: values[k] for n in targets if (k := f"{contents.model}{n}") in template}
-        for name, state in states.items():
-            state |= {entry: values[contents.states[name][entry]] for entry in state}
-        masters = model_part.float32_values(params, weights, states, names)
+        reading.masters = model_part.float32_values(reading)
         packed = None
-        if optimizer is not None:  # keep_masters sets those that have float32 values
-            own = {name: MASTER_ENTRIES if name in masters else () for name in names}
-            kept = {n: {k: v for k, v in states[n].items() if k not in own[n]} for n in names}
-            packed = optimizer_part.packed_state(contents, values, optimizer, groups, kept, strict)
-        found = rebuilt(contents, {key: values[key] for key in contents.others()})
-    del values, states, template
+        if optimizer is not None:
+            packed = optimizer_part.packed_state(reading, optimizer, strict)
+        found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
+    reading.states.clear()  # masters that became float32 values are in memory no longer
     undo: list[Callable[[], Any]] = []
     try:
-        model_part.load_weights(model, targets, weights, masters, undo)
+        model_part.load_weights(model, reading, undo)
         if optimizer is not None and packed is not None:
-            absent = [param for name, param in params.items() if name in names - weights.keys()]
-            before = {param: optimizer.state[param] for param in absent if param in optimizer.state}
+            absent = reading.names - reading.weights.keys()
+            before = {
+                p: optimizer.state[p]
+                for n, p in params.items()
+                if n in absent and p in optimizer.state
+            }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
             undo.append(partial(vars(optimizer).update, held))
             optimizer.load_state_dict(packed)
@@ -213,7 +207,7 @@ def load(
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
                 raise ValueError(f"{name} {wrong}; nothing was loaded") from error
-        model_part.keep_masters(model, optimizer, weights, masters)
+        model_part.keep_masters(model, optimizer, reading)
     except BaseException:
         for back in reversed(undo):
             back()

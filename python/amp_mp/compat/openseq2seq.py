@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.policies import NAMES, ScalePolicy, Static, check_scale
+from amp_mp.sharding.gradients import set_aside
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.gradients import set_aside
 from amp_mp.wrappers.masters import Masters
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -16,11 +16,13 @@ from amp_mp.scaling.policies import check_scale
 # Each type's word, how a model gets it, and what it means.
 TYPES = {
     torch.float32: (
-        *("FLOAT", "model.float()"),
+        "FLOAT",
+        "model.float()",
         'float32 weights, or masters of them: amp.optim with memory="exact"',
     ),
     torch.float16: (
-        *("FLOAT16", "amp.apex.fp16_utils.convert_network(model, torch.float16)"),
+        "FLOAT16",
+        "amp.apex.fp16_utils.convert_network(model, torch.float16)",
         "float16 weights and history, no masters: amp.optim with types.solver.options()",
     ),
     torch.float64: ("DOUBLE", "model.double()", "float64 weights and history: torch.optim"),
@@ -30,9 +32,16 @@ FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
 # Optimizers whose step is linear in the gradient, and those that divide it by a root of squares.
 LINEAR = (torch.optim.SGD, optim.SGD)
 NORMALISED = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
-    *(torch.optim.RMSprop, torch.optim.Adagrad),
-    *(optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RMSprop,
+    optim.Adagrad,
 )
 
 

@@ -32,11 +32,26 @@ SELECTS = "selects values: math makes no difference"
 LOOKS_UP = "looks up rows in the weight's own type"
 
 SELECTING = (
-    *(nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.Identity, nn.Flatten, nn.Unflatten),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.PixelShuffle, nn.PixelUnshuffle),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ChannelShuffle),
-    *(nn.modules.padding._ConstantPadNd, nn.modules.padding._ReflectionPadNd),
-    *(nn.modules.padding._ReplicationPadNd, nn.modules.padding._CircularPadNd),
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.Threshold,
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.PixelShuffle,
+    nn.PixelUnshuffle,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+    nn.ChannelShuffle,
+    nn.modules.padding._ConstantPadNd,
+    nn.modules.padding._ReflectionPadNd,
+    nn.modules.padding._ReplicationPadNd,
+    nn.modules.padding._CircularPadNd,
 )
 SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.AdaptiveLogSoftmaxWithLoss)
 # Modules of torch that use their children's weights without calling them.

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp import _C
 from amp_mp.diagnose.histogram import limits
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import any_dtensor, local_of, locals_of
 from amp_mp.text_table import aligned, dtype_name, percent
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
@@ -150,11 +150,11 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         steps = [(name, param, old, _weight(optimizer, param)) for name, param, old in before]
         # Another dtype means that this step has made the parameter's master.
         steps = [step for step in steps if step[2].dtype == step[3].dtype]
-        sharded = any(is_dtensor(param) for _, param, *_ in steps)
+        sharded = any_dtensor(param for _, param, *_ in steps)
         # Perhaps because of another process's gradients.
         skipped = sharded and getattr(optimizer, "step_was_skipped", False)
         unchanged = all(torch.equal(old, new) for *_, old, new in steps)
-        grads = [local_of(p.grad) for _, p, *_ in steps if p.grad is not None]
+        grads = locals_of(p.grad for _, p, *_ in steps if p.grad is not None)
         if skipped or (unchanged and not all(grad.isfinite().all() for grad in grads)):
             self.skipped += 1
             return

@@ -16,7 +16,7 @@ from amp_mp.nested import tensors_in
 from amp_mp.overflow_report import OverflowReport, dense_values, nonfinite_gradients
 from amp_mp.scaling.overflows import SKIPS, STUCK, OverflowWatch
 from amp_mp.scaling.policies import check_scale
-from amp_mp.sharding.shards import is_dtensor
+from amp_mp.sharding.shards import any_dtensor
 from amp_mp.text_table import aligned, dtype_name, percent, scale_text
 
 Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -80,9 +80,10 @@ class GradientReport(list[Row]):
             f"Gradients, and what becomes of them in {name} at loss scale {scale}",
             "(shares of the elements that are not 0, inf or NaN; log2 of the unscaled largest)",
             aligned((*header, "inf", "NaN", "log2 largest", "headroom"), map(Row.cells, self)),
-            *(["Of sharded weights only this process's shards were counted."] * self.of_shards),
-            *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
         ]
+        if self.of_shards:
+            lines.append("Of sharded weights only this process's shards were counted.")
+        lines += [f"left out: {name}, {why}" for name, why in self.left_out.items()]
         if (safe := self.safe_log2_scale) is not None:
             there = (self.weights + self.activations).at(2.0**safe, self.dtype)
             lines.append(
@@ -127,7 +128,7 @@ class Watch(AbstractContextManager["Watch"]):
         if not params:
             raise ValueError("the model has no parameter that requires a gradient")
         self.scaler, self.every = scaler, every
-        self._of_shards = any(is_dtensor(param) for _, param in params)
+        self._of_shards = any_dtensor(param for _, param in params)
         self.reset()
         self._model = weakref.ref(model)
         self._outputs: weakref.WeakSet[RemovableHandle] = weakref.WeakSet()

@@ -19,7 +19,7 @@ from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
-from amp_mp.sharding.reduction import checked_groups
+from amp_mp.sharding.reduction import WholeStatistics, checked_groups, statistics_of
 from amp_mp.switch import ENABLED
 
 DERIVED = "_updates", "_statistics", "_places"  # what a copy or a pickle makes anew
@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         process_groups: Any = None,
     ) -> None:
         self._process_groups = checked_groups(process_groups)
-        self._statistics = WeakKeyDictionary[Optimizer, gradients.GradientStatistics]()
+        self._statistics = WeakKeyDictionary[Optimizer, WholeStatistics]()
         self._places = WeakKeyDictionary[Optimizer, dict[Any, Tensor]]()  # of what unscale_ finds
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
@@ -182,9 +182,9 @@ class GradScaler(torch.amp.GradScaler):
                 return None
             grads.append(grad)
         known = self._statistics.get(optimizer)
-        known = gradients.statistics_of(known, groups, self._process_groups)
+        known = statistics_of(known, groups, self._process_groups)
         self._statistics[optimizer] = known
-        return [grad for grad in grads if grad is not None], known.totals(grads)
+        return [grad for grad in grads if grad is not None], known.totals_of(grads)
 
     def _keep(
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]

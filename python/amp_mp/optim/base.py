@@ -4,7 +4,6 @@ A subclass declares its rules (rule.py) and its arguments. What a step does is i
 in state/, work during the backward pass in backward/, and the update itself in csrc/core/rules.
 """
 
-import sys
 from abc import ABC
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import required
 
 from amp_mp import _C
+from amp_mp.callers import lightning_asks
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
 from amp_mp.optim.options import FullSignature, Options, check_group, check_keys, check_options
@@ -134,9 +134,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         stays = set_to_none and self._stepper.native.is_captured
         super().zero_grad(set_to_none and not stays)
         self._stepper.keep_gradients(stays)
-        handed = self._stepper.handed
-        if handed is not None and handed.marks is not None:
-            self._stepper.handed = None  # no gradient carries a scale any more
+        self._stepper.left = None  # no gradient carries a scale any more
 
     @property
     def amp_scaling(self) -> bool:
@@ -150,8 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Lightning asks, too, and where the answer is yes it refuses to clip. So it unscales and
         clips before the step itself, except float16 gradients, which torch does not unscale.
         """
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        if not asking.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")):
+        if not lightning_asks():
             return self._amp_scaling
         params = (p for group in self.param_groups for p in group["params"])
         return self._amp_scaling and any(p.dtype == torch.float16 for p in params)

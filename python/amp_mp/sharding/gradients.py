@@ -1,14 +1,14 @@
-"""The reader of gradients: those on this process, of DTensors and plain tensors, and statistics."""
+"""Gradients on this process, of DTensors and plain tensors: read, written and set aside."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.sharding.reduction import Reduction
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -19,13 +19,13 @@ def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     return indices
 
 
-def measure(tensors: Sequence[Tensor]) -> dict[torch.device, Tensor]:
-    """The totals of plain tensors, one native read per device.
+def measure(tensors: Iterable[Tensor | None]) -> dict[torch.device, Tensor]:
+    """The totals of plain tensors that are not None, one native read per device.
 
     float64 [3] per device: sum of squares, largest finite |x|, number of inf and NaN.
     """
-    indices = by_device(tensors)
-    return {d: _C.measure([tensors[i] for i in own])[-1] for d, own in indices.items()}
+    given = [tensor for tensor in tensors if tensor is not None]
+    return {d: _C.measure([given[i] for i in own])[-1] for d, own in by_device(given).items()}
 
 
 def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
@@ -84,58 +84,81 @@ def _placed(param: Any, label: str | None) -> Any:
     return grad.redistribute(placements=param.placements)
 
 
-class GradientStatistics:
-    """Statistics of the gradients of these parameters, over all processes that hold a part."""
-
-    def __init__(self, params: Sequence[Tensor], process_groups: Sequence[Any] = ()) -> None:
-        self._params = list(params)
-        self._device = local_of(params[0]).device if params else torch.device("cpu")
-        self._reduction = Reduction(self._params, process_groups, self._device)
-        self.is_needed = self._reduction.is_needed
-
-    def is_of(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether these param_groups hold the same parameters still."""
-        return _C.same_items([group["params"] for group in groups], self._params)
-
-    def totals(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
-        """As `measure`, of all processes; where several have a part, on one device."""
-        if not self.is_needed:
-            return measure([grad for grad in grads if grad is not None])
-        total = self.total(grads)
-        return {total.device: total}
-
-    def total(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """float64 [3]. grads: of each parameter, this process's part, or None."""
-        return self._reduction.total(self._measured(grads))
-
-    def total_of(self, rows: Tensor) -> Tensor:
-        """float64 [3]. rows: float64 [n, 3], what was measured of each parameter's gradient."""
-        return self._reduction.total(rows)
-
-    def of_tensors(self, *lists: Sequence[Tensor | None]) -> Tensor:
-        """float64 [n, 3 k], a row for each parameter: what its whole tensor in each list has.
-
-        lists: k of them, of gradients or other tensors of the parameters' shapes; as for total.
-        They are measured and gathered together.
-        """
-        rows = self._measured([each for tensors in lists for each in tensors])
-        beside = rows.view(len(lists), -1, 3).transpose(0, 1).flatten(1)
-        return self._reduction.of_tensors(beside)
-
-    def _measured(self, grads: Sequence[Tensor | None]) -> Tensor:
-        rows = torch.zeros(len(grads), 3, dtype=torch.float64, device=self._device)
-        for device in {grad.device for grad in grads if grad is not None}:
-            own = [g if g is not None and g.device == device else None for g in grads]
-            rows += _C.measure(own)[:-1].to(self._device)
-        return rows
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
-def statistics_of(
-    known: GradientStatistics | None,
-    groups: list[dict[str, Any]],
-    process_groups: Sequence[Any] = (),
-) -> GradientStatistics:
-    """The statistics of an optimizer's gradients; `known`, if it is of the same parameters."""
-    if known is not None and known.is_of(groups):
-        return known
-    return GradientStatistics([p for group in groups for p in group["params"]], process_groups)
+def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """As gradient_of_each, without those that are None."""
+    return [grad for grad in gradient_of_each(params) if grad is not None]
+
+
+def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """The memory of each parameter's gradient, or None.
+
+    Of a sparse one, which is coalesced in place, its values; of a DTensor this process's shard.
+    """
+    found, given = [], list(params)
+    sharded = any_dtensor(given)
+    for param in given:
+        grad = writable_gradient(param) if sharded else param.grad
+        if grad is not None and grad.is_sparse:
+            param.grad = grad.coalesce()
+            grad = param.grad.values()
+        found.append(grad)
+    return found
+
+
+def multiply_gradients(params: Iterable[Tensor], multiplier: float) -> None:
+    """Multiplies the gradients in place."""
+    grads = gradients_of(params) if multiplier != 1.0 else []
+    copy_all_(zip(grads, grads, strict=True), multiplier=multiplier)
+
+
+@contextmanager
+def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
+    """Sets unscaled gradients aside during the block and adds them back at its end.
+
+    Inside the block all gradients are scaled. After an exception the earlier ones are back.
+    """
+    aside = [(p, p.grad) for p in params]
+    for param, _ in aside:
+        param.grad = None
+    try:
+        yield
+    except BaseException:
+        for param, grad in aside:
+            param.grad = grad
+        raise
+    for param, grad in aside:
+        if grad is not None:
+            _C.used_on_current_stream([local_of(grad)])
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def make_gradient(param: Tensor, master: Tensor) -> None:
+    """Gives the master a gradient of the parameter's kind, to be filled: dense, sparse or None."""
+    grad = param.grad
+    if grad is None:
+        master.grad = None
+    elif grad.is_sparse:
+        values = torch.empty_like(grad.values(), dtype=torch.float32)
+        master.grad = torch.sparse_coo_tensor(
+            grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+        )
+    elif master.grad is None or master.grad.is_sparse:
+        master.grad = torch.empty_like(master)
+
+
+def copy_all_(
+    pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0, saturate: bool = False
+) -> None:
+    """target = source * multiplier for all pairs; saturate clamps float16 to +-65504."""
+    if not (given := list(pairs)):
+        return
+    targets, sources = map(locals_of, zip(*given, strict=True))
+    for own in by_device(targets).values():
+        to, values = [targets[i] for i in own], [sources[i] for i in own]
+        _C.copy_(to, values, multiplier=multiplier, saturate=saturate)

@@ -1,6 +1,7 @@
 """A DTensor's shard on this process: its memory, its origin in the whole tensor, its groups."""
 
 import sys
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,6 +34,19 @@ def local_of(tensor: Any) -> Tensor:
     """
     local: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local
+
+
+def any_dtensor(tensors: Iterable[Any]) -> bool:
+    """Whether one of the tensors is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kinds = set(map(type, tensors))
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+
+
+def locals_of(tensors: Iterable[Any]) -> list[Tensor]:
+    """`local_of` each of them."""
+    given = list(tensors)
+    return [local_of(tensor) for tensor in given] if any_dtensor(given) else given
 
 
 def set_local(tensor: Any, local: Tensor) -> None:

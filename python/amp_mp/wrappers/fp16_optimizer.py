@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.marks import GradientMarks
-from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
@@ -97,7 +96,6 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self._watch = OverflowWatch()
         self._max_abs = 0.0  # the largest true |g| of the last backward
         self._called_backward = False  # since the last step
-        self._marks = GradientMarks(())  # the model's gradients after the last backward
         self._verbose = verbose and enabled
         if self._verbose:
             low, own = self.fp32_from_fp16_groups, self.fp32_from_fp32_groups
@@ -120,26 +118,25 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """
         if not self._masters.enabled:
             return torch.autograd.backward(loss, retain_graph=retain_graph)
-        with self._masters.backward(self.loss_scale, update_master_grads):
-            scaled_loss = loss.float() * self.loss_scale
-            torch.autograd.backward(scaled_loss, retain_graph=retain_graph)
+        scale = self.loss_scale
+        with self._masters.backward(scale, update_master_grads):
+            torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
             if update_master_grads:
                 self.update_master_grads()
-        self._note_backward()
+        if not update_master_grads:
+            self._note_backward()
 
     def _note_backward(self) -> None:
         self._called_backward = True
-        self._marks = GradientMarks(self._masters.scaled_params())
+        ledger.note(self._masters.scaled_params())
 
     def _check_backward(self) -> None:
         """Raises RuntimeError for new gradients other than 0 that came without backward."""
         if self._called_backward or not self._masters.enabled:
             return
-        if foreign := self._marks.changed(self._masters.scaled_params()):
-            infos, to_model = param_infos(self.param_groups), self._masters.model_param
-            label = next(info.label for own, info in infos if to_model(own) is foreign[0])
+        if foreign := ledger.changed(self._masters.scaled_params()):
             raise RuntimeError(
-                f"step: {label} has a gradient that did not come from "
+                f"step: {self._masters.label_of(foreign[0])} has a gradient that did not come from "
                 "this FP16_Optimizer, so that its master would not be updated; call "
                 "optimizer.backward(loss) in place of loss.backward()"
             )
@@ -149,12 +146,12 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         An overflow, where they are checked, sets `overflow` and copies nothing.
         """
-        self._note_backward()
         overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
         if self._checks:
             self.overflow, self._max_abs = overflow, max_abs
         if not overflow:
             self._complete_gradients()
+        self._note_backward()
 
     def _complete_gradients(self) -> None:
         """For subclasses: adds terms to the masters' true gradients."""

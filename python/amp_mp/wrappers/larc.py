@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.marks import carries_scale
 from amp_mp.optim.step.params import ParamInfo, param_infos
-from amp_mp.sharding.gradients import GradientStatistics, statistics_of, writable_gradient
+from amp_mp.sharding.gradients import writable_gradient
+from amp_mp.sharding.reduction import WholeStatistics, statistics_of
 from amp_mp.sharding.shards import local_of
 from amp_mp.wrappers.wrapper import OptimizerAround, shown
 
@@ -64,7 +64,7 @@ class LARC(OptimizerAround):
         _refuse_too_late(optimizer)
         super().__init__(optimizer)
         self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
-        self._statistics: GradientStatistics | None = None
+        self._statistics: WholeStatistics | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Without hooks, as torch's, and without the step of this object that a scheduler put here.
@@ -103,9 +103,9 @@ class LARC(OptimizerAround):
         """The gradients' scale, from a GradScaler or what the inner optimizer was handed."""
         if isinstance(self.optimizer, FusedOptimizer):
             stepper = stepper_of(self.optimizer)
-            handed, stepper.handed = stepper.handed, None
-            if handed is not None and carries_scale(handed, self.param_groups):
-                return handed.scale
+            left, stepper.left = stepper.take_left(), None
+            if left is not None:
+                return left.scale
         return getattr(self, "grad_scale", None)
 
     def _scale_gradients(self, scale: Tensor | float | None) -> Tensor | None:
@@ -113,9 +113,9 @@ class LARC(OptimizerAround):
         params = list(param_infos(self.param_groups))
         grads = [_checked(param, info) for param, info in params]
         weights = [local_of(param.detach()) for param, _ in params]
-        self._statistics = statistics_of(self._statistics, self.param_groups)
+        self._statistics = whole = statistics_of(self._statistics, self.param_groups)
         present = [w if g is not None else None for g, w in zip(grads, weights, strict=True)]
-        roots = self._statistics.of_tensors(grads, present).sqrt()
+        roots = whole.of_whole(whole.measured(grads, present)).sqrt()
         keeps = len(grads) > 0 and getattr(self.optimizer, "amp_scaling", False)
         numbers = self.trust_coefficient, self.clip, self.eps
         return _C.larc_(grads, weights, roots, self.param_groups, *numbers, scale, keeps)

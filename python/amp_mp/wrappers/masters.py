@@ -18,10 +18,9 @@ from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.state.schema import MASTER_ENTRIES
 from amp_mp.optim.step.params import param_infos
-from amp_mp.sharding.gradients import by_device, overflow_in
+from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.replaced import ReplacedCheck
-from amp_mp.sharding.shards import like, local_of, why_foreign
-from amp_mp.wrappers import gradients
+from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 
 
 class Masters:
@@ -50,10 +49,10 @@ class Masters:
 
     def refuse_dtypes(self) -> None:
         """Raises TypeError for a trainable parameter not in float16, bfloat16 or float32."""
-        for param, info in param_infos(self._optimizer.param_groups):
+        for param in self.params():
             if param.requires_grad and param.dtype not in NATIVE:
                 raise TypeError(
-                    f"{info.label} (shape {tuple(param.shape)}) has dtype {param.dtype}; "
+                    f"{self.label_of(param)} (shape {tuple(param.shape)}) has dtype {param.dtype}; "
                     "FP16_Optimizer takes float16, bfloat16 and float32"
                 )
 
@@ -70,6 +69,15 @@ class Masters:
             self._optimizer.state[master] = kept
         self._low[master], self.own[param], self._rounded[master] = param, master, master._version
         return master
+
+    def label_of(self, param: Tensor) -> str:
+        """The name for messages of a parameter of the model."""
+        infos = param_infos(self._optimizer.param_groups)
+        return next(info.label for own, info in infos if self.model_param(own) is param)
+
+    def params(self) -> list[Tensor]:
+        """What the optimizer updates."""
+        return list(chain(*self.groups()))
 
     def groups(self) -> list[list[Tensor]]:
         """The lists of parameters in the optimizer's param_groups, themselves."""
@@ -97,8 +105,11 @@ class Masters:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        kept = [[p for p in ps if p not in self._low] for ps in self.groups()]
-        return [[p for p in ps if p.requires_grad and p.dtype == torch.float32] for ps in kept]
+        low, kind = self._low, torch.float32
+        return [
+            [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
+            for params in self.groups()
+        ]
 
     def model_param(self, param: Tensor) -> Tensor:
         """The model's parameter that stands behind one in the param_groups."""
@@ -106,7 +117,7 @@ class Masters:
 
     def scaled_params(self) -> list[Tensor]:
         """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
-        model = map(self.model_param, gradients.master_params(self._optimizer))
+        model = [self._low.get(param, param) for param in self.params()]
         return [p for p in model if p.requires_grad and p.dtype in LOW_PRECISION]
 
     # The gradients.
@@ -139,18 +150,18 @@ class Masters:
         With `checks` returns whether one overflows, so that none is copied, and the largest |g|.
         """
         pairs, own = self.pairs(), list(chain(*self.fp32_from_fp32_groups))
-        params = [*(p for p, _ in pairs), *own]
+        params = [param for param, _ in pairs] + own
         sources = gradients.gradients_of(params)
         if not sources or self._replaced.seen != self._replaced.assignments:
             infos = param_infos(self._optimizer.param_groups)
             self._replaced.check((self.model_param(p), info.label) for p, info in infos)
         overflow, max_abs = False, 0.0
         if checks:
-            overflow, max_abs = overflow_in(gradients.totals_of(params), scale)
+            overflow, max_abs = gradients.overflow_in(reduction.totals_of(params), scale)
         if not overflow:
             for param, master in pairs:
                 gradients.make_gradient(param, master)
-            targets = gradients.gradients_of([*(m for _, m in pairs), *own])
+            targets = gradients.gradients_of([master for _, master in pairs] + own)
             gradients.copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
             self._pending = False
         return overflow, max_abs
@@ -158,11 +169,11 @@ class Masters:
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
-        masters = list(gradients.master_params(self._optimizer))
+        masters = self.params()
         grads = gradients.gradients_of(masters)
         if not self.enabled or norm_type != 2 or len({g.device for g in grads}) != 1:
-            return gradients.clip_gradients(masters, max_norm, norm_type)
-        total = gradients.totals_of(masters)[grads[0].device]
+            return reduction.clip_gradients(masters, max_norm, norm_type)
+        total = reduction.totals_of(masters)[grads[0].device]
         verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
@@ -173,7 +184,7 @@ class Masters:
 
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients of masters and parameters to 0, or to None with `drop`."""
-        for param in gradients.master_params(self._optimizer):
+        for param in self.params():
             for each in {param, self.model_param(param)}:
                 if each.grad is not None:
                     each.grad = None if drop else each.grad.detach().zero_()
@@ -192,8 +203,8 @@ class Masters:
     def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Remakes masters that do not round to their parameters, unless written themselves."""
         kept = [(p, m) for p, m in pairs if self._rounded.get(m) == m._version]
-        params, masters = [local_of(p) for p, _ in kept], [local_of(m) for _, m in kept]
-        for indices in by_device(masters).values():
+        params, masters = locals_of(p for p, _ in kept), locals_of(m for _, m in kept)
+        for indices in gradients.by_device(masters).values():
             own, low = [masters[i] for i in indices], [params[i] for i in indices]
             _C.average_(own, [None] * len(own), low, own, 0.0)
         self._rounded |= {m: m._version for _, m in kept}
@@ -201,8 +212,9 @@ class Masters:
     @torch.no_grad()
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
-        gradients.copy_all_(self.pairs(), saturate=True)
-        self._rounded = {m: m._version for _, m in self.pairs()}
+        pairs = self.pairs()
+        gradients.copy_all_(pairs, saturate=True)
+        self._rounded = {m: m._version for _, m in pairs}
         self.stale = False
 
     @contextmanager
@@ -285,7 +297,7 @@ class FusedMasters(Masters):
 
     def scaled_params(self) -> list[Tensor]:
         """As in Masters; the step unscales float32 gradients as well."""
-        return [param for param in gradients.master_params(self._optimizer) if param.requires_grad]
+        return [param for param in self.params() if param.requires_grad]
 
     @contextmanager
     def backward(self, scale: float, collects: bool) -> Iterator[None]:
@@ -298,14 +310,15 @@ class FusedMasters(Masters):
         if not checks:
             return False, 0.0
         self._measured = stepper_of(self._optimizer).measure()
-        return overflow_in(self._measured.totals(), scale)
+        return gradients.overflow_in(self._measured.totals(), scale)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
             groups = self._optimizer.process_groups
-            params = list(gradients.master_params(self._optimizer))
-            norm = gradients.clip_gradients(params, max_norm * self._scale, norm_type, groups)
+            norm = reduction.clip_gradients(
+                self.params(), max_norm * self._scale, norm_type, groups
+            )
             if self._measured is not None:
                 self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
             return norm / self._scale

@@ -2,28 +2,30 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
 from amp_mp.casting.autocast import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.marks import GradientMarks, carries_scale, nonzero
+from amp_mp.optim.step import ledger
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
-from amp_mp.sharding.gradients import overflow_in, refuse_capture
+from amp_mp.sharding import gradients
+from amp_mp.sharding.reduction import totals_of
 from amp_mp.text_table import warn
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.gradients import master_params, multiply_gradients, set_aside, totals_of
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
@@ -39,12 +41,16 @@ class Iteration:
     steps: int = field(default_factory=steps_taken)  # of all optimizers
     overflow: bool = False
     max_abs: float = 0.0  # the largest true |g|
-    marks: list[GradientMarks] = field(default_factory=list)  # after each loss
+    params: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
     skipped: list[Optimizer] = field(default_factory=list)  # whose next step does nothing
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped since the first loss."""
         return self.steps != steps_taken()
+
+    def is_gone(self) -> bool:
+        """Whether no gradient is left without a step: dropped, or applied by hand."""
+        return not self.params or ledger.are_gone(self.params)
 
 
 class SkippedSteps:
@@ -108,22 +114,23 @@ class ScaledLosses:
             if isinstance(policy, Static) and policy.scale == 1:
                 yield loss
                 return
-            refuse_capture([torch.device(self._device_type)])
+            gradients.refuse_capture([torch.device(self._device_type)])
             iteration = self._begin()
             scale, params = policy.scale, all_parameters(optimizers)
             inner = [without_larc(each) for each in optimizers]
-            fused = [each for each in inner if isinstance(each, FusedOptimizer)]
-            folding = [each for each in fused if _may_unscale(each, inner)]
-            with set_aside(params if aside is None else aside), _warning_if_unscaled(loss):
+            folding = [each for each in inner if _may_unscale(each, inner)]
+            with (
+                gradients.set_aside(params if aside is None else aside),
+                _warning_if_unscaled(loss),
+            ):
                 yield loss.float() * scale
-                overflow, max_abs = overflow_in(totals_of(params), scale)
-                carried = _carried_scales(folding, scale)
-                _unscale(params, carried, scale)
+                overflow, max_abs = gradients.overflow_in(totals_of(params), scale)
+                carried = _unscale(params, folding, scale)
+            ledger.note(params)
             # From now until gradients are cleared these optimizers know what scale they carry.
             for own, kept in carried.items():
-                marks = GradientMarks(master_params(own))
-                stepper_of(own).handed = _C.StepInputs(kept, measure=kept != scale, marks=marks)
-            iteration.marks.append(GradientMarks(params))
+                stepper_of(own).left = _C.StepInputs(kept, measure=kept != scale)
+            iteration.params.update(dict.fromkeys(params))
             is_first = overflow and not iteration.overflow
             self._update(iteration, overflow, max_abs, optimizers)
         if is_first:
@@ -140,9 +147,7 @@ class ScaledLosses:
     def _begin(self) -> Iteration:
         """The iteration to which a loss belongs: a new one where the last one is over."""
         last = self._iteration
-        # Or the gradients are gone without a step: dropped, or applied by hand.
-        gone = last is not None and last.marks and all(each.are_gone() for each in last.marks)
-        if last is None or gone or last.has_stepped():
+        if last is None or last.has_stepped() or last.is_gone():
             self.give_up()
             last = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
             self._iteration = last
@@ -172,7 +177,7 @@ class ScaledLosses:
 
 def all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
-    return list(dict.fromkeys(param for each in optimizers for param in master_params(each)))
+    return list(dict.fromkeys(chain(*map(gradients.master_params, optimizers))))
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:
@@ -214,43 +219,42 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
 # ones in its step, lest they lose what the scale has kept from vanishing: it is `folding`.
 
 
-def _may_unscale(optimizer: FusedOptimizer, optimizers: Sequence[Optimizer]) -> bool:
+def _may_unscale(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
     """Whether an optimizer's step can unscale; call it before the backward.
 
     Not where another optimizer shares a parameter, or where there are true gradients to add to.
     RuntimeError where gradients that carry a scale were written by hand.
     """
-    if not optimizer.amp_scaling:
+    if not isinstance(optimizer, FusedOptimizer) or not optimizer.amp_scaling:
         return False
-    own = list(master_params(optimizer))
-    others = {p for each in optimizers if each is not optimizer for p in master_params(each)}
+    own = all_parameters([optimizer])
+    others = all_parameters([each for each in optimizers if each is not optimizer])
     stepper = stepper_of(optimizer)
-    carries = carries_scale(stepper.handed, optimizer.param_groups)
-    if not carries and stepper.handed is not None and stepper.handed.marks is not None:
-        stepper.handed = None  # of gradients that are gone
-    return others.isdisjoint(own) and (carries or not nonzero(own))
-
-
-def _carried_scales(folding: list[FusedOptimizer], scale: float) -> dict[FusedOptimizer, float]:
-    """The scales that gradients keep: an earlier loss's, or this one's where any is float16."""
-    found = {}
-    for each in folding:
-        handed = stepper_of(each).handed
-        grads = (param.grad for param in master_params(each))
-        if handed is not None:
-            found[each] = float(handed.scale or 1.0)
-        elif any(grad is not None and grad.dtype == torch.float16 for grad in grads):
-            found[each] = scale
-    return found
+    stepper.left = stepper.take_left(for_a_step=False)
+    return set(own).isdisjoint(others) and (stepper.left is not None or not ledger.nonzero(own))
 
 
 @torch.no_grad()
-def _unscale(params: list[Tensor], carried: dict[FusedOptimizer, float], scale: float) -> None:
-    """Divides new gradients by the scale; those in `carried` get the scale kept."""
-    for each, kept in carried.items():
-        multiply_gradients(all_parameters([each]), kept / scale)
-    apart = set(all_parameters([*carried]))
-    multiply_gradients([param for param in params if param not in apart], 1.0 / scale)
+def _unscale(params: list[Tensor], folding: list[Any], scale: float) -> dict[Any, float]:
+    """Divides new gradients by the scale; of optimizers that unscale in their step they keep one.
+
+    Returns these optimizers with the scale that is kept: an earlier loss's, or this one's where any
+    gradient is float16.
+    """
+    carried, true = {}, dict.fromkeys(params)
+    for each in folding:
+        own, left = all_parameters([each]), stepper_of(each).left
+        if left is not None:
+            carried[each] = float(left.scale or 1.0)
+        elif any(p.grad is not None and p.grad.dtype == torch.float16 for p in own):
+            carried[each] = scale
+        else:
+            continue
+        gradients.multiply_gradients(own, carried[each] / scale)
+        for param in own:
+            true.pop(param, None)
+    gradients.multiply_gradients(true, 1.0 / scale)
+    return carried
 
 
 class OptimWrapper:
@@ -276,7 +280,6 @@ class OptimWrapper:
         skips, each = SkippedSteps(), range(num_loss)
         self.losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
-        self._marks = GradientMarks(())  # after the last loss
 
     @property
     def loss_scalers(self) -> list[ScalePolicy]:
@@ -285,7 +288,8 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
-        if self._marks.are_gone():  # the last losses were given up without a step
+        params = all_parameters([self.optimizer])
+        if self._next and ledger.are_gone(params):  # the last losses were given up without a step
             self._next = 0
             for losses in self.losses:
                 losses.give_up()
@@ -301,7 +305,7 @@ class OptimWrapper:
     def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:
         with losses.block(loss, self.optimizer) as scaled:
             yield scaled
-        self._marks = GradientMarks(all_parameters([self.optimizer]))
+        ledger.note(all_parameters([self.optimizer]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""

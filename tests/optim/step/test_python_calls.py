@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -44,23 +47,64 @@ def calls_in(function: Callable[[], Any]) -> Calls:
     return Calls(python, native, back)
 
 
-def counted() -> tuple[Calls, Calls]:
-    """Of a prepared model's first step, and of one after it."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+def network() -> nn.Module:
+    """Of six parameters."""
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+def made() -> tuple[nn.Module, amp.optim.AdamW]:
+    """A prepared model with gradients."""
+    model = network()
     amp.prepare(model, torch.bfloat16)
-    optimizer = amp.optim.AdamW(model.parameters())
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    first = calls_in(optimizer.step)
+    return model, amp.optim.AdamW(model.parameters())
+
+
+def counted() -> dict[str, Calls]:
+    """Of a first step and of one after it, of checkpoint.load, of an FP16_Optimizer's iteration."""
+    model, optimizer = made()
+    found = {"first": calls_in(optimizer.step)}
     optimizer.step()
-    return first, calls_in(optimizer.step)
+    found["later"] = calls_in(optimizer.step)
+    with tempfile.TemporaryDirectory() as folder:
+        amp.checkpoint.save(f"{folder}/c", model, optimizer)
+        for _ in range(2):
+            found["load"] = calls_in(partial(amp.checkpoint.load, f"{folder}/c", *made()))
+    model = network().half()
+    inner = torch.optim.AdamW(model.parameters())
+    around = amp.FP16_Optimizer(inner, loss_scale=amp.scaling.Backoff(1.0, 8.0), verbose=False)
+    for _ in range(3):
+        loss = model(torch.ones(2, 8).half()).float().sum()
+        found["around"] = calls_in(lambda loss=loss: (around.backward(loss), around.step()))
+        around.zero_grad()
+    assert not around.overflow
+    return found
 
 
-def test_a_step_is_one_native_call_and_gathering_calls_little_back() -> None:
-    # In a process of its own: other tests leave hooks and what waits for the next step.
+@pytest.fixture(scope="module")
+def calls() -> dict[str, Calls]:
+    """What `counted` found in a process of its own.
+
+    Other tests leave hooks and what waits for the next step.
+    """
     command = [sys.executable, "-W", "ignore", __file__]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    first, later = (Calls(*numbers) for numbers in json.loads(done.stdout))
+    return {name: Calls(*numbers) for name, numbers in json.loads(done.stdout).items()}
+
+
+def test_a_checkpoint_is_loaded_without_guessing_what_is_in_it(calls: dict[str, Calls]) -> None:
+    assert calls["load"].python <= 700
+
+
+def test_an_iteration_of_fp16_optimizer_looks_at_a_parameter_seldom(
+    calls: dict[str, Calls],
+) -> None:
+    assert calls["around"].python <= 200
+
+
+def test_a_step_is_one_native_call_and_gathering_calls_little_back(calls: dict[str, Calls]) -> None:
+    first, later = calls["first"], calls["later"]
     assert first.native == 1
     assert 0 < first.back <= 50
     assert (later.native, later.back) == (1, 0)

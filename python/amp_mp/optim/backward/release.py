@@ -13,7 +13,8 @@ from amp_mp.optim.backward.attachment import Attachment, Scaler, no_gradient_on
 from amp_mp.optim.backward.ddp_hook import ddp_hook_of
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
-from amp_mp.sharding.gradients import GradientStatistics, local_gradient
+from amp_mp.sharding.gradients import local_gradient
+from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import warn
 
@@ -149,7 +150,7 @@ class Release(Attachment):
             # A step of one parameter cannot see the memory of the others.
             _C.check_weights([local_of(p) for p in trained], [infos[p].label for p in trained])
             self._infos = infos
-            self._whole = GradientStatistics(list(infos), self._optimizer.process_groups)
+            self._whole = WholeStatistics(list(infos), self._optimizer.process_groups)
             self._buckets.clear()
         self._located = True
 
@@ -174,7 +175,7 @@ class Release(Attachment):
                 device = local_of(next(iter(self._infos))).device
                 none = no_gradient_on(device)
                 known = [self._rows[p].to(device) if p in self._rows else none for p in self._infos]
-                return {device: self._whole.total_of(torch.stack(known))}
+                return {device: self._whole.total(torch.stack(known))}
             rows: dict[torch.device, list[Tensor]] = {}
             for param in self._infos:
                 own = rows.setdefault(param.device, [])
@@ -192,7 +193,7 @@ class Release(Attachment):
         self._locate()
         if self._postpones():
             grads = [local_gradient(param, info.label) for param, info in self._infos.items()]
-            self._previous.known = self._whole.total(grads)
+            self._previous.known = self._whole.total(self._whole.measured(grads))
         for param in self._infos:
             if param.grad is not None and param not in self._stepped:
                 self._step(param)

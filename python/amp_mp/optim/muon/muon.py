@@ -127,11 +127,22 @@ class Muon(FusedOptimizer):
                 "model in place of its parameters, or set use_muon and split in param_groups"
             )
         defaults = {
-            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
-            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"ns_dtype": ns_dtype, "ns_gram": ns_gram, "adjust_lr_fn": adjust_lr_fn},
-            **{"use_muon": True, "split": 1, "flatten": False},
-            **{"normalize": normalize, "beta2": beta2, "cautious": cautious},
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "ns_gram": ns_gram,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": True,
+            "split": 1,
+            "flatten": False,
+            "normalize": normalize,
+            "beta2": beta2,
+            "cautious": cautious,
         }
         super().__init__(params, defaults, options)
 

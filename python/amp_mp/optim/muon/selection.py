@@ -10,8 +10,14 @@ from torch import Tensor, nn
 CONVOLUTIONS = nn.modules.conv._ConvNd
 # Rows of an embedding and weights of a normalisation are looked up or multiplied one by one.
 NOT_MATRICES = (
-    *(nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
-    *(nn.modules.batchnorm._NormBase, nn.RNNBase, CONVOLUTIONS),
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.RNNBase,
+    CONVOLUTIONS,
 )
 # The same in other libraries' modules; and what is a plain parameter that is added, multiplied or
 # looked up: positions, tokens, gains, Mamba's A_log and D. Searched in "type.name".

@@ -1,12 +1,12 @@
 """An optimizer's parameters: their places, their names in messages, and those that it refuses."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.callers import is_inside_zero_redundancy
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group
 from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
@@ -69,13 +69,10 @@ def refuse_zero(optimizer: Any) -> None:
     measures = optimizer.max_grad_norm is not None or optimizer.check_overflow
     if not measures or optimizer.process_groups:
         return
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
-            raise ValueError(
-                "max_grad_norm or check_overflow inside a ZeroRedundancyOptimizer needs "
-                "process_groups, the group that it shares the parameters over, as in "
-                "ZeroRedundancyOptimizer(..., process_groups=torch.distributed.group.WORLD): each "
-                "process would clip by its own part of the norm, and skip alone"
-            )
+    if is_inside_zero_redundancy():
+        raise ValueError(
+            "max_grad_norm or check_overflow inside a ZeroRedundancyOptimizer needs "
+            "process_groups, the group that it shares the parameters over, as in "
+            "ZeroRedundancyOptimizer(..., process_groups=torch.distributed.group.WORLD): each "
+            "process would clip by its own part of the norm, and skip alone"
+        )

@@ -13,13 +13,13 @@ from amp_mp.dtypes import check_choice
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import KINDS, ROUNDINGS
 from amp_mp.optim.state.masters import MasterBlocks
+from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
-from amp_mp.optim.step.marks import carries_scale
 from amp_mp.optim.step.params import param_infos
-from amp_mp.optim.step.whole import WholeStatistics
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.text_table import warn
 
@@ -80,7 +80,7 @@ class Hooks:
         """
         if not any_dtensor and not self.process_groups:
             return None
-        whole = WholeStatistics(held, params, self.process_groups)
+        whole = WholeStatistics(params, self.process_groups, held)
         return whole if whole.is_needed else None
 
 
@@ -106,6 +106,7 @@ class Stepper:
         self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
         self.rules, self.rules_of = rules, rules_of
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
+        self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters, self.hooks = MasterBlocks(), Hooks(own_keys)
         self.native = _C.Stepper(self.hooks)
@@ -180,14 +181,36 @@ class Stepper:
 
     def _handed_now(self, optimizer: Any) -> _C.StepInputs:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
-        handed = self.handed
-        groups = optimizer.param_groups
-        if handed is not None and (handed.marks is None or carries_scale(handed, groups)):
-            handed.used = True
-            return handed
+        if self.handed is not None:
+            return self.handed
+        if self.left is not None and (left := self.take_left()) is not None:
+            return left
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
+
+    def take_left(self, *, for_a_step: bool = True) -> _C.StepInputs | None:
+        """What handle.scale_loss has left, where gradients carry its scale still.
+
+        Raises RuntimeError where they were written or replaced by hand before a step.
+        """
+        left = self.left
+        if left is None:
+            return None
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        kept = ledger.kept(params)
+        if not (left.used and not kept) and (changed := ledger.changed(params)):
+            raise RuntimeError(
+                "gradients were written after handle.scale_loss, among them that of a parameter of "
+                f"shape {tuple(changed[0].shape)}. float16 gradients of an amp_mp optimizer carry "
+                "the loss scale until its step unscales them: clip with the optimizer's "
+                "max_grad_norm, clear with its zero_grad, or make it with amp_scaling=False, and "
+                "scale_loss unscales in place"
+            )
+        if not kept:
+            return None
+        left.used |= for_a_step
+        return left
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""

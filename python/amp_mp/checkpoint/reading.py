@@ -1,0 +1,49 @@
+"""What one call of `load` reads of a directory, for a model and its optimizer."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from amp_mp.checkpoint.contents import Contents
+from amp_mp.checkpoint.processes import run
+
+
+@dataclass
+class Reading:
+    """Whose the values of a file are; they are empty tensors, or None, until `read`.
+
+    params: the model's parameters by name. targets: its state dict. groups: the names of the
+    optimizer's parameters, group by group.
+    weights: of the model's state dict, by name. states: what the optimizers of the file kept, by a
+    parameter's name and by entry. others: by key, the rest and the optimizer's param_groups.
+    masters: float32 values by name, for weights whose dtype in the file is not the parameter's.
+    """
+
+    contents: Contents
+    params: dict[str, Tensor]
+    targets: dict[str, Any]
+    groups: list[list[str]]
+    weights: dict[str, Any]
+    states: dict[str, dict[str, Any]]
+    others: dict[str, Any]
+    masters: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the optimizer's parameters."""
+        return {name for group in self.groups for name in group}
+
+    def read(self, path: Path) -> None:
+        """Lets torch fill the tensors; RuntimeError on all processes where one cannot read."""
+        from torch.distributed.checkpoint import state_dict_loader
+
+        places = [(self.others, key, key) for key in self.others]
+        places += [(self.weights, name, f"{self.contents.model}{name}") for name in self.weights]
+        for name, state in self.states.items():
+            places += [(state, entry, self.contents.states[name][entry]) for entry in state]
+        values = {key: owner[name] for owner, name, key in places}
+        run(state_dict_loader.load, values, path, f"{path} could not be read; nothing was loaded")
+        for owner, name, key in places:
+            owner[name] = values[key]
