@@ -206,12 +206,11 @@ class WholeStatistics:
     def _split(self, rows: Tensor | None, total: Tensor) -> list[_C.Measurement]:
         """A measurement for each bucket; the total stands in the first."""
         found = []
-        last = total[None]
-        for device, place in self._buckets:
+        for number, (device, place) in enumerate(self._buckets):
+            last = (total if number == 0 else torch.zeros_like(total))[None]
             own = rows if rows is None or place is None else rows[place]
             known = last if own is None else torch.cat([own, last])
             found.append(_C.Measurement(known.to(device)))
-            last = torch.zeros_like(last)
         return found
 
 
