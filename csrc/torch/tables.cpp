@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "torch/checks.h"
-#include "torch/python/optimizer_docstring.h"
 
 namespace py = pybind11;
 
@@ -47,7 +46,6 @@ py::tuple names_of(const std::string& fields) {
 }  // namespace
 
 void bind_tables(py::module_& m) {
-  m.def("shared_arguments", [] { return kSharedArguments; });
   m.def("formats", [] {
     py::list entries;
     for (int f = 0; f < kFormatCount; ++f) entries.append(format_entry(Format(f)));

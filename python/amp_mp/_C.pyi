@@ -29,9 +29,6 @@ class FormatEntry(TypedDict):
 def formats() -> list[FormatEntry]:
     """All formats, in the order of the native enumeration."""
 
-def shared_arguments() -> str:
-    """What help() of every fused optimizer ends with."""
-
 def scale_kinds() -> dict[str, tuple[str, ...]]:
     """The loss-scale policies of csrc/core/scale.h by name: the fields of their state.
 
@@ -122,12 +119,6 @@ def restored(
 ) -> list[dict[str, Any] | None]:
     """A file's states as the groups store theirs, of each parameter: csrc/torch/state/restore.h."""
 
-def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """ValueError where a state dict has other parts, groups or numbers of parameters."""
-
-def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state dict in the order of the groups' param_names: csrc/torch/state/saved_state.h."""
-
 def wrong_clock(value: Any, name: str) -> str:
     """What is wrong with a number of a parameter's clock; empty where it can be."""
 
@@ -160,6 +151,12 @@ def needs_norms(rule: Any) -> bool:
 
 def number_keys(rule: Any) -> set[str]:
     """The entries of a param_group that the rule reads where the optimizer has them."""
+
+def allowed_numbers() -> dict[str, str]:
+    """What the entries of param_groups may be that rules read, by name; "betas[0]" of a pair.
+
+    A "flag", or a number: "any", "not negative", "[0, 1)" or "[0, 1]".
+    """
 
 def own_number(rule: Any) -> tuple[str, float] | None:
     """The one number that the rule keeps for every parameter, and what it is at first."""
@@ -338,16 +335,15 @@ class EditedMasters:
         rules: list[Any],
         groups: Groups,
         states: States,
-        params: Any,
+        params: list[Any],
+        names: list[str],
         open: list[EditedMasters],
     ) -> None:
-        """params: None for all. open: the blocks that have not ended."""
+        """names: of the parameters, for messages. open: the blocks that have not ended."""
 
     @property
-    def params(self) -> list[Tensor]: ...
-    @property
-    def masters(self) -> Any:
-        """Float32 tensors in the places of the parameters, the same one for the same parameter."""
+    def masters(self) -> list[Tensor]:
+        """Float32 tensors in the order of the parameters, the same one for the same parameter."""
 
     def store(self) -> None:
         """Stores what was written."""
@@ -487,6 +483,9 @@ class Stepper:
 def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
     """A group's parameters; TypeError for what is not a sequence."""
 
+def count_sharded_modules() -> int:
+    """How many modules of fully_shard there are."""
+
 def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
     """A parameter's place in its optimizer's param_groups, and its name if the group has names."""
 
@@ -522,10 +521,6 @@ class casting:  # noqa: N801 (a submodule)
 
     @staticmethod
     def policy_names() -> list[str]: ...
-    @staticmethod
-    def op_list(name: str) -> list[tuple[str, list[str]]]:
-        """A list of op_lists.h: "apex", "apex cpu", "torch cpu" or "torch cuda"."""
-
     @staticmethod
     def set_policy(device: str, op: str, policy: str) -> str: ...
     @staticmethod

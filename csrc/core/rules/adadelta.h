@@ -8,7 +8,8 @@ namespace amp_mp {
 // rate. torch's rho is beta2 here. States: square_avg and acc_delta, both averages of squares.
 struct Adadelta {
   static constexpr States kKept = {{"square_avg", Kind::square}, {"acc_delta", Kind::square}};
-  static constexpr Numbers kNumbers = {"lr", "eps", "weight_decay", {"rho", "beta2"}};
+  static constexpr Numbers kNumbers = {
+      "lr", "eps", "weight_decay", {"rho", "beta2", nullptr, Range::up_to_one}};
   float lr, rho, one_minus_rho, eps, weight_decay;
   RootDivisor divide;  // eps is in the square already
 

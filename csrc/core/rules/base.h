@@ -26,17 +26,18 @@ struct HyperMember {
   const char* name;
   double Hyper::* number;
   bool Hyper::* flag = nullptr;
+  Range range = Range::any;
 };
 inline constexpr HyperMember kHyperMembers[] = {
-    {"lr", &Hyper::lr},
-    {"beta1", &Hyper::beta1},
-    {"beta2", &Hyper::beta2},
-    {"eps", &Hyper::eps},
-    {"weight_decay", &Hyper::weight_decay},
-    {"momentum", &Hyper::momentum},
+    {"lr", &Hyper::lr, nullptr, Range::not_negative},
+    {"beta1", &Hyper::beta1, nullptr, Range::below_one},
+    {"beta2", &Hyper::beta2, nullptr, Range::below_one},
+    {"eps", &Hyper::eps, nullptr, Range::not_negative},
+    {"weight_decay", &Hyper::weight_decay, nullptr, Range::not_negative},
+    {"momentum", &Hyper::momentum, nullptr, Range::not_negative},
     {"dampening", &Hyper::dampening},
-    {"lr_decay", &Hyper::lr_decay},
-    {"trust", &Hyper::trust},
+    {"lr_decay", &Hyper::lr_decay, nullptr, Range::not_negative},
+    {"trust", &Hyper::trust, nullptr, Range::not_negative},
     {"nesterov", nullptr, &Hyper::nesterov},
     {"maximize", nullptr, &Hyper::maximize},
     {"clip", nullptr, &Hyper::clip},

@@ -20,14 +20,19 @@ struct RuleState {
   const char* initial = nullptr;  // the param_group's entry that fills a new one; else it is 0
 };
 
+// Which numbers an entry of a param_group may have; of_member: as Hyper's member.
+enum class Range : uint8_t { of_member, any, not_negative, below_one, up_to_one };
+
 // An entry of a param_group, "eps", or one of several numbers in it, "betas[0]".
 struct Number {
   const char* key;
   const char* as;    // its name in Hyper
   const char* when;  // an entry: where it is false, Hyper's number is 0; or null
+  Range range;
   constexpr Number() : Number("") {}
-  constexpr Number(const char* entry, const char* name = nullptr, const char* flag = nullptr)
-      : key(entry), as(name ? name : entry), when(flag) {}
+  constexpr Number(const char* entry, const char* name = nullptr, const char* flag = nullptr,
+                   Range allowed = Range::of_member)
+      : key(entry), as(name ? name : entry), when(flag), range(allowed) {}
 };
 
 // One number for each parameter, Clock::own, and what it is before the first step.

@@ -69,8 +69,9 @@ std::optional<Polynomial> polynomial(const py::handle& found) {
     if (!PyFloat_Check(each.ptr()) && !PyIndex_Check(each.ptr()) && !py::hasattr(each, "__float__"))
       return std::nullopt;
     made[k] = PyFloat_AsDouble(each.ptr());
-    if (PyErr_Occurred()) PyErr_Clear(), made[k] = NAN;
-    if (!std::isfinite(made[k++])) return std::nullopt;
+    const bool failed = PyErr_Occurred() != nullptr;
+    PyErr_Clear();
+    if (failed || !std::isfinite(made[k++])) return std::nullopt;
   }
   return made;
 }

@@ -79,7 +79,9 @@ void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double
       else
         gram = product(product(polynomial, gram), polynomial);
     }
-    if (ends) gram = together = at::Tensor(), growth = 1;
+    if (!ends) continue;
+    gram = together = at::Tensor();
+    growth = 1;
   }
   if (how.iterations.empty() && factor != 1) x.mul_(factor);
   if (!how.iterations.empty() || how.dtype != at::kBFloat16) own.copy_(is_tall ? x.mT() : x);
@@ -156,11 +158,13 @@ WholeMatrices::WholeMatrices(const std::vector<at::Tensor>& locals,
       runs_.push_back(
           {begin, end, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec(), true});
     else if (last && !last->is_alone && last->group.is(groups[i]) && last->blocks == *blocks[i] &&
-             last->sizes[1] == local.numel())
-      last->end = end, ++last->sizes[0];
-    else
+             last->sizes[1] == local.numel()) {
+      last->end = end;
+      ++last->sizes[0];
+    } else {
       runs_.push_back(
           {begin, end, *blocks[i], groups[i], {1, local.numel()}, {end - begin, 1}, false});
+    }
   }
 }
 

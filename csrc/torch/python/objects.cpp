@@ -38,23 +38,6 @@ py::object fast_sequence(PyObject* object) {
   return is_sequence ? owned(PySequence_List(object)) : py::object();
 }
 
-py::object replaced(const py::object& nest, const Replace& replace, const std::string& name) {
-  const bool is_leaf = is_tensor(nest.ptr()) || py::isinstance<py::str>(nest);
-  if (!is_leaf && py::hasattr(nest, "items")) {
-    py::dict found;
-    for (const auto& [key, value] : py::dict(nest.attr("items")()))
-      found[key] = replaced(py::reinterpret_borrow<py::object>(value), replace,
-                            name + "[" + repr_of(key) + "]");
-    return found;
-  }
-  if (is_leaf || !py::isinstance<py::iterable>(nest)) return replace(nest, name);
-  py::list found;
-  for (const py::handle each : nest)
-    found.append(replaced(py::reinterpret_borrow<py::object>(each), replace,
-                          name + "[" + std::to_string(found.size()) + "]"));
-  return py::isinstance<py::tuple>(nest) ? py::object(py::tuple(found)) : py::object(found);
-}
-
 void set_item(PyObject* dict, const py::object& key, const py::object& value) {
   if (PyDict_SetItem(dict, key.ptr(), value.ptr()) < 0) throw py::error_already_set();
 }

@@ -37,12 +37,6 @@ PyObject* item_of(PyObject* dict, PyObject* key);
 // Null for anything else.
 py::object fast_sequence(PyObject* object);
 
-// A nest of lists, tuples, dicts and other iterables, of which only lists, tuples and dicts stay,
-// with what takes the place of each leaf. name: of the nest; a leaf's is "params[0]['weight']".
-using Replace = std::function<py::object(const py::object& leaf, const std::string& name)>;
-py::object replaced(const py::object& nest, const Replace& replace,
-                    const std::string& name = "params");
-
 void set_item(PyObject* dict, const py::object& key, const py::object& value);
 void drop_item(PyObject* dict, const py::object& key);  // if it is there
 

@@ -41,9 +41,6 @@ void bind_saved(py::module_& m) {
   py::class_<SavedEntries>(m, "SavedEntries")
       .def(py::init<const py::iterable&>(), py::arg("rules"))
       .def("in_bytes", &SavedEntries::in_bytes);
-  m.def("clock_entries", &clock_entries);
-  m.def("check_parts", &check_parts, py::arg("state_dict"), py::arg("groups"));
-  m.def("by_names", &by_names, py::arg("state_dict"), py::arg("groups"));
   m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
   m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("given"),
         py::arg("param"));

@@ -35,33 +35,24 @@ bool EditedMasters::Seen::is_still(const at::Tensor& now) const {
 }
 
 EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
-                             const py::object& params,
+                             const py::list& params, const std::vector<std::string>& names,
                              const std::vector<std::shared_ptr<EditedMasters>>& open)
-    : states_(states) {
+    : states_(states), params_(params) {
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
               "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
               "use torch.no_grad()");
   static PyObject* const master = PyUnicode_InternFromString("master");
-  std::vector<std::string> names;
-  const auto collect = [&](const py::object& leaf, const std::string& name) {
-    params_.append(leaf);
-    names.push_back(name);
-    return leaf;
-  };
-  py::list all;
-  for (const py::handle group : groups)
-    if (params.is_none()) all.attr("extend")(params_of(group.ptr()));
-  const py::object nest = replaced(params.is_none() ? all : params, collect);
   std::unordered_map<PyObject*, size_t> places;  // of each parameter in edits_
   for (const py::handle param : params_) places.emplace(param.ptr(), SIZE_MAX);
-  std::vector<Member> members = members_of(groups, &places);
+  std::vector<Member> members = members_of(layouts_of(rules), groups, &places);
   for (size_t i = 0; i < members.size(); ++i) places[members[i].param.ptr()] = i;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!is_tensor(params_[i].ptr()))
       throw py::type_error(
-          names[i] + " must be one of the optimizer's parameters, found " + repr_of(params_[i]) +
+          names.at(i) + " must be one of the optimizer's parameters, found " + repr_of(params_[i]) +
           "; pass a parameter, or a list or dict of them: dict(model.named_parameters())");
-    TORCH_CHECK_VALUE(places[params_[i].ptr()] < members.size(), names[i], ", a tensor of shape ",
+    TORCH_CHECK_VALUE(places[params_[i].ptr()] < members.size(), names.at(i),
+                      ", a tensor of shape ",
                       shape_text(THPVariable_Unpack(params_[i].ptr()).sizes()),
                       ", is not one of this optimizer's parameters");
   }
@@ -69,18 +60,14 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
     for (const Edit& other : block->edits_)
       TORCH_CHECK(!places.contains(other.member.param.ptr()), other.member.label,
                   " is in a block of masters() that has not ended; write it there");
-  const std::vector<GroupRule> group_rules = rules_of(rules);
-  check_rules(group_rules, groups);
   const bool any_sharded = count_sharded_modules() > 0;
   for (Member& member : members) {
-    const Layout& layout = group_rules[size_t(member.group)].layout;
     member.state = state_in(states, member.param);
     refuse_param(member, any_sharded);
-    refuse_state(*layout, member);
-    const py::object group = groups[size_t(member.group)];
-    const auto format = py::cast<std::string>(py::handle(number_of(group.ptr(), master)));
+    refuse_state(member);
+    const auto format = py::cast<std::string>(py::handle(number_of(member.group.ptr(), master)));
     const bool has_master = format != "none" && is_low_precision(member.local);
-    edits_.push_back({std::move(member), layout, group, {}, has_master, {}, {}, {}});
+    edits_.push_back({std::move(member), {}, has_master, {}, {}, {}});
   }
   for (Edit& edit : edits_) {
     edit.weight = Seen(edit.member.local);
@@ -88,10 +75,7 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
     edit.before = Seen(read(edit));
     edit.values = like(edit.before.tensor, edit.member.param.ptr());
   }
-  for (const py::handle param : params_) values_.append(edits_[places[param.ptr()]].values);
-  size_t next = 0;
-  masters_ = replaced(
-      nest, [&](const py::object&, const std::string&) -> py::object { return values_[next++]; });
+  for (const py::handle param : params_) masters_.append(edits_[places[param.ptr()]].values);
 }
 
 at::Tensor EditedMasters::beside(const Edit& edit) const {
@@ -116,10 +100,17 @@ at::Tensor EditedMasters::changes(const Edit& edit) const {
   return values_in(edit.values).view(at::kInt).ne(before.view(at::kInt));
 }
 
+// On a CPU the bits tell. Elsewhere a version counter does, so that the host does not wait, and
+// what `.data` has written is stored uncounted. Only where there is no state yet, which must not be
+// made in vain, do the bits tell there, too.
 bool EditedMasters::is_written(const Edit& edit, const at::Tensor& changed) const {
-  const bool counted = !edit.before.is_still(local_of(edit.values.ptr()));
-  const bool waits = changed.is_cpu() || (edit.has_master && !beside(edit).defined() && !counted);
-  return waits ? changed.any().item<bool>() : counted;
+  if (changed.is_cpu()) return changed.any().item<bool>();
+  if (!edit.before.is_still(local_of(edit.values.ptr()))) return true;
+  return needs_state(edit) && changed.any().item<bool>();
+}
+
+bool EditedMasters::needs_state(const Edit& edit) const {
+  return edit.has_master && !beside(edit).defined();
 }
 
 void EditedMasters::check(const Edit& edit) const {
@@ -139,23 +130,14 @@ void EditedMasters::check(const Edit& edit) const {
 
 void EditedMasters::store() {
   const at::NoGradGuard no_grad;
-  std::vector<PyObject*> now, before;
-  replaced(masters_, [&](const py::object& leaf, const std::string&) {
-    now.push_back(leaf.ptr());
-    return leaf;
-  });
-  for (const py::handle value : values_) before.push_back(value.ptr());
-  TORCH_CHECK(now == before,
-              "a master was exchanged for another object inside of a block of masters(); write it "
-              "in place, as in master.copy_(...); nothing was stored");
   for (const Edit& edit : edits_) check(edit);
   for (Edit& edit : edits_) {  // making state may raise, so it comes before anything is stored
-    if (!edit.has_master || beside(edit).defined() || !is_written(edit, changes(edit))) continue;
+    if (!needs_state(edit) || !is_written(edit, changes(edit))) continue;
     refuse_new_state({edit.member.local.device()});
     if (!item_of(states_.ptr(), edit.member.param.ptr()))
       states_[edit.member.param] = edit.member.state;
-    clocks_of({{edit.layout.get(), edit.group.ptr(), &edit.member}});
-    init_state(*edit.layout, edit.group.ptr(), edit.member);
+    clocks_of({edit.member});
+    init_state(edit.member);
   }
   for (Edit& edit : edits_) store(edit);
 }
@@ -164,8 +146,7 @@ void EditedMasters::store(Edit& edit) const {
   const at::Tensor weight = edit.member.local.detach(), values = values_in(edit.values);
   const at::Tensor changed = changes(edit);
   const bool written = is_written(edit, changed);
-  // Elsewhere than on a CPU the host may not know: `.data` advances no version counter.
-  if (!written && (weight.is_cpu() || (edit.has_master && !beside(edit).defined()))) return;
+  if (!written && (weight.is_cpu() || needs_state(edit))) return;
   used_on_current_stream(values);
   const auto put = [&](const at::Tensor& to, const at::Tensor& made) {
     at::Tensor uncounted = to.variable_data();
@@ -194,11 +175,11 @@ void EditedMasters::store(Edit& edit) const {
 
 void bind_edited_masters(py::module_& m) {
   py::class_<EditedMasters, std::shared_ptr<EditedMasters>>(m, "EditedMasters")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::object&,
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::list&,
+                    const std::vector<std::string>&,
                     const std::vector<std::shared_ptr<EditedMasters>>&>(),
            py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"),
-           py::arg("open"))
-      .def_property_readonly("params", &EditedMasters::params)
+           py::arg("names"), py::arg("open"))
       .def_property_readonly("masters", &EditedMasters::masters)
       .def("store", py::overload_cast<>(&EditedMasters::store));
 }

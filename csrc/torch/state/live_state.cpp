@@ -18,8 +18,9 @@ const StoredFormat& stored_as(const KeptState& kept, Format format) {
   TORCH_CHECK(false, "amp_mp: a state cannot be stored as ", kFormats[int(format)].name);
 }
 
-Format stored_format(const KeptState& kept, PyObject* group, const Member& member) {
-  const auto name = py::cast<std::string>(py::handle(number_of(group, kept.name.ptr())));
+Format stored_format(const KeptState& kept, const Member& member) {
+  const auto name =
+      py::cast<std::string>(py::handle(number_of(member.group.ptr(), kept.name.ptr())));
   return format_beside(format_named(name), member.param.ptr());
 }
 
@@ -40,11 +41,11 @@ void store(const KeptState& kept, const StoredFormat& stored, const Member& memb
 }
 
 // A number for each row of a parameter's matrices; rows are whole on a process.
-void make_rows(const KeptState& kept, PyObject* group, const Member& member) {
+void make_rows(const KeptState& kept, const Member& member) {
   static PyObject* const flatten = PyUnicode_InternFromString("flatten");
   PyObject* const param = member.param.ptr();
   const at::IntArrayRef sizes = THPVariable_Unpack(param).sizes();
-  const bool flattened = truth_of(number_of(group, flatten), flatten);
+  const bool flattened = truth_of(number_of(member.group.ptr(), flatten), flatten);
   const std::vector<int64_t> whole = muon::row_sizes(sizes, flattened),
                              local = muon::row_sizes(member.local.sizes(), flattened);
   if (member.is_dtensor) {
@@ -62,12 +63,13 @@ void make_rows(const KeptState& kept, PyObject* group, const Member& member) {
   set_item(member.state.ptr(), kept.name, like(zeros, param, shape));
 }
 
-void make_state(const KeptState& kept, PyObject* group, const Member& member) {
-  if (kept.of_rows) return make_rows(kept, group, member);
-  const StoredFormat& stored = stored_as(kept, stored_format(kept, group, member));
+void make_state(const KeptState& kept, const Member& member) {
+  if (kept.of_rows) return make_rows(kept, member);
+  const StoredFormat& stored = stored_as(kept, stored_format(kept, member));
   const auto [data, scales] = new_arrays(stored.format, member.param.ptr());
   store(kept, stored, member, data, scales);
-  PyObject* const initial = kept.initial.is_none() ? nullptr : item_of(group, kept.initial.ptr());
+  PyObject* const initial =
+      kept.initial.is_none() ? nullptr : item_of(member.group.ptr(), kept.initial.ptr());
   const double start = initial ? PyFloat_AsDouble(initial) : 0;
   if (start == -1 && PyErr_Occurred()) throw py::error_already_set();
   if (start == 0) return;
@@ -77,8 +79,8 @@ void make_state(const KeptState& kept, PyObject* group, const Member& member) {
 }
 
 // Moves one state; one stored in groups of neighbours is stored again in another layout.
-void bring(const KeptState& kept, const HeldState& held, PyObject* group, const Member& member) {
-  const Format wanted = stored_format(kept, group, member);
+void bring(const KeptState& kept, const HeldState& held, const Member& member) {
+  const Format wanted = stored_format(kept, member);
   at::Tensor data, scales;
   if (kept.of_rows) {
     if (held.data.device() == member.local.device()) return;
@@ -99,8 +101,9 @@ void bring(const KeptState& kept, const HeldState& held, PyObject* group, const 
     static PyObject* const seed = PyUnicode_InternFromString("seed");
     const at::Tensor values =
         values_of(held.data.detach(), held.scales, native(held.stored->format));
-    std::tie(data, scales) = encoded(values, native(wanted), member.param.ptr(),
-                                     py::cast<uint64_t>(py::handle(number_of(group, seed))));
+    std::tie(data, scales) =
+        encoded(values, native(wanted), member.param.ptr(),
+                py::cast<uint64_t>(py::handle(number_of(member.group.ptr(), seed))));
   }
   used_on_current_stream(held.data);
   used_on_current_stream(held.scales);
@@ -109,8 +112,8 @@ void bring(const KeptState& kept, const HeldState& held, PyObject* group, const 
 
 }  // namespace
 
-Format format_of(const KeptState& kept, PyObject* group, const Member& member) {
-  return native(stored_format(kept, group, member));
+Format format_of(const KeptState& kept, const Member& member) {
+  return native(stored_format(kept, member));
 }
 
 std::optional<HeldState> held_state(const KeptState& kept, PyObject* state) {
@@ -130,23 +133,23 @@ std::optional<HeldState> held_state(const KeptState& kept, PyObject* state) {
   return HeldState{nullptr, local_of(seen), {}};
 }
 
-void follow(const RuleLayout& layout, PyObject* group, const Member& member) {
+void follow(const Member& member) {
   if (PyDict_Size(member.state.ptr()) == 0) return;
   const at::NoGradGuard no_grad;
   follow_master(member.param.ptr(), member.local, member.state.ptr());
-  for (const KeptState& kept : layout.states) {
+  for (const KeptState& kept : member.layout->states) {
     const std::optional<HeldState> held = held_state(kept, member.state.ptr());
-    if (held && held->stored) bring(kept, *held, group, member);
+    if (held && held->stored) bring(kept, *held, member);
   }
 }
 
-void init_state(const RuleLayout& layout, PyObject* group, const Member& member) {
+void init_state(const Member& member) {
   static PyObject* const master = PyUnicode_InternFromString("master");
   const at::NoGradGuard no_grad;
-  for (const KeptState& kept : layout.states)
-    if (!is_held(kept, member.state.ptr())) make_state(kept, group, member);
+  for (const KeptState& kept : member.layout->states)
+    if (!is_held(kept, member.state.ptr())) make_state(kept, member);
   if (is_low_precision(member.local)) {
-    const auto format = py::cast<std::string>(py::handle(number_of(group, master)));
+    const auto format = py::cast<std::string>(py::handle(number_of(member.group.ptr(), master)));
     set_master(format, member.param.ptr(), member.state.ptr(), {});
   }
 }

@@ -19,17 +19,17 @@ bool is_held(const KeptState& kept, PyObject* state);
 bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows);
 
 // Raises ValueError for state of another shape or placing, held twice, or lost after steps.
-void refuse_state(const RuleLayout& layout, const Member& member);
+void refuse_state(const Member& member);
 
 // Brings the state to the parameter's present dtype, layout and device, and to the formats that the
 // group names. A master is dropped where the dtype has changed; other values stay.
-void follow(const RuleLayout& layout, PyObject* group, const Member& member);
+void follow(const Member& member);
 
 // Makes what is missing of the state besides its clock.
-void init_state(const RuleLayout& layout, PyObject* group, const Member& member);
+void init_state(const Member& member);
 
 // The format in which a state is stored for this parameter, as the kernels name it.
-Format format_of(const KeptState& kept, PyObject* group, const Member& member);
+Format format_of(const KeptState& kept, const Member& member);
 
 // Float32 masters of low-precision parameters. What makes the parameter a master: a float32 master
 // or remainders; undefined for neither.
@@ -42,16 +42,10 @@ void set_master(const std::string& format, PyObject* param, PyObject* state, at:
 // Brings its master to the parameter's present dtype, layout and device.
 void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state);
 
-struct ClockPlace {
-  const RuleLayout* layout;
-  PyObject* group;
-  const Member* member;
-};
-
 // The clocks of parameters, float64 [4] (core/rules/base.h). One is rebuilt where the state's three
 // entries do not lie side by side in memory (after loading, copying or an assignment), or where a
 // file of torch's lacks some. New ones on a CUDA device are rows of one tensor.
-Tensors clocks_of(const std::vector<ClockPlace>& places);
+Tensors clocks_of(const std::vector<Member>& members);
 
 bool is_low_precision(const at::Tensor& t);
 

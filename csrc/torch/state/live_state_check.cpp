@@ -23,7 +23,8 @@ bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows) {
          sizes == at::IntArrayRef(muon::row_sizes(param, true));
 }
 
-void refuse_state(const RuleLayout& layout, const Member& member) {
+void refuse_state(const Member& member) {
+  const RuleLayout& layout = *member.layout;
   PyObject* state = member.state.ptr();
   if (PyDict_Size(state) == 0) return;
   const auto check = [&](const py::object& entry, bool of_rows) {
@@ -76,9 +77,10 @@ void refuse_state(const RuleLayout& layout, const Member& member) {
 namespace {
 
 // The clock of a parameter whose three entries lie side by side in memory; else undefined.
-at::Tensor present_clock(const ClockPlace& place) {
-  PyObject* state = place.member->state.ptr();
-  const py::object* const keys[] = {&place.layout->step, &place.layout->powers, &place.layout->own};
+at::Tensor present_clock(const Member& member) {
+  PyObject* state = member.state.ptr();
+  const py::object* const keys[] = {&member.layout->step, &member.layout->powers,
+                                    &member.layout->own};
   const int64_t offsets[] = {0, 1, 3};
   at::Tensor first;
   for (int i = 0; i < 3; ++i) {
@@ -86,18 +88,17 @@ at::Tensor present_clock(const ClockPlace& place) {
     if (!is_tensor(entry)) return {};
     const at::Tensor& t = THPVariable_Unpack(entry);
     if (i == 0) first = t;
-    if (t.scalar_type() != at::kDouble || t.device() != place.member->local.device() ||
-        !t.has_storage() || !first.has_storage() ||
-        t.storage_offset() - first.storage_offset() != offsets[i] ||
+    if (t.scalar_type() != at::kDouble || t.device() != member.local.device() || !t.has_storage() ||
+        !first.has_storage() || t.storage_offset() - first.storage_offset() != offsets[i] ||
         t.storage().unsafeGetStorageImpl() != first.storage().unsafeGetStorageImpl())
       return {};
   }
   return first.as_strided({4}, {1});
 }
 
-std::array<double, 4> clock_numbers(const ClockPlace& place) {
-  const RuleLayout& layout = *place.layout;
-  PyObject* state = place.member->state.ptr();
+std::array<double, 4> clock_numbers(const Member& member) {
+  const RuleLayout& layout = *member.layout;
+  PyObject* state = member.state.ptr();
   PyObject *const step = item_of(state, layout.step.ptr()),
                   *const held = item_of(state, layout.powers.ptr()),
                   *const own = item_of(state, layout.own.ptr());
@@ -112,12 +113,12 @@ std::array<double, 4> clock_numbers(const ClockPlace& place) {
                                    own ? number_in(own) : layout.own_start};
   if (is_tensor(held)) {
     const at::Tensor powers = doubles_on_host(local_of(held));
-    TORCH_CHECK_VALUE(powers.numel() == 2, place.member->label, ": ", text_of(layout.powers),
+    TORCH_CHECK_VALUE(powers.numel() == 2, member.label, ": ", text_of(layout.powers),
                       " must be two numbers, found ", describe(powers));
     std::copy_n(powers.const_data_ptr<double>(), 2, numbers.begin() + 1);
     return numbers;
   }
-  PyObject* betas = item_of(place.group, betas_key);
+  PyObject* betas = item_of(member.group.ptr(), betas_key);
   for (int i = 0; i < 2; ++i) {
     const double beta = betas ? number_in(number_at(betas, i, betas_key).ptr()) : 0.0;
     numbers[size_t(1 + i)] = std::pow(beta, numbers[0]);
@@ -127,15 +128,15 @@ std::array<double, 4> clock_numbers(const ClockPlace& place) {
 
 }  // namespace
 
-Tensors clocks_of(const std::vector<ClockPlace>& places) {
+Tensors clocks_of(const std::vector<Member>& members) {
   Tensors clocks;
   std::vector<size_t> missing;
   std::vector<std::array<double, 4>> numbers;
-  for (const ClockPlace& place : places) {
-    clocks.push_back(present_clock(place));
+  for (const Member& member : members) {
+    clocks.push_back(present_clock(member));
     if (clocks.back().defined()) continue;
     missing.push_back(clocks.size() - 1);
-    numbers.push_back(clock_numbers(place));
+    numbers.push_back(clock_numbers(member));
   }
   if (missing.empty()) return clocks;
   // No autograd graph holds a clock: its views need no version counter in common.
@@ -143,15 +144,15 @@ Tensors clocks_of(const std::vector<ClockPlace>& places) {
   const at::Tensor here = at::from_blob(numbers.data(), {int64_t(missing.size()), 4}, at::kDouble);
   at::Tensor there;  // one copy to each device, however many clocks
   for (size_t k = 0; k < missing.size(); ++k) {
-    const ClockPlace& place = places[missing[k]];
-    const at::Device device = place.member->local.device();
+    const Member& member = members[missing[k]];
+    const at::Device device = member.local.device();
     if (device.is_cuda() && (!there.defined() || there.device() != device)) there = here.to(device);
     const at::Tensor clock =
         device.is_cuda() ? there.select(0, int64_t(k)) : here.select(0, int64_t(k)).clone();
-    const py::dict& state = place.member->state;
-    set_item(state.ptr(), place.layout->step, wrapped(clock.select(0, 0)));
-    set_item(state.ptr(), place.layout->powers, wrapped(clock.narrow(0, 1, 2)));
-    set_item(state.ptr(), place.layout->own, wrapped(clock.select(0, 3)));
+    const py::dict& state = member.state;
+    set_item(state.ptr(), member.layout->step, wrapped(clock.select(0, 0)));
+    set_item(state.ptr(), member.layout->powers, wrapped(clock.narrow(0, 1, 2)));
+    set_item(state.ptr(), member.layout->own, wrapped(clock.select(0, 3)));
     clocks[missing[k]] = clock;
   }
   return clocks;

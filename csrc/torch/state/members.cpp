@@ -27,19 +27,9 @@ py::object params_of(PyObject* group) {
   return found;
 }
 
-void check_rules(const std::vector<GroupRule>& rules, const py::list& groups) {
+void check_rules(const Layouts& rules, const py::list& groups) {
   TORCH_CHECK_VALUE(rules.size() == groups.size(), "amp_mp: there are ", rules.size(),
                     " rules, but ", groups.size(), " param_groups");
-}
-
-std::vector<GroupRule> rules_of(const py::list& rules) {
-  std::vector<GroupRule> found;
-  for (const py::handle rule : rules) {
-    const bool is_last = !found.empty() && found.back().rule.is(rule);
-    const Layout layout = is_last ? found.back().layout : layout_of(rule);
-    found.push_back({py::reinterpret_borrow<py::object>(rule), layout});
-  }
-  return found;
 }
 
 std::string param_label(PyObject* group, int64_t number, int64_t position) {
@@ -51,23 +41,31 @@ std::string param_label(PyObject* group, int64_t number, int64_t position) {
   return label + " (" + repr_of(owned(PySequence_GetItem(names, Py_ssize_t(position)))) + ")";
 }
 
-std::vector<Member> members_of(const py::list& groups,
+std::vector<Member> members_of(const Layouts& rules, const py::list& groups,
                                const std::unordered_map<PyObject*, size_t>* only) {
+  check_rules(rules, groups);
   std::vector<Member> members;
   int64_t index = -1;
   for (size_t number = 0; number < groups.size(); ++number) {
-    PyObject* group = groups[number].ptr();
-    const auto params = py::reinterpret_borrow<py::sequence>(params_of(group));
+    const py::object group = groups[number];
+    const auto params = py::reinterpret_borrow<py::sequence>(params_of(group.ptr()));
     for (size_t position = 0; position < params.size(); ++position) {
       py::object param = params[position];
       ++index;
       if (only && !only->contains(param.ptr())) continue;
-      std::string label = param_label(group, int64_t(number), int64_t(position));
+      std::string label = param_label(group.ptr(), int64_t(number), int64_t(position));
       if (!is_tensor(param.ptr()))
         throw py::type_error(label + " must be a tensor, found " + repr_of(param));
       const bool dtensor = is_dtensor(param.ptr());
-      members.push_back(
-          {param, local_of(param.ptr()), dtensor, int64_t(number), index, std::move(label), {}});
+      members.push_back({param,
+                         local_of(param.ptr()),
+                         dtensor,
+                         rules[number],
+                         group,
+                         int64_t(number),
+                         index,
+                         std::move(label),
+                         {}});
     }
   }
   return members;

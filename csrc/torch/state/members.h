@@ -10,18 +10,14 @@
 
 namespace amp_mp {
 
-// A param_group's rule as Python holds it (optim/rule.py, Rule) and its layout.
-struct GroupRule {
-  py::object rule;
-  Layout layout;
-};
-
 // A parameter with its place in the optimizer.
 struct Member {
   py::object param;
   at::Tensor local;  // the parameter, of a DTensor the shard on this process
   bool is_dtensor;
-  int64_t group;         // index of its param_group
+  Layout layout;     // under its param_group's rule
+  py::object group;  // its param_group
+  int64_t group_index;
   int64_t tensor_index;  // among all parameters
   std::string label;     // for messages
   py::object state;      // its dict in optimizer.state
@@ -35,11 +31,11 @@ std::string param_label(PyObject* group, int64_t number, int64_t position);
 py::object params_of(PyObject* group);
 
 // Raises ValueError unless there is a rule for each param_group.
-void check_rules(const std::vector<GroupRule>& rules, const py::list& groups);
+void check_rules(const Layouts& rules, const py::list& groups);
 
-// The parameters of all param_groups in order, each with its label; or only those that are keys of
-// a map.
-std::vector<Member> members_of(const py::list& groups,
+// The parameters of all param_groups in order, without their states; or only those that are keys of
+// a map. ValueError as check_rules.
+std::vector<Member> members_of(const Layouts& rules, const py::list& groups,
                                const std::unordered_map<PyObject*, size_t>* only = nullptr);
 
 // Raises unless a step can update the parameter. any_sharded: whether there are modules of
@@ -48,8 +44,5 @@ void refuse_param(const Member& member, bool any_sharded);
 
 // Raises RuntimeError where state cannot be made: in inference mode, and during capture.
 void refuse_new_state(const std::vector<at::Device>& devices);
-
-// The rules of the param_groups with their layouts.
-std::vector<GroupRule> rules_of(const py::list& rules);
 
 }  // namespace amp_mp

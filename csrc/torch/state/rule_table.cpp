@@ -45,7 +45,8 @@ HyperNumber hyper_number(const Number& number) {
   const std::string key = number.key;
   const size_t bracket = key.find('[');
   HyperNumber found{hyper_member(number.as), interned(key.substr(0, bracket)), -1,
-                    number.when ? interned(number.when) : py::none()};
+                    number.when ? interned(number.when) : py::none(), number.range};
+  if (found.range == Range::of_member) found.range = found.member->range;
   if (bracket != std::string::npos) found.index = key[bracket + 1] - '0';
   return found;
 }
@@ -69,10 +70,8 @@ RuleLayout declared(const char* op) {
 }
 
 RuleLayout declared_of(const std::string& op) {
-#define AMP_MP_DECLARED(Rule, name) \
-  if (op == #name) return declared<Rule>(#name);
-  AMP_MP_FOR_EACH_RULE(AMP_MP_DECLARED)
-#undef AMP_MP_DECLARED
+  for (const RuleLayout& layout : declared_rules())
+    if (layout.op == op) return layout;
   throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
 }
 
@@ -90,6 +89,15 @@ RuleLayout make_layout(const py::handle& rule) {
 }
 
 }  // namespace
+
+const std::vector<RuleLayout>& declared_rules() {
+  static const auto& rules = *new std::vector<RuleLayout>{
+#define AMP_MP_DECLARED(Rule, op) declared<Rule>(#op),
+      AMP_MP_FOR_EACH_RULE(AMP_MP_DECLARED)
+#undef AMP_MP_DECLARED
+  };
+  return rules;
+}
 
 py::object entry_name(const std::string& state, Format format) {
   return interned(state + ending_of(format));
@@ -137,6 +145,13 @@ Layout layout_of(const py::handle& rule) {
   return found->second.second;
 }
 
+Layouts layouts_of(const py::list& rules) {
+  Layouts found;
+  for (size_t i = 0; i < rules.size(); ++i)
+    found.push_back(i > 0 && rules[i].is(rules[i - 1]) ? found.back() : layout_of(rules[i]));
+  return found;
+}
+
 std::vector<py::object> RuleLayout::keys() const {
   std::vector<py::object> keys;
   const auto add = [&](const py::object& key) {
@@ -179,12 +194,33 @@ void bind_rule_table(py::module_& m) {
       py::arg("rule"));
   m.def(
       "own_number",
-      [](const py::object& rule) -> py::object {
+      [](const py::object& rule) -> std::optional<std::pair<py::object, double>> {
         const Layout layout = layout_of(rule);
-        if (!layout->own_is_kept) return py::none();
-        return py::make_tuple(layout->own, layout->own_start);
+        if (!layout->own_is_kept) return std::nullopt;
+        return std::pair(layout->own, layout->own_start);
       },
       py::arg("rule"));
+  m.def("clock_entries", [] {
+    py::set names;
+    for (const RuleLayout& rule : declared_rules())
+      for (const py::object& name : {rule.step, rule.powers, rule.own}) names.add(name);
+    return names;
+  });
+  m.def("allowed_numbers", [] {
+    static constexpr const char* kAllowed[] = {"", "any", "not negative", "[0, 1)", "[0, 1]"};
+    py::dict allowed = py::dict(py::arg("maximize") = "flag");
+    for (const RuleLayout& rule : declared_rules()) {
+      for (const HyperNumber& number : rule.numbers) {
+        std::string key = text_of(number.key);
+        if (number.index >= 0) key += "[" + std::to_string(number.index) + "]";
+        const char* const range = number.member->flag ? "flag" : kAllowed[int(number.range)];
+        if (!allowed.contains(key)) allowed[py::str(key)] = range;
+      }
+      for (const KeptState& state : rule.states)
+        if (!state.initial.is_none()) allowed[state.initial] = "not negative";
+    }
+    return allowed;
+  });
   m.def("coded_endings", [] {
     py::list endings;
     for (int f = 0; f < kFormatCount; ++f)

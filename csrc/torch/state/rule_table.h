@@ -42,6 +42,7 @@ struct HyperNumber {
   py::object key;
   int64_t index = -1;  // of group[key], where that holds several
   py::object when;     // the number counts only where group[when] is true, else it is 0; or None
+  Range range;         // which numbers it may have
 };
 
 // The entry that makes a low-precision parameter a master, by format and the parameter's dtype.
@@ -73,9 +74,14 @@ struct RuleLayout {
   std::vector<py::object> keys() const;
 };
 using Layout = std::shared_ptr<RuleLayout>;
+using Layouts = std::vector<Layout>;  // one for each param_group
+
+// What each rule of core/rules.h declares.
+const std::vector<RuleLayout>& declared_rules();
 
 // The layout of a rule as Python holds it (optim/rule.py, Rule).
 Layout layout_of(const py::handle& rule);
+Layouts layouts_of(const py::list& rules);
 
 // The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
 // step's device it is read when the step runs, elsewhere now.

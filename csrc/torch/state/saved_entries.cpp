@@ -13,19 +13,10 @@ std::string wrong_format(const std::string& format, const std::string& can) {
 
 }  // namespace
 
-std::set<std::string> clock_entries() {
-  std::set<std::string> names = {"step", "beta_powers", "layer"};
-  const auto add = [&]<class Rule>(std::type_identity<Rule>) {
-    if constexpr (has_own_number<Rule>) names.insert(Rule::kOwn.name);
-  };
-#define AMP_MP_OWN(Rule, op) add(std::type_identity<Rule>());
-  AMP_MP_FOR_EACH_RULE(AMP_MP_OWN)
-#undef AMP_MP_OWN
-  return names;
-}
-
 SavedEntries::SavedEntries(const py::iterable& rules) {
-  for (const std::string& name : clock_entries()) add({name, "step", "", Like::number, {}});
+  for (const RuleLayout& rule : declared_rules())
+    for (const py::object& name : {rule.step, rule.powers, rule.own})
+      add({text_of(name), "step", "", Like::number, {}});
   const auto coded = [&](const py::object& entry, const std::string& state,
                          const std::string& format, at::ScalarType dtype,
                          const std::string& scale = "") {

@@ -1,5 +1,8 @@
 // Whether a parameter's saved state can be loaded: the checks of optim/state/check_loadable.py.
 #include "torch/state/saved_state.h"
+
+#include <cmath>
+
 #include "torch/state/live_state.h"
 
 namespace amp_mp {
@@ -7,6 +10,12 @@ namespace amp_mp {
 using Like = SavedEntry::Like;
 
 namespace {
+
+// What a value is, for messages: its class, and the value itself where that is short.
+std::string described(const py::handle& value) {
+  const std::string text = repr_of(value), kind = Py_TYPE(value.ptr())->tp_name;
+  return text.size() < 40 ? kind + " " + text : kind;
+}
 
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
@@ -98,6 +107,27 @@ std::set<std::string> needed_under(const py::iterable& rules) {
 }
 
 }  // namespace
+
+std::string wrong_clock(const py::object& value, const std::string& name) {
+  const bool is_step = name == "step", is_powers = name == "beta_powers";
+  std::vector<double> numbers;
+  if (is_tensor(value.ptr())) {
+    const at::Tensor here = doubles_on_host(local_of(value.ptr()));
+    numbers.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
+  } else {
+    numbers = {PyFloat_AsDouble(value.ptr())};
+    const bool failed = PyErr_Occurred() != nullptr;
+    PyErr_Clear();
+    if (failed || PyBool_Check(value.ptr())) return "must be a number, found " + described(value);
+  }
+  for (const double number : numbers) {
+    const bool is_count = number >= 0 && std::isfinite(number) && number == std::floor(number);
+    const std::string found = ", found " + repr_of(py::float_(number));
+    if (is_step && !is_count) return "must be a whole number from 0 on" + found;
+    if (is_powers && !(number >= 0 && number <= 1)) return "must be in [0, 1]" + found;
+  }
+  return "";
+}
 
 py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
                        const py::object& given, const py::object& param) {

@@ -1,6 +1,5 @@
 #pragma once
-// State dicts of an optimizer before anything of them is loaded: their parts, their order, and the
-// entries of a parameter's state.
+// The entries of a parameter's state in a state dict, before anything of them is loaded.
 #include <map>
 #include <set>
 
@@ -33,18 +32,6 @@ class SavedEntries {
   std::map<std::string, SavedEntry> entries_;
   std::map<std::string, std::string> refused_;
 };
-
-// The entries of a parameter's clock, under any rule.
-std::set<std::string> clock_entries();
-
-// ValueError where a state dict has not what torch's has, for these param_groups: other parts,
-// groups or numbers of parameters.
-void check_parts(const py::dict& state_dict, const py::list& groups);
-
-// A state dict with its groups and parameters in the order of these groups' param_names; as it is
-// where one of the two has no names. ValueError naming a parameter that the file lacks, or has in a
-// group with others.
-py::dict by_names(const py::dict& state_dict, const py::list& groups);
 
 // What is wrong with a number of a parameter's clock, by its entry's name: no number, no count of
 // steps, no powers of betas. Empty where it can be.

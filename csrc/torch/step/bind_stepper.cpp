@@ -7,35 +7,33 @@
 namespace amp_mp {
 namespace {
 
-// A parameter that a caller steps or fills by itself, with its state's dict.
-Member member_of(const py::object& param, py::dict state, int64_t group = 0,
-                 int64_t tensor_index = 0, std::string label = "the parameter") {
-  return {param,        local_of(param.ptr()), is_dtensor(param.ptr()), group,
-          tensor_index, std::move(label),      std::move(state)};
-}
-
 // The bucket of one parameter, with state that is made here where it is missing.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
                                   const py::dict& states, const py::object& own_keys,
                                   const py::object& param, int64_t group, int64_t tensor_index,
-                                  std::string label) {
-  const std::vector<GroupRule> group_rules = rules_of(rules);
-  check_rules(group_rules, groups);
-  TORCH_CHECK_INDEX(group >= 0 && size_t(group) < group_rules.size(), "amp_mp: there is no group ",
-                    group, " in ", group_rules.size(), " param_groups");
-  const GroupRule& rule = group_rules[size_t(group)];
+                                  const std::string& label) {
+  const Layouts layouts = layouts_of(rules);
+  check_rules(layouts, groups);
+  TORCH_CHECK_INDEX(group >= 0 && size_t(group) < layouts.size(), "amp_mp: there is no group ",
+                    group, " in ", layouts.size(), " param_groups");
   PyObject* found = item_of(states.ptr(), param.ptr());
   if (found && !PyDict_Check(found))
     throw py::type_error("the state of " + label + " must be a dict, found " + repr_of(found));
-  py::dict state = found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
-  Member member = member_of(param, std::move(state), group, tensor_index, std::move(label));
+  const at::Tensor local = local_of(param.ptr());
+  const Member member = {param,
+                         local,
+                         is_dtensor(param.ptr()),
+                         layouts[size_t(group)],
+                         groups[size_t(group)],
+                         group,
+                         tensor_index,
+                         label,
+                         found ? py::reinterpret_borrow<py::dict>(found) : py::dict()};
   refuse_param(member, count_sharded_modules() > 0);
-  refuse_state(*rule.layout, member);
+  refuse_state(member);
   if (!found) states[param] = member.state;
-  const at::Device device = member.local.device();
-  std::vector<Member> members;
-  members.push_back(std::move(member));
-  return std::make_shared<Bucket>(rule, device, std::move(members), groups, own_keys);
+  return std::make_shared<Bucket>(member.layout, local.device(), std::vector<Member>{member},
+                                  own_keys);
 }
 
 // Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
@@ -98,7 +96,7 @@ void bind_stepper(py::module_& m) {
       .def(
           "is_of",
           [](const Bucket& bucket, const py::list& rules, const py::list& groups,
-             const py::dict& states) { return bucket.is_of(states, rules_of(rules), groups); },
+             const py::dict& states) { return bucket.is_of(states, layouts_of(rules), groups); },
           py::arg("rules"), py::arg("groups"), py::arg("states"))
       .def("find_gradients", [](Bucket& bucket) { bucket.slots().find_gradients(); })
       .def("measure",
@@ -148,9 +146,10 @@ void bind_stepper(py::module_& m) {
   m.def(
       "init_states",
       [](const py::list& rules, const py::list& groups, const py::dict& states) {
-        init_states(rules_of(rules), groups, states);
+        init_states(layouts_of(rules), groups, states);
       },
       py::arg("rules"), py::arg("groups"), py::arg("states"));
+  m.def("count_sharded_modules", &count_sharded_modules);
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
   m.def(
       "decide",

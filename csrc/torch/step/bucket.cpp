@@ -12,20 +12,19 @@ bool is_stochastic_rounding(PyObject* group) {
 
 }  // namespace
 
-Bucket::Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
-               const py::list& groups, const py::object& own_keys)
-    : rule_(std::move(rule)), device_(device), members_(std::move(members)), slots_([&] {
-        const std::vector<int64_t> kinds = sort_by_kind(groups);
-        return make_slots(groups, kinds);
-      }()) {
-  remember(groups);
+Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> members,
+               const py::object& own_keys)
+    : layout_(std::move(rule)),
+      device_(device),
+      members_(std::move(members)),
+      slots_(make_slots(sort_by_kind())) {
+  remember();
   for (const HyperNumber& number : layout().numbers)
     if (own_keys.contains(number.key)) numbers_.push_back(number);
   make_updates_ = py::none();
   if (layout().directions.is_none()) return;
   py::list pairs;
-  for (const Member& member : members_)
-    pairs.append(py::make_tuple(member.param, groups[size_t(member.group)]));
+  for (const Member& member : members_) pairs.append(py::make_tuple(member.param, member.group));
   make_updates_ = layout().directions.attr("make")(pairs);
   const std::vector<int64_t> offsets = slots_.offsets();
   for (const KeptState& kept : layout().states)
@@ -33,22 +32,20 @@ Bucket::Bucket(GroupRule rule, const at::Device& device, std::vector<Member> mem
       const Member& member = members_[i];
       PyObject* const moment = item_of(member.state.ptr(), kept.name.ptr());
       row_norms_.add({offsets[i], member.local, member.param,
-                      py::reinterpret_borrow<py::object>(moment), groups[size_t(member.group)],
+                      py::reinterpret_borrow<py::object>(moment), member.group,
                       kinds_[size_t(slots_.group(i))].shape.first});
     }
 }
 
 // Sorts the members by their kinds and returns the number of each one's kind.
-std::vector<int64_t> Bucket::sort_by_kind(const py::list& groups) {
+std::vector<int64_t> Bucket::sort_by_kind() {
   const py::object& directions = layout().directions;
   std::vector<std::pair<Kind, size_t>> found;
   for (size_t i = 0; i < members_.size(); ++i) {
-    Kind kind{members_[i].group, {}, {}};
-    if (!directions.is_none()) {
-      const py::object group = groups[size_t(kind.group)];
+    Kind kind{members_[i].group_index, {}, {}};
+    if (!directions.is_none())
       kind.shape = py::cast<std::pair<int64_t, int64_t>>(
-          directions.attr("shape_of")(group, members_[i].param));
-    }
+          directions.attr("shape_of")(members_[i].group, members_[i].param));
     found.emplace_back(kind, i);
   }
   std::stable_sort(found.begin(), found.end(),
@@ -58,8 +55,7 @@ std::vector<int64_t> Bucket::sort_by_kind(const py::list& groups) {
   for (auto& [kind, i] : found) {
     if (kinds_.empty() || kinds_.back() < kind) {
       if (!directions.is_none()) {
-        const py::object group = groups[size_t(kind.group)];
-        const py::dict of_shape = directions.attr("numbers")(group, kind.shape);
+        const py::dict of_shape = directions.attr("numbers")(members_[i].group, kind.shape);
         for (const auto& [name, number] : of_shape)
           kind.of_shape.emplace_back(&hyper_named(text_of(name)), py::cast<double>(number));
       }
@@ -72,29 +68,25 @@ std::vector<int64_t> Bucket::sort_by_kind(const py::list& groups) {
   return numbers;
 }
 
-Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kinds) {
-  const auto group_of = [&](const Member& member) { return groups[size_t(member.group)].ptr(); };
-  for (const Member& member : members_) refuse_state(layout(), member);
-  for (const Member& member : members_) follow(layout(), group_of(member), member);
-  std::vector<ClockPlace> places;
-  for (const Member& member : members_) places.push_back({&layout(), group_of(member), &member});
-  const Tensors clocks = clocks_of(places);
+Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
+  for (const Member& member : members_) refuse_state(member);
+  for (const Member& member : members_) follow(member);
+  const Tensors clocks = clocks_of(members_);
   std::vector<SlotTensors> slots;
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
-    PyObject* const group = group_of(member);
-    init_state(layout(), group, member);
+    init_state(member);
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
     own.master = master_beside(member.local, member.state.ptr());
     for (const KeptState& kept : layout().states) {
       if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state.ptr());
-      const Format format = format_of(kept, group, member);
+      const Format format = format_of(kept, member);
       own.states.push_back(
           {held ? held->data : at::Tensor(), held ? held->scales : at::Tensor(), format});
     }
-    own.stochastic = is_stochastic_rounding(group);
+    own.stochastic = is_stochastic_rounding(member.group.ptr());
     own.clock = clocks[i];
     own.group = kinds[i];
     own.tensor_index = member.tensor_index;
@@ -106,7 +98,7 @@ Slots Bucket::make_slots(const py::list& groups, const std::vector<int64_t>& kin
   return Slots(std::move(slots), device_);
 }
 
-void Bucket::remember(const py::list& groups) {
+void Bucket::remember() {
   for (const py::object& key : layout().keys()) {
     std::vector<py::object> values;
     bool is_there = false;
@@ -120,19 +112,19 @@ void Bucket::remember(const py::list& groups) {
     seen_.insert(seen_.end(), values.begin(), values.end());
   }
   for (const Member& member : members_) {
-    if (!options_.empty() && options_.back().first == member.group) continue;
+    if (!options_.empty() && options_.back().first == member.group_index) continue;
     std::vector<py::object> values;
     for (const py::object& option : layout().options) {
-      PyObject* found = item_of(groups[size_t(member.group)].ptr(), option.ptr());
+      PyObject* found = item_of(member.group.ptr(), option.ptr());
       values.push_back(found ? py::reinterpret_borrow<py::object>(found) : py::none());
     }
-    options_.emplace_back(member.group, std::move(values));
+    options_.emplace_back(member.group_index, std::move(values));
   }
 }
 
-bool Bucket::is_current(const std::vector<GroupRule>& rules, const py::list& groups) const {
+bool Bucket::is_current(const Layouts& rules, const py::list& groups) const {
   for (const auto& [group, values] : options_) {
-    if (size_t(group) >= rules.size() || !rules[size_t(group)].rule.is(rule_.rule)) return false;
+    if (size_t(group) >= rules.size() || rules[size_t(group)] != layout_) return false;
     PyObject* dict = groups[size_t(group)].ptr();
     for (size_t i = 0; i < values.size(); ++i) {
       PyObject* found = item_of(dict, layout().options[i].ptr());
@@ -157,8 +149,7 @@ bool Bucket::is_current(const std::vector<GroupRule>& rules, const py::list& gro
   return slots_.fit();
 }
 
-bool Bucket::is_of(const py::dict& states, const std::vector<GroupRule>& rules,
-                   const py::list& groups) const {
+bool Bucket::is_of(const py::dict& states, const Layouts& rules, const py::list& groups) const {
   for (const Member& member : members_)
     if (item_of(states.ptr(), member.param.ptr()) != member.state.ptr()) return false;
   return is_current(rules, groups);

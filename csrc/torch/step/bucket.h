@@ -12,20 +12,18 @@ class Bucket {
   // Makes the missing state, and brings the rest to where the parameters are now; the slots check
   // every tensor. own_keys: the entries of param_groups that are the optimizer's, a set; a script's
   // own are not read. Raises ValueError or TypeError naming the parameter. Needs the GIL, as all.
-  Bucket(GroupRule rule, const at::Device& device, std::vector<Member> members,
-         const py::list& groups, const py::object& own_keys);
+  Bucket(Layout rule, const at::Device& device, std::vector<Member> members,
+         const py::object& own_keys);
 
-  const RuleLayout& layout() const { return *rule_.layout; }
-  const py::object& rule() const { return rule_.rule; }
+  const RuleLayout& layout() const { return *layout_; }
   const at::Device& device() const { return device_; }
   const std::vector<Member>& members() const { return members_; }
   Slots& slots() { return slots_; }
 
   // Whether the state and the groups hold the objects that the slots were made of, and these fit.
-  bool is_current(const std::vector<GroupRule>& rules, const py::list& groups) const;
+  bool is_current(const Layouts& rules, const py::list& groups) const;
   // As is_current; false also where a parameter's state was deleted or replaced.
-  bool is_of(const py::dict& states, const std::vector<GroupRule>& rules,
-             const py::list& groups) const;
+  bool is_of(const py::dict& states, const Layouts& rules, const py::list& groups) const;
 
   // The numbers of the param_groups, one for each group and shape of matrices.
   std::vector<HyperTensors> hypers(const py::list& groups) const;
@@ -45,11 +43,11 @@ class Bucket {
       return std::tie(group, shape) < std::tie(other.group, other.shape);
     }
   };
-  std::vector<int64_t> sort_by_kind(const py::list& groups);
-  Slots make_slots(const py::list& groups, const std::vector<int64_t>& kinds);
-  void remember(const py::list& groups);
+  std::vector<int64_t> sort_by_kind();
+  Slots make_slots(const std::vector<int64_t>& kinds);
+  void remember();
 
-  GroupRule rule_;
+  Layout layout_;
   at::Device device_;
   std::vector<Member> members_;
   std::vector<Kind> kinds_;

@@ -23,31 +23,28 @@ const at::Tensor& tensor_of(const py::object& param) { return THPVariable_Unpack
 
 }  // namespace
 
-Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
-                   const py::dict& states, const py::object& hooks) {
+Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
+                   const py::object& hooks) {
   struct Batch {
-    GroupRule rule;
+    Layout layout;
     at::Device device;
     std::vector<Member> members;
   };
-  check_rules(rules, groups);
   std::vector<Batch> batches;
   std::vector<at::Device> devices;
   const auto known = by_param(states);
   bool any_dtensor = false;
-  std::vector<Member> members = members_of(groups);
+  std::vector<Member> members = members_of(rules, groups);
   for (Member& member : members) {
-    const GroupRule& rule = rules[size_t(member.group)];
     params_.push_back(member.param);
     any_dtensor = any_dtensor || member.is_dtensor;
-    const py::object& directions = rule.layout->directions;
-    if (!directions.is_none())
-      directions.attr("refuse")(groups[size_t(member.group)], member.param, member.label);
+    const py::object& directions = member.layout->directions;
+    if (!directions.is_none()) directions.attr("refuse")(member.group, member.param, member.label);
     const at::Device device = member.local.device();
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& each) {
-      return each.device == device && each.rule.rule.is(rule.rule);
+      return each.device == device && each.layout == member.layout;
     });
-    if (batch == batches.end()) batch = batches.insert(batch, {rule, device, {}});
+    if (batch == batches.end()) batch = batches.insert(batch, {member.layout, device, {}});
     devices.push_back(device);
     const auto found = known.find(member.param.ptr());
     const bool has_state = found != known.end() && PyDict_Size(found->second) > 0;
@@ -67,13 +64,13 @@ Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
   for (Batch& batch : batches) {
     for (const Member& member : batch.members) {
       refuse_param(member, any_sharded);
-      refuse_state(*batch.rule.layout, member);
+      refuse_state(member);
     }
     py::list indices;
     for (const Member& member : batch.members)
       if (PyDict_Size(member.state.ptr()) == 0) states[member.param] = member.state;
-    buckets_.push_back(std::make_shared<Bucket>(batch.rule, batch.device, std::move(batch.members),
-                                                groups, hooks.attr("own_keys")));
+    buckets_.push_back(std::make_shared<Bucket>(batch.layout, batch.device,
+                                                std::move(batch.members), hooks.attr("own_keys")));
     for (const Member& member : buckets_.back()->members()) indices.append(member.tensor_index);
     held.append(py::make_tuple(py::cast(batch.device), indices));
   }
@@ -84,7 +81,7 @@ Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
   whole_ = hooks.attr("make_whole")(held, params, any_dtensor);
 }
 
-bool Gathered::is_current(const std::vector<GroupRule>& rules, const py::list& groups,
+bool Gathered::is_current(const Layouts& rules, const py::list& groups,
                           const py::dict& states) const {
   size_t at = 0;
   for (const py::handle group : groups) {
@@ -126,13 +123,11 @@ bool Gathered::needs_norms() const {
                      [](const auto& bucket) { return bucket->layout().needs_norms; });
 }
 
-void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
-                 const py::dict& states) {
-  check_rules(rules, groups);
+void init_states(const Layouts& rules, const py::list& groups, const py::dict& states) {
   std::vector<Member> trained;
   std::vector<at::Device> devices;
   const auto known = by_param(states);
-  for (Member& member : members_of(groups)) {
+  for (Member& member : members_of(rules, groups)) {
     if (!tensor_of(member.param).requires_grad()) continue;
     const auto found = known.find(member.param.ptr());
     if (found != known.end())
@@ -146,17 +141,12 @@ void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
   const bool any_sharded = count_sharded_modules() > 0;
   for (const Member& member : trained) {
     refuse_param(member, any_sharded);
-    refuse_state(*rules[size_t(member.group)].layout, member);
+    refuse_state(member);
   }
-  std::vector<ClockPlace> places;
-  for (const Member& member : trained) {
-    const auto group = size_t(member.group);
-    places.push_back({rules[group].layout.get(), groups[group].ptr(), &member});
-  }
-  clocks_of(places);
+  clocks_of(trained);
   for (const Member& member : trained) {
     states[member.param] = member.state;
-    init_state(*rules[size_t(member.group)].layout, groups[size_t(member.group)].ptr(), member);
+    init_state(member);
   }
 }
 

@@ -11,7 +11,7 @@ class Gathered {
  public:
   // Makes the missing state. hooks: optim/step/stepper.py, Hooks. Raises RuntimeError where state
   // cannot be made now: while a CUDA graph is captured, and in torch.inference_mode.
-  Gathered(const std::vector<GroupRule>& rules, const py::list& groups, const py::dict& states,
+  Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
            const py::object& hooks);
 
   const std::vector<std::shared_ptr<Bucket>>& buckets() const { return buckets_; }
@@ -19,8 +19,7 @@ class Gathered {
   const py::object& whole() const { return whole_; }
 
   // Whether gathering again would find the same tensors in the same places.
-  bool is_current(const std::vector<GroupRule>& rules, const py::list& groups,
-                  const py::dict& states) const;
+  bool is_current(const Layouts& rules, const py::list& groups, const py::dict& states) const;
   bool has_no_gradient() const;
   // Raises during capture for a parameter without state: no replay would step it.
   void check_capture() const;
@@ -34,7 +33,6 @@ class Gathered {
 };
 
 // Makes the state of every trainable parameter now; raises before anything is made.
-void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
-                 const py::dict& states);
+void init_states(const Layouts& rules, const py::list& groups, const py::dict& states);
 
 }  // namespace amp_mp

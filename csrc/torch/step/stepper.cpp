@@ -101,15 +101,15 @@ void Stepper::forget() {
   log_.forget();
 }
 
-const std::shared_ptr<Gathered>& Stepper::gather(const std::vector<GroupRule>& rules,
-                                                 const py::list& python_rules,
+const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const py::list& rules,
                                                  const py::list& groups, const py::dict& states) {
   const int64_t sharded = count_sharded_modules();
-  if (!gathered_ || sharded != sharded_modules_ || !gathered_->is_current(rules, groups, states)) {
-    hooks_.attr("check")(python_rules, groups);
+  if (!gathered_ || sharded != sharded_modules_ ||
+      !gathered_->is_current(layouts, groups, states)) {
+    hooks_.attr("check")(rules, groups);
     warn_of_graph();
     sharded_modules_ = sharded;
-    gathered_ = std::make_shared<Gathered>(rules, groups, states, hooks_);
+    gathered_ = std::make_shared<Gathered>(layouts, groups, states, hooks_);
   } else if (gathered_->has_no_gradient()) {
     hooks_.attr("check_replaced")(groups);
   }
@@ -150,7 +150,7 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
 std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
                                            const py::dict& states, const py::object& read) {
   const Turn turn(busy_);
-  gather(rules_of(rules), rules, groups, states);
+  gather(layouts_of(rules), rules, groups, states);
   const std::shared_ptr<Measured> found = measured(read);
   // There may be no step, and zero_grad should free them.
   for (const auto& bucket : gathered_->buckets()) bucket->slots().drop_gradients();
@@ -161,8 +161,8 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                          StepInputs& given, const py::object& read) {
   const Turn turn(busy_);
   given.scale_updated = false;
-  const std::vector<GroupRule> group_rules = rules_of(rules);
-  const std::shared_ptr<Gathered> gathered = gather(group_rules, rules, groups, states);
+  const Layouts layouts = layouts_of(rules);
+  const std::shared_ptr<Gathered> gathered = gather(layouts, rules, groups, states);
   const auto& buckets = gathered->buckets();
   const py::object& whole = gathered->whole();
   if (given.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
@@ -171,8 +171,8 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const bool one_device = std::all_of(buckets.begin(), buckets.end(),
                                       [&](const auto& each) { return each->device() == device; });
   const bool measures = given.measure || given.checks ||
-                        std::any_of(group_rules.begin(), group_rules.end(),
-                                    [](const GroupRule& r) { return r.layout->needs_norms; });
+                        std::any_of(layouts.begin(), layouts.end(),
+                                    [](const Layout& each) { return each->needs_norms; });
   std::shared_ptr<Measured> known = given.measured;
   // Masters may have been written since another call has read them.
   const bool stale = !whole.is_none() && gathered->needs_norms();

@@ -130,9 +130,8 @@ class Stepper {
   StepLog& log() { return log_; }
 
  private:
-  const std::shared_ptr<Gathered>& gather(const std::vector<GroupRule>& rules,
-                                          const py::list& python_rules, const py::list& groups,
-                                          const py::dict& states);
+  const std::shared_ptr<Gathered>& gather(const Layouts& layouts, const py::list& rules,
+                                          const py::list& groups, const py::dict& states);
   std::shared_ptr<Measured> measured(const py::object& read) const;
   void warn_of_graph();
 

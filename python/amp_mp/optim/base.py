@@ -17,7 +17,14 @@ from amp_mp import _C
 from amp_mp.callers import lightning_asks
 from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
-from amp_mp.optim.options import FullSignature, Options, check_group, check_keys, check_options
+from amp_mp.optim.options import (
+    SHARED,
+    FullSignature,
+    Options,
+    check_group,
+    check_keys,
+    check_options,
+)
 from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.loading import load_state
@@ -79,7 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Adds the shared arguments to the docstring; help() shows them in the signature too."""
         super().__init_subclass__()
         if cls.__doc__:
-            cls.__doc__ = f"{cls.__doc__.rstrip()}\n{_C.shared_arguments()}"
+            cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED}"
 
     def _rule(self) -> Rule:
         """The rule for the param_groups as they are now; the class's first by default."""

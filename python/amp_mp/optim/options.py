@@ -16,11 +16,58 @@ from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.text_table import warn
 
+# What help() of every fused optimizer ends with.
+SHARED = """
+    All fused optimizers also take (docs/format_reference.md has the formats in full):
+        params: parameters or param_groups.
+        maximize: True ascends. Default False.
+        max_grad_norm: clip by the gradients' global 2-norm, as torch's clip_grad_norm_ does.
+            Default None.
+        check_overflow: True skips a step with an inf or NaN gradient; so do clipping, loss scalers,
+            LAMB, LARS and NovoGrad, which measure the gradients anyway. A skipped step leaves every
+            byte as it was. 25 in a row give one warning, which names the parameters. Default False.
+        skip_norm_above: skips a step whose gradients' norm, before clipping, is above this number,
+            or far above those before: amp_mp.scaling.NormSpike(sigmas=6, window=100). On all
+            processes alike; no loss scale counts it as an overflow. Default None.
+        raise_after_skips: after as many skipped steps in a row, for a norm or an overflow, raise
+            RuntimeError; on CUDA when the report has arrived. Default None.
+        amp_scaling: True lets the step unscale and skip for torch.amp.GradScaler, which then takes
+            float16 gradients. False is for frameworks that need unscaled gradients. Default True.
+        process_groups: torch.distributed process groups, or a device mesh, whose processes hold
+            other parameters of the model (pipeline stages, ZeroRedundancyOptimizer): the norm and
+            the decision to skip are of all. Groups of DTensors are known already. Default None.
+        memory: bytes per low-precision parameter with two states, besides its gradient: "exact"
+            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99) or
+            "float32" (14). Default "exact". float32 parameters have no master.
+        master: how masters alone are stored: "split32", "split24" (the parameter and a remainder of
+            2 or 1 bytes are the master), "float32", or "none": the parameter itself is updated.
+            What a script writes into a parameter counts with any of them. Default: as memory.
+        exp_avg="bfloat16" and the like: how the state of that name alone is stored. Averages of
+            gradients: "float32", "bfloat16", "float16", "m8"; squares: "float32", "bfloat16",
+            "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
+        rounding: "nearest" or "stochastic", of parameters without a master. Default "nearest".
+        seed: of stochastic rounding, in [0, 2^64); the same on all replicas. Default 0.
+        foreach, fused, capturable: torch's arguments, accepted without effect.
+    Every state also has step, and low-precision parameters master, remainder16 or remainder8.
+    Raises TypeError for an unknown argument and ValueError for one out of range, by name.
+    """
+
 Preset = Literal["exact", "lean", "tiny", "micro", "float32"]
 
 
-class Options(TypedDict, total=False):
-    """The fused optimizers' keyword arguments: csrc/torch/python/optimizer_docstring.h."""
+class StateFormats(TypedDict, total=False):
+    """How states are stored, by name; an optimizer takes those of its own."""
+
+    exp_avg: str | None
+    exp_avg_sq: str | None
+    momentum_buffer: str | None
+    square_avg: str | None
+    acc_delta: str | None
+    sum: str | None
+
+
+class Options(StateFormats, total=False):
+    """The fused optimizers' keyword arguments, which SHARED describes."""
 
     maximize: bool
     max_grad_norm: float | None
@@ -37,13 +84,6 @@ class Options(TypedDict, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
-    # Formats of states; an optimizer takes those of its own.
-    exp_avg: str | None
-    exp_avg_sq: str | None
-    momentum_buffer: str | None
-    square_avg: str | None
-    acc_delta: str | None
-    sum: str | None
 
 
 # Attributes of an optimizer by the same names.
@@ -51,18 +91,13 @@ LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
 WHOLE = (*LIMITS, "check_overflow", "amp_scaling", "process_groups")
 # Accepted without effect, and left out of signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
-NOT_NEGATIVE = (
-    *("lr", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay"),
-    *("initial_accumulator_value", "trust_coefficient"),
-)
+STATES = tuple(StateFormats.__annotations__)
 DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
 DEFAULTS |= {"rounding": "nearest", "seed": 0}
-NUMBERS = (*NOT_NEGATIVE, "alpha", "rho", "dampening")
-RULE_NUMBERS = set(NUMBERS) - {"lr", "eps", "weight_decay"}  # those of some optimizers alone
-FLAGS = {"maximize", "amsgrad", "nesterov", "centered", "clip", "decoupled_weight_decay"}
-FLAGS |= {"always_adapt", "grad_averaging", "bias_correction", "reg_inside_moment", "use_nvlamb"}
-FLAGS |= {"cautious", "adam_w_mode", "adagrad_w_mode", "wd_after_momentum"}
+# What the entries of param_groups may be, by name: a flag, or a number that is any, not negative or
+# of an interval. Those that rules read are declared in csrc/core/rules, the others choose a rule or
+# are Muon's.
+ALLOWED = _C.allowed_numbers() | {"amsgrad": "flag", "centered": "flag", "beta2": "[0, 1)"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
 
 
@@ -93,33 +128,19 @@ def check_group(group: Mapping[str, Any]) -> None:
 
     Numbers are int, float or NumPy's; lr and others may also be a tensor of one element.
     """
-    for name in (name for name in NUMBERS if name in group):
-        _check_number(name, group[name])
-    for name in (name for name in FLAGS if name in group):
-        value = group[name]
-        one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-        if not one and not isinstance(value, bool | Real | None) and "bool" not in str(type(value)):
-            raise ValueError(f"{name} must be True or False, found {value!r}")
-    for name in NOT_NEGATIVE:
-        if not float(group.get(name, 0.0)) >= 0:
-            raise ValueError(f"{name} must not be negative, found {group[name]!r}")
-    if group.get("cautious") and not group.get("decoupled_weight_decay", True):
-        raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, found {betas!r}")
-    decays = {"betas[0]": betas[0], "betas[1]": betas[1], "alpha": group.get("alpha", 0.0)}
-    decays["beta2"] = group.get("beta2", 0.0)
-    for name, value in decays.items():
-        _check_number(name, value)
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), found {value!r}")
-    if not 0 <= group.get("rho", 0.0) <= 1:
-        raise ValueError(f"rho must be in [0, 1], found {group['rho']!r}")
-    decays["rho"] = group.get("rho", 0.0)
-    name = max(("betas[1]", "alpha", "rho"), key=lambda each: float(decays[each]))
+    given = {**group, "betas[0]": betas[0], "betas[1]": betas[1]}
+    for name, allowed in ALLOWED.items():
+        if name in given:
+            _check_allowed(name, given[name], allowed)
+    if group.get("cautious") and not group.get("decoupled_weight_decay", True):
+        raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
+    decays = {name: float(given.get(name, 0.0)) for name in ("betas[1]", "alpha", "rho")}
+    name = max(decays, key=lambda each: decays[each])
     squares = map(group.get, ("exp_avg_sq", "square_avg", "acc_delta"))
-    if (decay := float(decays[name])) > 0.99 and "params" in group and "log8" in squares:
+    if (decay := decays[name]) > 0.99 and "params" in group and "log8" in squares:
         found = f'squares stored as "log8" (memory="micro") and averaged with {name}={decay:g}'
         if decay >= 0.9999:
             raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
@@ -182,6 +203,20 @@ def check_muon(group: Mapping[str, Any]) -> None:
     if group.get("adjust_lr_fn") not in ADJUSTMENTS:
         known = ", ".join(repr(each) for each in ADJUSTMENTS)
         raise ValueError(f"adjust_lr_fn must be one of {known}; found {group['adjust_lr_fn']!r}")
+
+
+def _check_allowed(name: str, value: Any, allowed: str) -> None:
+    if allowed == "flag":
+        one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+        if not one and not isinstance(value, bool | Real | None) and "bool" not in str(type(value)):
+            raise ValueError(f"{name} must be True or False, found {value!r}")
+        return
+    _check_number(name, value)
+    if allowed == "not negative" and not float(value) >= 0:
+        raise ValueError(f"{name} must not be negative, found {value!r}")
+    outside = allowed.startswith("[") and not 0 <= value <= 1
+    if outside or (allowed == "[0, 1)" and value == 1):
+        raise ValueError(f"{name} must be in {allowed}, found {value!r}")
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_mp import _C
 from amp_mp.sharding.shards import is_dtensor, is_placed_as, local_of, part
 from amp_mp.text_table import warn
 
 # Parameters of prepared modules that load_state_dict(assign=True) has replaced by plain ones.
 assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
-
-
-def count_sharded_modules() -> int:
-    """How many modules of fully_shard there are."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    return len(getattr(states, "_module_state_mapping", ()))
 
 
 class ReplacedCheck:
@@ -33,7 +28,7 @@ class ReplacedCheck:
 
     def is_due(self) -> bool:
         """Whether fully_shard was called since the last check."""
-        return self._sharded != count_sharded_modules()
+        return self._sharded != _C.count_sharded_modules()
 
     def check(self, params: Iterable[tuple[Tensor, str]]) -> None:
         """Raises ValueError, by name, for parameters that DTensors have replaced; else warns once.
@@ -46,7 +41,7 @@ class ReplacedCheck:
         seen, self.seen = self.seen, self.assignments
         if self.is_due():
             self._passed.clear()
-            self._sharded = count_sharded_modules()
+            self._sharded = _C.count_sharded_modules()
         # There are no DTensors without a process group.
         dtensors = "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
         if seen == self.seen and not dtensors:

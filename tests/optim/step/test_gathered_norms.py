@@ -74,8 +74,9 @@ def both(device: str, absent: list[int]) -> tuple[list[Any], list[Any], Any, Any
     mesh = init_device_mesh(device, (2,))
     split, plain = [], []
     for i in range(6):
-        whole, grad = (torch.cat([t, t]).to(device) for t in (integers((i + 1, 32), s)
-                                                              for s in (i, 10 + i)))  # fmt: skip
+        whole, grad = (
+            torch.cat([t, t]).to(device) for t in (integers((i + 1, 32), s) for s in (i, 10 + i))
+        )
         part = (slice(0, i + 1), slice(0, 32))
         split.append(shard(whole, mesh, part).requires_grad_())
         plain.append(nn.Parameter(whole.clone()))

@@ -1,15 +1,98 @@
 """Whether a state dict can be loaded: every check is made before anything is changed."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.options import RULE_NUMBERS, check_group
+from amp_mp.optim.options import ALLOWED, check_group
 
 # Numbers of param_groups that tell optimizers apart, torch's among them.
-OF_RULES = {"betas", "etas", "lambd", "beta2_decay", *RULE_NUMBERS}
+OF_RULES = {name.split("[")[0] for name, allowed in ALLOWED.items() if allowed != "flag"}
+OF_RULES = OF_RULES - {"lr", "eps", "weight_decay", "beta2"} | {"etas", "lambd", "beta2_decay"}
+
+
+def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError where a state dict has not what torch's has, for these param_groups.
+
+    That is other parts, groups or numbers of parameters.
+    """
+    if lacking := [name for name in ("state", "param_groups") if name not in state_dict]:
+        _refuse(f"{lacking} missing")
+    state, files = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, dict):
+        _refuse(f"'state' must be a dict, found {_described(state)}")
+    if not isinstance(files, list | tuple):
+        _refuse(f"'param_groups' must be a list, found {_described(files)}")
+    if len(files) != len(groups):
+        _refuse(f"there are {len(files)} param_groups, and the optimizer has {len(groups)}")
+    for index, (file, group) in enumerate(zip(files, groups, strict=True)):
+        _check_group_of_file(f"param_group {index}", file, len(group["params"]))
+
+
+def _check_group_of_file(name: str, file: Any, count: int) -> None:
+    if not isinstance(file, dict):
+        _refuse(f"{name} must be a dict, found {_described(file)}")
+    if "params" not in file:
+        _refuse(f"{name}: 'params' is missing")
+    numbers = file["params"]
+    if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
+        _refuse(f"{name}: 'params' must be a list of numbers, found {_described(numbers)}")
+    seen: set[int | str] = set()
+    for number in numbers:
+        if number in seen:
+            _refuse(f"{name}: 'params' has {number!r} twice")
+        seen.add(number)
+    if len(numbers) != count:
+        _refuse(f"{name} has {len(numbers)} parameters, the optimizer's has {count}")
+
+
+def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state dict with its groups and parameters in the order of these groups' param_names.
+
+    It is as it was where one of the two has no names. Raises ValueError naming a parameter that the
+    file lacks, or has in a group with others.
+    """
+    files = state_dict["param_groups"]
+    places: dict[str, tuple[dict[str, Any], Any]] = {}  # of each name, its group and number
+    for index, file in enumerate(files):
+        names, numbers = file.get("param_names"), file["params"]
+        if "param_names" not in file:
+            return state_dict
+        if not isinstance(names, list | tuple) or len(names) != len(numbers):
+            must = "'param_names' must be a name for each parameter"
+            _refuse(f"param_group {index}: {must}, found {_described(names)}")
+        places |= {str(name): (file, number) for name, number in zip(names, numbers, strict=True)}
+    ordered = []
+    for group, file in zip(groups, files, strict=True):
+        if "param_names" not in group:
+            return state_dict
+        names = group["param_names"]
+        if lacking := [name for name in names if str(name) not in places]:
+            _refuse(f"the optimizer's parameter {lacking[0]!r} is not in the file, by param_names")
+        own = [places[str(name)] for name in names]
+        home = own[0][0] if own else file
+        for name, (theirs, _) in zip(names, own, strict=True):
+            if theirs is not home or len(names) != len(home["params"]):
+                _refuse(
+                    f"the parameters of the group of {name!r} are in other param_groups of the "
+                    "file, by param_names"
+                )
+        ordered.append(
+            {**home, "params": [number for _, number in own], "param_names": list(names)}
+        )
+    return {**state_dict, "param_groups": ordered}
+
+
+def _refuse(wrong: str) -> NoReturn:
+    raise ValueError(f"state_dict: {wrong}; nothing was loaded")
+
+
+def _described(value: Any) -> str:
+    """What a value is: its class, and the value itself where that is short."""
+    text, kind = repr(value), type(value).__name__
+    return f"{kind} {text}" if len(text) < 40 else kind
 
 
 def check_loadable(
@@ -20,7 +103,7 @@ def check_loadable(
 ) -> None:
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 
-    state_dict: one that _C.check_parts has nothing against. stepper: the optimizer's
+    state_dict: one that check_parts has nothing against. stepper: the optimizer's
     (step/stepper.py). names: of the parameters, for messages.
     """
     rules_of, own_keys = stepper.rules_of, stepper.hooks.own_keys

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.optim.state.check_loadable import check_loadable
+from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts
 from amp_mp.optim.state.saving import own_hook
 
 
@@ -35,8 +35,8 @@ def load_state(
     undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
 
     def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-        _C.check_parts(found, groups)
-        found = _C.by_names(found, groups)
+        check_parts(found, groups)
+        found = by_names(found, groups)
         check_loadable(found, params, stepper)
         entries, seed = _C.SavedEntries(stepper.rules), optimizer.defaults["seed"]
         made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))

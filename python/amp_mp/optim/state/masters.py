@@ -40,6 +40,21 @@ def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
         )
 
 
+def replaced(nest: Any, replace: Callable[[Any, str], Any], name: str = "params") -> Any:
+    """A nest of lists, tuples, dicts and other iterables, with what takes each leaf's place.
+
+    Only lists, tuples and dicts stay what they are. name: the nest's; a leaf's is
+    "params[0]['weight']".
+    """
+    is_leaf = isinstance(nest, Tensor | str)
+    if not is_leaf and hasattr(nest, "items"):
+        return {key: replaced(x, replace, f"{name}[{key!r}]") for key, x in nest.items()}
+    if is_leaf or not isinstance(nest, Iterable):
+        return replace(nest, name)
+    found = [replaced(x, replace, f"{name}[{i}]") for i, x in enumerate(nest)]
+    return tuple(found) if isinstance(nest, tuple) else found
+
+
 class MasterBlocks:
     """The blocks of an optimizer's `masters` that have not ended."""
 
@@ -57,15 +72,35 @@ class MasterBlocks:
     @contextmanager
     def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
-        block = _C.EditedMasters(rules, groups, state, params, self.open)
-        refuse_swapped(block.params, "masters()")
+        if params is None:
+            params = [param for group in groups for param in _C.params_of(group)]
+        own: list[Any] = []
+        names: list[str] = []  # for messages
+
+        def collect(leaf: Any, name: str) -> Any:
+            own.append(leaf)
+            names.append(name)
+            return leaf
+
+        nest = replaced(params, collect)
+        block = _C.EditedMasters(rules, groups, state, own, names, self.open)
+        refuse_swapped(own, "masters()")
+        found = iter(block.masters)
+        masters = replaced(nest, lambda leaf, name: next(found))
         try:
             try:
                 self.open.append(block)
                 with torch.no_grad():
-                    yield block.masters
+                    yield masters
             finally:
                 self.open[:] = [each for each in self.open if each is not block]
         finally:  # where an interrupt came before the line above
             self.open[:] = [each for each in self.open if each is not block]
+        now: list[Any] = []
+        replaced(masters, lambda leaf, name: now.append(leaf))
+        if [*map(id, now)] != [*map(id, block.masters)]:
+            raise RuntimeError(
+                "a master was exchanged for another object inside of a block of masters(); write "
+                "it in place, as in master.copy_(...); nothing was stored"
+            )
         block.store()
