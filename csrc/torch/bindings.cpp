@@ -121,6 +121,7 @@ PYBIND11_MODULE(_C, m) {
 
   auto c = m.def_submodule("casting");
   c.def("policy_names", &casting::policy_names);
+  c.def("op_list", &casting::op_list, py::arg("name"));
   c.def("set_policy", &casting::set_policy, py::arg("device"), py::arg("op"), py::arg("policy"));
   c.def(
       "policies",

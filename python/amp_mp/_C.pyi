@@ -522,6 +522,10 @@ class casting:  # noqa: N801 (a submodule)
     @staticmethod
     def policy_names() -> list[str]: ...
     @staticmethod
+    def op_list(name: str) -> list[tuple[str, list[str]]]:
+        """A list of op_lists.h: "apex", "apex cpu", "torch cpu" or "torch cuda"."""
+
+    @staticmethod
     def set_policy(device: str, op: str, policy: str) -> str: ...
     @staticmethod
     def policies(device: str) -> dict[str, str]: ...

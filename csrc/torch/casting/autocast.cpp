@@ -8,8 +8,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
 
 #include "torch/casting/autocast_kernel.h"
+#include "torch/casting/op_lists.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -69,6 +71,22 @@ Entry* find_or_register(const std::string& device, const std::string& name) {
 }
 
 }  // namespace
+
+std::vector<std::pair<std::string, std::vector<std::string>>> op_list(const std::string& name) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> found;
+  const auto add = [&](const auto& groups) {
+    for (const OpGroup& group : groups) {
+      found.emplace_back(group.policy, std::vector<std::string>());
+      std::istringstream words(group.ops);
+      for (std::string word; words >> word;) found.back().second.push_back("aten::" + word);
+    }
+  };
+  if (name == "apex") add(kApexOps);
+  if (name == "apex cpu") add(kApexCpuOps);
+  if (name == "torch cpu") add(kTorchCpuOps);
+  if (name == "torch cuda") add(kTorchCudaOps);
+  return found;
+}
 
 const std::vector<std::string>& policy_names() {
   static const std::vector<std::string> names = {

@@ -27,6 +27,10 @@ enum class OpPolicy : int {
 // The policies' names, in the order of the enum.
 const std::vector<std::string>& policy_names();
 
+// A list of op_lists.h ("apex", "apex cpu", "torch cpu", "torch cuda"): for each group the policy
+// and the operators, with their namespace.
+std::vector<std::pair<std::string, std::vector<std::string>>> op_list(const std::string& name);
+
 struct Row {
   std::string op, policy;
 };

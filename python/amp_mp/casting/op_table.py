@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_mp import _C
-from amp_mp.casting.op_lists import APEX, APEX_OF_DEVICE, TORCH
 from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.text_table import aligned
 
 DEVICES = ("cpu", "cuda")
+APEX = _C.casting.op_list("apex")  # csrc/torch/casting/op_lists.h
 OFF, PRINT, RECORD = 0, 1, 2  # csrc/torch/casting/trace.h
 
 _lock = threading.Lock()
@@ -87,21 +87,21 @@ def install_default(table: str, device: str) -> None:
 
 def _apex_rows(device: str, allow_banned: bool) -> dict[str, str]:
     rows = {}
-    for policy, names in (*APEX, *APEX_OF_DEVICE[device]):
+    for policy, names in (*APEX, *_C.casting.op_list(f"apex {device}")):
         # An in-place sum has no dtype to set: like other in-place operators that belong in
         # float32, it is refused on low precision.
         in_place = "float32" if policy == "set_output_dtype" else policy
         if policy == "banned" and allow_banned:
             policy = in_place = "float32"
-        for op in (op for name in names.split() for op in expand(f"aten::{name}")):
+        for op in (op for name in names for op in expand(name)):
             rows[op] = in_place if op.split(".")[0].endswith("_") else policy
     return rows
 
 
 def _torch_rows(device: str) -> dict[str, str]:
+    lists = _C.casting.op_list(f"torch {device}")
     # torch's lists name single overloads: "aten::conv1d" is the default overload there.
-    named = {f"aten::{name}": policy for policy, names in TORCH[device] for name in names.split()}
-    return {op: policy for op, policy in named.items() if op in expand(op.split(".")[0])}
+    return {op: p for p, ops in lists for op in ops if op in expand(op.split(".")[0])}
 
 
 def policies(device: str | None = None) -> PolicyTable:
