@@ -5,6 +5,7 @@
 //
 // Registering changes the dispatcher's tables without any lock: do it before worker threads start.
 // Changing the policy of a registered operator is an atomic store.
+#include <map>
 #include <string>
 #include <vector>
 
@@ -27,18 +28,14 @@ enum class OpPolicy : int {
 // The policies' names, in the order of the enum.
 const std::vector<std::string>& policy_names();
 
-struct Row {
-  std::string op, policy;
-};
-
 // Sets an operator's policy; registers a kernel for the operator if it has none yet. `device` is
 // "cpu" or "cuda", `op` a name such as "aten::mm" or "aten::pow.Tensor_Scalar". Returns the policy
 // that the operator had, or an empty string if the running torch has no such operator (the lists
 // are written for several versions of torch).
 std::string set_policy(const std::string& device, const std::string& op, const std::string& policy);
 
-// All registered operators.
-std::vector<Row> policies(const std::string& device);
+// All registered operators, and their policies.
+std::map<std::string, std::string> policies(const std::string& device);
 
 // Removes all registered kernels: the dispatch tables are as before. Not thread-safe.
 void uninstall();
