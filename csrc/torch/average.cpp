@@ -3,8 +3,9 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "cpu/passes.h"
+#include "torch/bind.h"
 #include "torch/device.h"
-#include "torch/ops.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp {
 namespace {
@@ -30,8 +31,10 @@ const at::Tensor& beside(const at::Tensor& t, const at::Tensor& like, Tensors& k
   return kept.back();
 }
 
-}  // namespace
-
+// Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
+// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
+// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
+// device than `to`. decay 0 copies.
 void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
               const Tensors& from_rests, double decay) {
   const size_t count = to.size();
@@ -85,6 +88,22 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
       device, [&] { cpu::average(transfers.data(), n, decay, at::get_num_threads()); },
       AMP_MP_CUDA(average(transfers.data(), n, decay, stream)));
   for (const auto& [tensor, label] : written) bump_version(tensor);
+}
+
+}  // namespace
+
+void bind_average(py::module_& m) {
+  m.def(
+      "average_",
+      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
+         const py::sequence& from_rests, double decay) {
+        const Tensors averages = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
+                      values = unpack(from, "from"), rests = unpack(from_rests, "from_rests");
+        const py::gil_scoped_release release;
+        average_(averages, own_rests, values, rests, decay);
+      },
+      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
+      py::arg("decay"));
 }
 
 }  // namespace amp_mp

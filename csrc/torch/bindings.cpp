@@ -1,20 +1,17 @@
 // What Python sees. Arguments are unpacked with the GIL held, everything else runs without it.
 #include "cpu/kernels.h"
 #include "torch/apex/amp_c.h"
+#include "torch/bind.h"
 #include "torch/build_facts.h"
 #include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/kept_casts.h"
 #include "torch/casting/step_guard.h"
 #include "torch/casting/trace.h"
-#include "torch/main_grad.h"
-#include "torch/muon/orthogonalise.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
 #include "torch/python/unpack.h"
-#include "torch/state/edited_masters.h"
 #include "torch/step/stepper.h"
-#include "torch/tables.h"
 
 namespace amp_mp {
 namespace {
@@ -54,18 +51,7 @@ PYBIND11_MODULE(_C, m) {
   bind_stepper(m);
   bind_state(m);
   bind_edited_masters(m);
-  m.def(
-      "qk_clip_factors",
-      [](const py::object& max_logits, double threshold, double alpha, const Tensors& queries,
-         const Tensors& keys) {
-        if (!is_tensor(max_logits.ptr()))
-          throw py::type_error("max_logits must be a tensor, found " + repr_of(max_logits));
-        const bool sharded = is_dtensor(max_logits.ptr());
-        const py::object whole = sharded ? max_logits.attr("full_tensor")() : max_logits;
-        return qk_clip_factors(THPVariable_Unpack(whole.ptr()), threshold, alpha, queries, keys);
-      },
-      py::arg("max_logits"), py::arg("threshold"), py::arg("alpha"), py::arg("queries"),
-      py::arg("keys"));
+  bind_qk_clip(m);
   apex::bind_amp_c(m);
   m.def(
       "measure",
@@ -92,26 +78,12 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
       py::arg("multiplier") = 1.0, py::arg("saturate") = false);
-  m.def(
-      "average_",
-      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
-         const py::sequence& from_rests, double decay) {
-        const Tensors averages = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
-                      values = unpack(from, "from"), rests = unpack(from_rests, "from_rests");
-        const py::gil_scoped_release release;
-        average_(averages, own_rests, values, rests, decay);
-      },
-      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
-      py::arg("decay"));
+  bind_average(m);
   m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
         py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
         py::call_guard<py::gil_scoped_release>());
 
-  py::class_<Gemm>(m, "Gemm").def(py::init<const std::string&>(), py::arg("library"));
-  m.def("accumulate_weight_grad_", &accumulate_weight_grad_, py::arg("grad_weight"),
-        py::arg("grad_output"), py::arg("input"), py::arg("gemm") = py::none(),
-        py::arg("handle") = 0, py::call_guard<py::gil_scoped_release>());
-  m.def("accumulates", &accumulates, py::arg("leaf"));
+  bind_main_grad(m);
 
   auto p = m.def_submodule("products");
   p.def("choose", &products::choose, py::arg("dtype"), py::arg("in_float32"));
@@ -123,15 +95,7 @@ PYBIND11_MODULE(_C, m) {
   c.def("policy_names", &casting::policy_names);
   c.def("op_list", &casting::op_list, py::arg("name"));
   c.def("set_policy", &casting::set_policy, py::arg("device"), py::arg("op"), py::arg("policy"));
-  c.def(
-      "policies",
-      [](const std::string& device) {
-        py::dict rows;
-        for (const casting::Row& row : casting::policies(device))
-          rows[py::str(row.op)] = row.policy;
-        return rows;
-      },
-      py::arg("device"));
+  c.def("policies", &casting::policies, py::arg("device"));
   c.def("uninstall", &casting::uninstall);
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   c.def("clear_cache", &casting::clear, ReleaseGil());

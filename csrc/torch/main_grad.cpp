@@ -1,5 +1,4 @@
-#include "torch/main_grad.h"
-
+// Weight gradients of linear layers in float32: adds low-precision products to a float32 sum.
 #include <ATen/ops/resolve_neg.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,10 +9,27 @@
 #include <algorithm>
 #include <limits>
 
+#include "torch/bind.h"
 #include "torch/checks.h"
 
 namespace amp_mp {
 namespace {
+
+// cublasGemmEx of the cuBLAS that torch has loaded, found by name, so that building needs neither
+// its headers nor the library. The signature is the documented one with ints for the enums;
+// matrices are column-major.
+class Gemm {
+ public:
+  using Function = int (*)(void* handle, int transa, int transb, int m, int n, int k,
+                           const void* alpha, const void* a, int a_type, int lda, const void* b,
+                           int b_type, int ldb, const void* beta, void* c, int c_type, int ldc,
+                           int compute_type, int algorithm);
+
+  // library: a name such as "libcublas.so.13"; raises if it is not loaded.
+  explicit Gemm(const std::string& library);
+
+  Function function;
+};
 
 constexpr int64_t kBlock = 512;  // rows at a time: enough that reading the sum again costs little
 
@@ -111,8 +127,6 @@ void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor
   }
 }
 
-}  // namespace
-
 Gemm::Gemm(const std::string& library) {
   // Never closed: torch keeps the library loaded for the life of the process anyway.
   void* found = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_NOW);
@@ -121,6 +135,15 @@ Gemm::Gemm(const std::string& library) {
               found ? " has no cublasGemmEx" : " is not loaded in this process");
 }
 
+// grad_weight += grad_output^T input over all rows; float32 products and sums.
+//
+// grad_weight: float32 [out, in], contiguous. grad_output: [..., out] and input: [..., in], of
+// equal leading sizes, both float16, bfloat16 or float32. Products of two float16 or two bfloat16
+// numbers are exact in float32. On a CPU rows are converted 512 at a time, which needs 2 KiB of
+// scratch for each column of grad_output and input.
+//
+// With `gemm` cuBLAS computes the product, on the device and stream of `handle` (cublasHandle_t).
+// CUDA tensors need it.
 void accumulate_weight_grad_(const at::Tensor& grad_weight, const at::Tensor& grad_output,
                              const at::Tensor& input, const std::optional<Gemm>& gemm,
                              uintptr_t handle) {
@@ -140,6 +163,8 @@ void accumulate_weight_grad_(const at::Tensor& grad_weight, const at::Tensor& gr
   bump_version(grad_weight);
 }
 
+// How the backward that is running on this thread uses a leaf's gradient: true if it is added to
+// .grad, false if autograd.grad returns it, nullopt if it is not needed.
 std::optional<bool> accumulates(const at::Tensor& leaf) {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   TORCH_CHECK(wanted, "amp_mp: accumulates is for use inside a backward");
@@ -147,6 +172,16 @@ std::optional<bool> accumulates(const at::Tensor& leaf) {
   const auto found = wanted->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
   if (found == wanted->end() || !found->second.should_execute()) return std::nullopt;
   return !found->second.captures_;
+}
+
+}  // namespace
+
+void bind_main_grad(py::module_& m) {
+  py::class_<Gemm>(m, "Gemm").def(py::init<const std::string&>(), py::arg("library"));
+  m.def("accumulate_weight_grad_", &accumulate_weight_grad_, py::arg("grad_weight"),
+        py::arg("grad_output"), py::arg("input"), py::arg("gemm") = py::none(),
+        py::arg("handle") = 0, py::call_guard<py::gil_scoped_release>());
+  m.def("accumulates", &accumulates, py::arg("leaf"));
 }
 
 }  // namespace amp_mp

@@ -1,7 +1,6 @@
 #pragma once
 // Operations on lists of tensors, for the Python package. Every check, the device guard, the CUDA
 // stream and the version counters are in csrc/torch; the loops are in csrc/cpu and csrc/cuda.
-#include <array>
 #include <optional>
 
 #include "torch/step/measurement.h"
@@ -27,13 +26,6 @@ at::Tensor combine(const at::Tensor& rows);
 void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tensor>& verdict,
            double multiplier, bool saturate);
 
-// Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
-// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
-// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
-// device than `to`. decay 0 copies.
-void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
-              const Tensors& from_rests, double decay);
-
 // Stores x, float32, in a format: fills `data`, and `rest` for a format of two arrays. Random bits
 // are those of tensor `tensor_index` at `step`, of which x is the whole or a shard.
 void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
@@ -42,11 +34,5 @@ void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at
 
 // The opposite: float32 numbers of data's shape.
 at::Tensor decode(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format);
-
-// QK-Clip, optim/qk_clip.py: gamma of each query head, and the factors of all rows of the queries'
-// weights and of the keys', float32. max_logits [query heads]; queries, keys: weights and biases.
-std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double threshold,
-                                          double alpha, const Tensors& queries,
-                                          const Tensors& keys);
 
 }  // namespace amp_mp

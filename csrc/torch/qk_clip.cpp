@@ -2,9 +2,11 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/where.h>
 
+#include <array>
 #include <cmath>
 
-#include "torch/ops.h"
+#include "torch/bind.h"
+#include "torch/python/objects.h"
 
 namespace amp_mp {
 namespace {
@@ -34,8 +36,8 @@ std::vector<int64_t> rows_of(const Tensors& params) {
   return rows;
 }
 
-}  // namespace
-
+// QK-Clip, optim/qk_clip.py: gamma of each query head, and the factors of all rows of the queries'
+// weights and of the keys', float32. max_logits [query heads]; queries, keys: weights and biases.
 std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double threshold,
                                           double alpha, const Tensors& queries,
                                           const Tensors& keys) {
@@ -64,6 +66,23 @@ std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double t
   const at::Tensor of_queries = gamma.div(of_keys.repeat_interleave(shared)).clamp_max(1.0);
   return {gamma.to(at::kFloat), of_queries.to(at::kFloat).repeat_interleave(heads.rows),
           of_keys.to(at::kFloat).repeat_interleave(heads.rows)};
+}
+
+}  // namespace
+
+void bind_qk_clip(py::module_& m) {
+  m.def(
+      "qk_clip_factors",
+      [](const py::object& max_logits, double threshold, double alpha, const Tensors& queries,
+         const Tensors& keys) {
+        if (!is_tensor(max_logits.ptr()))
+          throw py::type_error("max_logits must be a tensor, found " + repr_of(max_logits));
+        const bool sharded = is_dtensor(max_logits.ptr());
+        const py::object whole = sharded ? max_logits.attr("full_tensor")() : max_logits;
+        return qk_clip_factors(THPVariable_Unpack(whole.ptr()), threshold, alpha, queries, keys);
+      },
+      py::arg("max_logits"), py::arg("threshold"), py::arg("alpha"), py::arg("queries"),
+      py::arg("keys"));
 }
 
 }  // namespace amp_mp

@@ -1,12 +1,10 @@
-#include "torch/tables.h"
-
+// Tables of the native code that the Python package reads instead of repeating them.
 #include <algorithm>
 #include <string>
 #include <utility>
 
+#include "torch/bind.h"
 #include "torch/checks.h"
-
-namespace py = pybind11;
 
 namespace amp_mp {
 namespace {

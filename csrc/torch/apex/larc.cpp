@@ -14,8 +14,9 @@ at::Tensor on(const at::Device& device, const Number& number) {
   return at::full({}, std::get<double>(number), at::TensorOptions(at::kDouble).device(device));
 }
 
-}  // namespace
-
+// Changes gradients as LARC does (wrappers/larc.py), in place, without waiting for the device.
+// roots: float64 [n, 4], of which columns 0 and 3 are the 2-norms of gradients and weights. scale:
+// what the gradients carry. Returns the scale that they keep with `keeps`, else none.
 std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& weights,
                                 const at::Tensor& roots, const std::vector<py::dict>& groups,
                                 double trust_coefficient, bool clip, double eps,
@@ -74,6 +75,14 @@ std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& w
     if (!scaled.is_same(grad)) grad.copy_(scaled);
   }
   return kept.defined() ? std::optional(kept) : std::nullopt;
+}
+
+}  // namespace
+
+void bind_larc(py::module_& m) {
+  using py::arg;
+  m.def("larc_", &larc_, arg("grads"), arg("weights"), arg("roots"), arg("groups"),
+        arg("trust_coefficient"), arg("clip"), arg("eps"), arg("scale"), arg("keeps"));
 }
 
 }  // namespace amp_mp::apex

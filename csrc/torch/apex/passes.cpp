@@ -80,8 +80,7 @@ bool is_native(const at::Tensor& grad, const at::Device& device) {
          !grad.is_inference();
 }
 
-}  // namespace
-
+constexpr const char* kScale = "out = in * scale; tensor_lists: in, out, which may be the same.";
 void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
                         double scale) {
   const TensorLists lists = unpack_lists(tensor_lists, {2});
@@ -91,6 +90,11 @@ void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence
   copy_(lists[1], lists[0], std::nullopt, scale, false);
 }
 
+constexpr const char* kAxpby = R"(out = a x + b y; tensor_lists: x, y, out.
+
+arg_to_check: whether noop_flag looks at x alone (0), y alone (1) or both (-1, the default).
+ValueError for another.
+)";
 void multi_tensor_axpby(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
                         double a, double b, int64_t arg_to_check) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
@@ -107,6 +111,11 @@ void multi_tensor_axpby(int64_t, const at::Tensor& noop_flag, const py::sequence
   copy_(lists[2], sums, std::nullopt, 1.0, false);
 }
 
+constexpr const char* kNorm = R"(The 2-norm of all tensors, and with per_tensor of each.
+
+Returns float32 [1] and [n], without per_tensor, the default, [0]. Summed in double where float32
+would overflow: finite elements have a finite norm below 2^128; inf where an element is inf or NaN.
+)";
 std::pair<at::Tensor, at::Tensor> multi_tensor_l2norm(int64_t, const at::Tensor& noop_flag,
                                                       const py::sequence& tensor_lists,
                                                       bool per_tensor) {
@@ -116,6 +125,8 @@ std::pair<at::Tensor, at::Tensor> multi_tensor_l2norm(int64_t, const at::Tensor&
   return as_float(norms_of(measure_and_flag(noop_flag, lists[0])), per_tensor);
 }
 
+constexpr const char* kUnscaleNorm =
+    "multi_tensor_l2norm of the tensors times |inv_scale|, a tensor of one element.";
 std::pair<at::Tensor, at::Tensor> multi_tensor_unscale_l2norm(int64_t, const at::Tensor& noop_flag,
                                                               const py::sequence& tensor_lists,
                                                               const at::Tensor& inv_scale,
@@ -127,6 +138,12 @@ std::pair<at::Tensor, at::Tensor> multi_tensor_unscale_l2norm(int64_t, const at:
   return as_float(norms.mul(inv_scale.abs()), per_tensor);
 }
 
+constexpr const char* kHysteresis =
+    R"(amp_mp.scaling.Hysteresis on tensors of one element, in place.
+
+current_scale, found_inf: float32, an overflow where found_inf > 0; growth_tracker,
+hysteresis_tracker: int32. Returns current_scale, which stays in [2^-126, 2^126].
+)";
 at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
                                    const at::Tensor& growth_tracker,
                                    const at::Tensor& hysteresis_tracker,
@@ -159,6 +176,12 @@ at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
   return current_scale;
 }
 
+constexpr const char* kClip = R"(torch's clip_grad_norm_ for the 2-norm, in place.
+
+Returns the norm, float32 of no dimension; or None, with nothing done, where there are no gradients
+or only torch's function takes them: sparse, DTensors, float64, on several devices, with gaps.
+error_if_nonfinite: RuntimeError for an inf or NaN, for which the host waits.
+)";
 std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double max_norm,
                                           bool error_if_nonfinite) {
   const Tensors params = unpack(parameters, "parameters");
@@ -181,6 +204,28 @@ std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double
   const at::Tensor verdict = at::stack({at::zeros_like(factor), factor, norm, norm, factor});
   copy_(grads, grads, verdict, 1.0, false);
   return norm.to(at::kFloat);
+}
+
+}  // namespace
+
+void bind_passes(py::module_& m) {
+  using py::arg;
+  const auto chunk = arg("chunk_size"), flag = arg("noop_flag"), lists = arg("tensor_lists");
+  m.def("multi_tensor_scale", &multi_tensor_scale, chunk, flag, lists, arg("scale"), kScale);
+  m.def("multi_tensor_axpby", &multi_tensor_axpby, chunk, flag, lists, arg("a"), arg("b"),
+        arg("arg_to_check") = -1, kAxpby);
+  m.def("multi_tensor_l2norm", &multi_tensor_l2norm, chunk, flag, lists, arg("per_tensor") = false,
+        kNorm);
+  m.def("multi_tensor_unscale_l2norm", &multi_tensor_unscale_l2norm, chunk, flag, lists,
+        arg("inv_scale"), arg("per_tensor") = false, kUnscaleNorm);
+  m.def("update_scale_hysteresis", &update_scale_hysteresis, arg("current_scale"),
+        arg("growth_tracker"), arg("hysteresis_tracker"), arg("found_inf"), arg("growth_factor"),
+        arg("backoff_factor"), arg("growth_interval"), arg("hysteresis"), kHysteresis);
+}
+
+void bind_clipping(py::module_& m) {
+  m.def("clip_grad_norm_", &clip_grad_norm_, py::arg("parameters"), py::arg("max_norm"),
+        py::arg("error_if_nonfinite"), kClip);
 }
 
 }  // namespace amp_mp::apex

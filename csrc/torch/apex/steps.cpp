@@ -77,8 +77,11 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
   apply_<Rule>(slots, {numbers}, verdict, {.measures = needs_norms<Rule>});
 }
 
-}  // namespace
+constexpr const char* kAdam = R"(amp_mp.optim.Adam's step, in a mode other than 0 AdamW's.
 
+tensor_lists: gradients, parameters, exp_avg, exp_avg_sq. step: from 1. lr: a number, or a tensor of
+one float32 or float64. Gradients that are inf or NaN count as they are: noop_flag is not looked at.
+)";
 void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                        const Number& lr, double beta1, double beta2, double eps, int64_t step,
                        int64_t mode, bool bias_correction, double weight_decay) {
@@ -96,6 +99,10 @@ void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_li
   }
 }
 
+constexpr const char* kAdagrad = R"(amp_mp.optim.Adagrad's step.
+
+tensor_lists: gradients, parameters, sum. mode: 0 for L2; in another the weight decay is decoupled.
+)";
 void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                           const Number& lr, double eps, int64_t mode, double weight_decay) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
@@ -108,6 +115,13 @@ void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor
   apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0, numbers.hyper));
 }
 
+constexpr const char* kLamb = R"(amp_mp.optim.LAMB's step; gradients are not written.
+
+tensor_lists: gradients, parameters, exp_avg, exp_avg_sq. step: from 1. grad_averaging: 0 adds
+gradients to the first moment times 1, not 1 - beta1. mode: 0 for L2, else the weight decay is
+decoupled. Gradients are multiplied by min(1, max_grad_norm / global_grad_norm), a number or a
+tensor of one element. use_nvlamb: adapt the rate also without weight decay.
+)";
 void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                        const Number& lr, double beta1, double beta2, double eps, int64_t step,
                        bool bias_correction, double weight_decay, int64_t grad_averaging,
@@ -132,6 +146,12 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
   apply_rule<LAMB>(lists, verdict, numbers, make_clocks(lists, step - 1, numbers.hyper));
 }
 
+constexpr const char* kNovograd = R"(amp_mp.optim.NovoGrad's step.
+
+tensor_lists: gradients, parameters, exp_avg. grad_norms: roots of the averages of squared norms,
+float32 [n], updated. moment_mode: 0 for reg_inside_moment, else 1. norm_type: 2; ValueError for
+another.
+)";
 void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
                            const at::Tensor& grad_norms, const Number& lr, double beta1,
                            double beta2, double eps, int64_t step, bool bias_correction,
@@ -154,6 +174,12 @@ void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tenso
   grad_norms.copy_(squares.sqrt());
 }
 
+constexpr const char* kSgd = R"(amp_mp.optim.SGD's step of the gradients times scale.
+
+Nothing is written where noop_flag is not 0. tensor_lists: gradients, parameters, momentum_buffer,
+and low-precision copies of the parameters or nothing. first_run: ignore what the buffers hold.
+wd_after_momentum: whether the weight decay is decoupled.
+)";
 void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
                       double weight_decay, double momentum, double dampening, const Number& lr,
                       bool nesterov, bool first_run, bool wd_after_momentum, double scale) {
@@ -182,6 +208,29 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
   multiplier.fill_(1);
   const py::gil_scoped_release release;
   copy_(lists[3], lists[1], verdict, 1.0, true);
+}
+
+}  // namespace
+
+void bind_steps(py::module_& m) {
+  using py::arg;
+  const auto chunk = arg("chunk_size"), flag = arg("noop_flag"), lists = arg("tensor_lists"),
+             lr = arg("lr"), beta1 = arg("beta1"), beta2 = arg("beta2"), eps = arg("eps"),
+             step = arg("step"), mode = arg("mode"), corrects = arg("bias_correction"),
+             decay = arg("weight_decay"), averages = arg("grad_averaging");
+  m.def("multi_tensor_adam", &multi_tensor_adam, chunk, flag, lists, lr, beta1, beta2, eps, step,
+        mode, corrects, decay, kAdam);
+  m.def("multi_tensor_adagrad", &multi_tensor_adagrad, chunk, flag, lists, lr, eps, mode, decay,
+        kAdagrad);
+  m.def("multi_tensor_lamb", &multi_tensor_lamb, chunk, flag, lists, lr, beta1, beta2, eps, step,
+        corrects, decay, averages, mode, arg("global_grad_norm"), arg("max_grad_norm"),
+        arg("use_nvlamb"), kLamb);
+  m.def("multi_tensor_novograd", &multi_tensor_novograd, chunk, flag, lists, arg("grad_norms"), lr,
+        beta1, beta2, eps, step, corrects, decay, averages, arg("moment_mode"), arg("norm_type"),
+        kNovograd);
+  m.def("multi_tensor_sgd", &multi_tensor_sgd, chunk, flag, lists, decay, arg("momentum"),
+        arg("dampening"), lr, arg("nesterov"), arg("first_run"), arg("wd_after_momentum"),
+        arg("scale"), kSgd);
 }
 
 }  // namespace amp_mp::apex

@@ -108,13 +108,12 @@ std::string set_policy(const std::string& device, const std::string& op,
   return names[size_t(entry->policy.exchange(wanted))];
 }
 
-std::vector<Row> policies(const std::string& device) {
+std::map<std::string, std::string> policies(const std::string& device) {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::vector<Row> rows;
+  std::map<std::string, std::string> found;
   for (const auto& [key, entry] : entries)
-    if (key.first == device)
-      rows.push_back({key.second, policy_names()[size_t(entry->policy.load())]});
-  return rows;
+    if (key.first == device) found[key.second] = policy_names()[size_t(entry->policy.load())];
+  return found;
 }
 
 void uninstall() {

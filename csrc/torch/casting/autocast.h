@@ -5,6 +5,7 @@
 //
 // Registering changes the dispatcher's tables without any lock: do it before worker threads start.
 // Changing the policy of a registered operator is an atomic store.
+#include <map>
 #include <string>
 #include <vector>
 
@@ -31,18 +32,14 @@ const std::vector<std::string>& policy_names();
 // and the operators, with their namespace.
 std::vector<std::pair<std::string, std::vector<std::string>>> op_list(const std::string& name);
 
-struct Row {
-  std::string op, policy;
-};
-
 // Sets an operator's policy; registers a kernel for the operator if it has none yet. `device` is
 // "cpu" or "cuda", `op` a name such as "aten::mm" or "aten::pow.Tensor_Scalar". Returns the policy
 // that the operator had, or an empty string if the running torch has no such operator (the lists
 // are written for several versions of torch).
 std::string set_policy(const std::string& device, const std::string& op, const std::string& policy);
 
-// All registered operators.
-std::vector<Row> policies(const std::string& device);
+// All registered operators, and their policies.
+std::map<std::string, std::string> policies(const std::string& device);
 
 // Removes all registered kernels: the dispatch tables are as before. Not thread-safe.
 void uninstall();

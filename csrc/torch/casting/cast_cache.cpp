@@ -2,6 +2,10 @@
 
 #include <ATen/CachedTensorUtils.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <type_traits>
 
 #include "torch/casting/cast_table.h"
 #include "torch/casting/kept_casts.h"
@@ -53,6 +57,55 @@ uint64_t watch_clearing() {
   return clearings;
 }
 
+// Called in backward when a gradient goes through a linked copy.
+void gradient_went_through(const CastKey& key) {
+  CastTable& table = cast_table();
+  std::optional<CachedCast> old;
+  const std::lock_guard<std::mutex> lock(table.mutex);
+  const auto found = table.entries.find(key);
+  if (found == table.entries.end()) return;
+  old = std::move(found->second);
+  table.entries.erase(found);
+}
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// The backward of a cast. It saves no tensor.
+struct CastBackward : Node {
+  explicit CastBackward(const CastKey& k) : key(k) {}
+  CastKey key;
+
+  variable_list apply(variable_list&& grads) override {
+    if (key.life == Life::iteration) gradient_went_through(key);
+    return {grads[0].defined() ? grads[0].to(at::kFloat) : at::Tensor()};
+  }
+  std::string name() const override { return "AmpCastBackward"; }
+};
+
+// shared_ptr or intrusive_ptr, depending on torch's version.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <class Pointer>
+Pointer make_node(const CastKey& key) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(new CastBackward(key), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<CastBackward>(key);
+  }
+}
+
+// `copy` as if it had just been cast from `leaf`: same memory, but gradients go to the leaf, in
+// float32. Not by a torch::autograd::Function, which would cost five times as much, for each weight
+// in each forward pass.
+at::Tensor link(const CastKey& key, const at::Tensor& leaf, const at::Tensor& copy) {
+  NodePointer node = make_node<NodePointer>(key);
+  node->set_next_edges(torch::autograd::collect_next_edges(leaf));
+  at::Tensor linked = copy.detach();
+  torch::autograd::set_history(linked, node);
+  return linked;
+}
+
 // The current copy, with autograd history if with_grad; undefined if there is none.
 at::Tensor find(const CastKey& key, const at::Tensor& tensor, bool with_grad) {
   CastTable& table = cast_table();
@@ -102,16 +155,6 @@ void insert(const CastKey& key, CachedCast entry, uint64_t clearings) {
 CastTable& cast_table() {
   static CastTable& table = *new CastTable;
   return table;
-}
-
-void gradient_went_through(const CastKey& key) {
-  CastTable& table = cast_table();
-  std::optional<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.entries.find(key);
-  if (found == table.entries.end()) return;
-  old = std::move(found->second);
-  table.entries.erase(found);
 }
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {

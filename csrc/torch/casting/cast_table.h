@@ -5,10 +5,25 @@
 #include <unordered_map>
 #include <vector>
 
-#include "torch/casting/cast_link.h"
 #include "torch/device.h"
 
 namespace amp_mp::casting {
+
+// How long a cached copy lives. Each kind is found only where casts of that kind are made.
+enum class Life : uint8_t {
+  region,     // to the end of the outermost torch.autocast region, as in torch
+  iteration,  // where casts are on outside of any region: until a gradient has gone through it too
+  kept,       // from step to step, where that was asked for
+};
+
+// What a cached copy belongs to. The address is only compared, never followed: the tensor may have
+// been freed.
+struct CastKey {
+  const c10::TensorImpl* tensor;
+  at::ScalarType dtype;
+  Life life;
+  bool operator==(const CastKey&) const = default;
+};
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 

@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include "torch/bind.h"
+
 namespace amp_mp::muon {
 namespace {
 

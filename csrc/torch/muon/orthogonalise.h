@@ -52,6 +52,4 @@ class WholeMatrices {
   std::vector<Run> runs_;
 };
 
-void bind(py::module_& m);
-
 }  // namespace amp_mp::muon

@@ -1,9 +1,9 @@
 // What Python sees of a parameter's state: arrays of formats, masters, the values before rounding.
+#include "torch/bind.h"
 #include "torch/python/unpack.h"
+#include "torch/state/live_state.h"
 #include "torch/state/original_values.h"
-#include "torch/state/restore.h"
 #include "torch/state/saved_state.h"
-#include "torch/step/stepper.h"
 
 namespace amp_mp {
 namespace {
@@ -44,8 +44,7 @@ void bind_saved(py::module_& m) {
   m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
   m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("given"),
         py::arg("param"));
-  m.def("restored", &restored, py::arg("entries"), py::arg("groups"), py::arg("states"),
-        py::arg("state_dict"), py::arg("seed"), py::arg("undo"));
+  bind_restore(m);
 }
 
 void bind_arrays(py::module_& m) {

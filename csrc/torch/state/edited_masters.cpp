@@ -7,6 +7,7 @@
 
 #include <unordered_map>
 
+#include "torch/bind.h"
 #include "torch/device.h"
 #include "torch/ops.h"
 #include "torch/state/original_values.h"

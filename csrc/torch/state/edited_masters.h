@@ -54,6 +54,4 @@ class EditedMasters {
   std::vector<Edit> edits_;
 };
 
-void bind_edited_masters(py::module_& m);
-
 }  // namespace amp_mp

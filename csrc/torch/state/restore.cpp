@@ -1,11 +1,14 @@
-#include "torch/state/restore.h"
+// States of a file as an optimizer stores them: the one way to restore them, whatever their format
+// and whichever library saved them.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include "torch/bind.h"
 #include "torch/python/unpack.h"
 #include "torch/state/live_state.h"
+#include "torch/state/saved_state.h"
 
 namespace amp_mp {
 namespace {
@@ -188,8 +191,14 @@ class Restoring {
   py::dict state_, masters_;
 };
 
-}  // namespace
-
+// What each parameter of these param_groups keeps from now on, in new tensors and in the file's
+// order; None where the file has nothing of it. wrong_state has nothing against the file's states.
+// Each state is stored as its group says; a format that is the file's keeps its bits.
+//
+// states: those until now, by parameter; a file of torch's leaves them their masters. seed: of
+// stochastic rounding, where the file's groups have none. undo: gets (weight, its values) of a
+// parameter whose new master rounds otherwise, before it is changed. Parts of DTensors are gathered
+// by Python, on all processes in the same order.
 py::list restored(const SavedEntries& entries, const py::list& groups, const py::dict& states,
                   const py::dict& state_dict, const py::int_& seed, py::list undo) {
   const at::NoGradGuard no_grad;
@@ -214,6 +223,13 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
     }
   }
   return made;
+}
+
+}  // namespace
+
+void bind_restore(py::module_& m) {
+  m.def("restored", &restored, py::arg("entries"), py::arg("groups"), py::arg("states"),
+        py::arg("state_dict"), py::arg("seed"), py::arg("undo"));
 }
 
 }  // namespace amp_mp

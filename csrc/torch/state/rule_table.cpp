@@ -2,6 +2,8 @@
 
 #include <unordered_map>
 
+#include "torch/bind.h"
+
 namespace amp_mp {
 namespace {
 

@@ -99,6 +99,4 @@ void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, P
 // The numbers of a param_group, of which an optimizer has these.
 HyperTensors read_group(const std::vector<HyperNumber>& numbers, PyObject* group);
 
-void bind_rule_table(py::module_& m);
-
 }  // namespace amp_mp

@@ -1,4 +1,5 @@
 // What Python sees of the step's parts: statistics, loss scales, and reports of decisions.
+#include "torch/bind.h"
 #include "torch/step/stepper.h"
 
 namespace amp_mp {

@@ -1,6 +1,7 @@
 // What Python sees of the door of the step: buckets, inputs, the stepper.
 #include <ATen/ops/empty.h>
 
+#include "torch/bind.h"
 #include "torch/ops.h"
 #include "torch/step/stepper.h"
 

@@ -131,15 +131,7 @@ bool Bucket::is_current(const Layouts& rules, const py::list& groups) const {
       if ((found ? found : Py_None) != values[i].ptr()) return false;
     }
   }
-  // Raw calls, since they run at every step; and the dicts, which have left the cache since the
-  // last one, are asked for ahead.
-  const size_t count = members_.size();
-  for (const Member& member : members_) __builtin_prefetch(member.state.ptr());
-  for (const Member& member : members_) {
-    const char* keys =
-        reinterpret_cast<char*>(reinterpret_cast<PyDictObject*>(member.state.ptr())->ma_keys);
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(keys + 64 * line);
-  }
+  const size_t count = members_.size();  // raw calls from here, since they run at every step
   for (size_t k = 0; k < keys_.size(); ++k)
     for (size_t i = 0; i < count; ++i) {
       PyObject* found = PyDict_GetItemWithError(members_[i].state.ptr(), keys_[k].ptr());

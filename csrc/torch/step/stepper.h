@@ -158,8 +158,4 @@ std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   ApplyInputs given, const py::object& sum_updates, Interrupt* interrupt);
 
-void bind_step(py::module_& m);     // statistics, loss scales, reports
-void bind_stepper(py::module_& m);  // the door above them
-void bind_state(py::module_& m);    // a parameter's state
-
 }  // namespace amp_mp

@@ -214,9 +214,10 @@ def _check_allowed(name: str, value: Any, allowed: str) -> None:
     _check_number(name, value)
     if allowed == "not negative" and not float(value) >= 0:
         raise ValueError(f"{name} must not be negative, found {value!r}")
-    outside = allowed.startswith("[") and not 0 <= value <= 1
-    if outside or (allowed == "[0, 1)" and value == 1):
-        raise ValueError(f"{name} must be in {allowed}, found {value!r}")
+    if allowed == "[0, 1)" and not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), found {value!r}")
+    if allowed == "[0, 1]" and not 0 <= value <= 1:
+        raise ValueError(f"{name} must be in [0, 1], found {value!r}")
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Whether a state dict can be loaded: every check is made before anything is changed."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -19,33 +19,33 @@ def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> Non
     That is other parts, groups or numbers of parameters.
     """
     if lacking := [name for name in ("state", "param_groups") if name not in state_dict]:
-        _refuse(f"{lacking} missing")
+        raise _refused(f"{lacking} missing")
     state, files = state_dict["state"], state_dict["param_groups"]
     if not isinstance(state, dict):
-        _refuse(f"'state' must be a dict, found {_described(state)}")
+        raise _refused(f"'state' must be a dict, found {_described(state)}")
     if not isinstance(files, list | tuple):
-        _refuse(f"'param_groups' must be a list, found {_described(files)}")
+        raise _refused(f"'param_groups' must be a list, found {_described(files)}")
     if len(files) != len(groups):
-        _refuse(f"there are {len(files)} param_groups, and the optimizer has {len(groups)}")
+        raise _refused(f"there are {len(files)} param_groups, and the optimizer has {len(groups)}")
     for index, (file, group) in enumerate(zip(files, groups, strict=True)):
         _check_group_of_file(f"param_group {index}", file, len(group["params"]))
 
 
 def _check_group_of_file(name: str, file: Any, count: int) -> None:
     if not isinstance(file, dict):
-        _refuse(f"{name} must be a dict, found {_described(file)}")
+        raise _refused(f"{name} must be a dict, found {_described(file)}")
     if "params" not in file:
-        _refuse(f"{name}: 'params' is missing")
+        raise _refused(f"{name}: 'params' is missing")
     numbers = file["params"]
     if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
-        _refuse(f"{name}: 'params' must be a list of numbers, found {_described(numbers)}")
+        raise _refused(f"{name}: 'params' must be a list of numbers, found {_described(numbers)}")
     seen: set[int | str] = set()
     for number in numbers:
         if number in seen:
-            _refuse(f"{name}: 'params' has {number!r} twice")
+            raise _refused(f"{name}: 'params' has {number!r} twice")
         seen.add(number)
     if len(numbers) != count:
-        _refuse(f"{name} has {len(numbers)} parameters, the optimizer's has {count}")
+        raise _refused(f"{name} has {len(numbers)} parameters, the optimizer's has {count}")
 
 
 def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[s
             return state_dict
         if not isinstance(names, list | tuple) or len(names) != len(numbers):
             must = "'param_names' must be a name for each parameter"
-            _refuse(f"param_group {index}: {must}, found {_described(names)}")
+            raise _refused(f"param_group {index}: {must}, found {_described(names)}")
         places |= {str(name): (file, number) for name, number in zip(names, numbers, strict=True)}
     ordered = []
     for group, file in zip(groups, files, strict=True):
@@ -70,12 +70,14 @@ def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[s
             return state_dict
         names = group["param_names"]
         if lacking := [name for name in names if str(name) not in places]:
-            _refuse(f"the optimizer's parameter {lacking[0]!r} is not in the file, by param_names")
+            raise _refused(
+                f"the optimizer's parameter {lacking[0]!r} is not in the file, by param_names"
+            )
         own = [places[str(name)] for name in names]
         home = own[0][0] if own else file
         for name, (theirs, _) in zip(names, own, strict=True):
             if theirs is not home or len(names) != len(home["params"]):
-                _refuse(
+                raise _refused(
                     f"the parameters of the group of {name!r} are in other param_groups of the "
                     "file, by param_names"
                 )
@@ -85,8 +87,8 @@ def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[s
     return {**state_dict, "param_groups": ordered}
 
 
-def _refuse(wrong: str) -> NoReturn:
-    raise ValueError(f"state_dict: {wrong}; nothing was loaded")
+def _refused(wrong: str) -> ValueError:
+    return ValueError(f"state_dict: {wrong}; nothing was loaded")
 
 
 def _described(value: Any) -> str:
