@@ -1,4 +1,4 @@
-"""What scripts do between steps: files of each rank, writes, hooks, reports, calls on one rank."""
+"""What scripts do between steps: files of each rank, hooks, reports, calls on one rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ from around_sharding import (
     net,
     poison,
     steps_of,
-    tensor_parallel,
     train,
     whole,
 )
 from ranks import LARGE, on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 
 import amp_mp as amp
 
@@ -68,63 +62,6 @@ def test_each_rank_loads_its_own_file_and_no_others(memory: str) -> None:
         for each in refused:
             assert f"the part of rank {1 - rank}" in each
             assert "amp_mp.checkpoint" in each
-
-
-def through_torchs_state_dict(memory: Any, options: dict[str, bool]) -> float:
-    model = fsdp(net(BF16))
-    optimizer, chosen = adamw(model.parameters(), memory=memory), StateDictOptions(**options)
-    train(model, optimizer, 2)
-    state = get_state_dict(model, optimizer, options=chosen)
-    weights, states = file_of(state, dist.get_rank())
-    train(model, optimizer, 2)
-    again = fsdp(net(BF16))
-    new = adamw(again.parameters(), memory=memory)
-    new.init_state()
-    set_state_dict(again, new, model_state_dict=weights, optim_state_dict=states, options=chosen)
-    train(again, new, 2)
-    return apart(whole(model), whole(again))
-
-
-OPTIONS: list[dict[str, bool]] = [
-    {"cpu_offload": True},
-    {"full_state_dict": True},
-    {"flatten_optimizer_state_dict": True},
-    {"full_state_dict": True, "broadcast_from_rank0": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"] if LARGE else ["micro"])
-def test_every_option_of_torchs_state_dicts(memory: str, options: dict[str, bool]) -> None:
-    assert on_ranks(2, through_torchs_state_dict, memory, options) == [0.0, 0.0]
-
-
-def written(how: str, memory: Any) -> float:
-    """The largest weight after weights were set to 0 and a step without learning rate."""
-    model: Any = tensor_parallel(even().to(BF16)) if how == "tp" else fsdp(net(BF16))
-    optimizer = adamw(model.parameters(), memory=memory)
-    train(model, optimizer, 2)
-    with torch.no_grad():
-        for param in model.parameters():
-            writes: dict[str, Callable[[], object]] = {
-                "mask": lambda p=param: p.mul_(torch.zeros_like(p)),
-                "clamp": lambda p=param: p.clamp_(0.0, 0.0),
-                "local": lambda p=param: p._local_tensor.zero_(),
-                "to_local": lambda p=param: p.to_local().zero_(),
-                "data": lambda p=param: p.data.zero_(),
-                "tp": lambda p=param: p.zero_(),
-            }
-            writes[how]()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    train(model, optimizer, 1)
-    return max(float(weight.abs().max()) for weight in whole(model))
-
-
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"] if LARGE else ["micro"])
-@pytest.mark.parametrize("how", ["mask", "clamp", "local", "to_local", "data", "tp"])
-def test_what_is_written_into_shards_stays(how: str, memory: str) -> None:
-    assert on_ranks(2, written, how, memory) == [0.0, 0.0]
 
 
 def clone_gradients(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -52,54 +53,46 @@ class Scaled(Loop):
     """amp.GradScaler with an amp_mp optimizer."""
 
     halves = 0.5
+    inner: Any = partial(amp.optim.AdamW, memory="exact")
 
     def make(self) -> Any:
         self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return amp.optim.AdamW(self.params, lr=0.01, memory="exact")
+        return self.inner(self.params, lr=0.01)
 
     def run(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
+        self.look()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scale = self.scaler.get_scale()
-        self.skipped = self.optimizer.step_was_skipped
+        self.skipped = getattr(self.optimizer, "step_was_skipped", None)
+
+    def look(self) -> None:
+        """Between the backward pass and the step."""
 
 
 class Unscaled(Scaled):
     """The same, where the script calls unscale_ to look at the gradients."""
 
-    def run(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+    def look(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scale = self.scaler.get_scale()
 
 
 class ScaledTorch(Scaled):
     """amp.GradScaler with torch's optimizer."""
 
-    def make(self) -> Any:
-        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
-
-    def run(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scale = self.scaler.get_scale()
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class UnscaledTorch(Unscaled):
-    def make(self) -> Any:
-        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class Wrapped(Loop):
     """amp.FP16_Optimizer around an amp_mp optimizer."""
 
     halves = 0.5
+    inner: Any = amp.optim.AdamW
 
     def run(self, loss: Tensor) -> None:
         self.wrapper.backward(loss)
@@ -107,12 +100,17 @@ class Wrapped(Loop):
         self.scale, self.skipped = self.wrapper.loss_scale, self.wrapper.overflow
 
     def make(self) -> Any:
-        optimizer = amp.optim.AdamW(self.params, lr=0.01)
-        args = {"init_scale": 2.0**40}
         self.wrapper = amp.FP16_Optimizer(
-            optimizer, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
+            self.inner(self.params, lr=0.01),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**40},
+            verbose=False,
         )
-        return optimizer
+        return self.wrapper
+
+
+class WrappedTorch(Wrapped):
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class Handle(Loop):
@@ -181,7 +179,7 @@ def overflows(layout: str, name: str) -> list[tuple[str, Any, float, bool, Any]]
 
 
 # Every loop and every split once or twice; `full`: each loop under each split.
-LOOPS = [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, Handle]
+LOOPS = [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, WrappedTorch, Handle]
 IN_TURN = [(kind, *SPLITS[n % len(SPLITS)]) for n, kind in enumerate(LOOPS)]
 
 
