@@ -18,6 +18,7 @@ from layouts import (
     mesh_of,
     set_grads,
     shard,
+    train,
 )
 from ranks import LARGE, on_ranks
 from tiers import tiered
@@ -77,11 +78,8 @@ def compare(layout: str, memories: list[str], options: str = "") -> list[str]:
             for model in (shard(Bag(SHAPES, dtype), layout), Bag(SHAPES, dtype)):
                 groups = groups_of(model, options)
                 optimizer = amp.optim.Muon(groups, lr=0.02, memory=memory, seed=3)
-                params = list(model.parameters())
-                for step in range(4):
-                    set_grads(params, 100 * step)
-                    optimizer.step()
-                runs += [params, optimizer]
+                train(model, optimizer, range(4))
+                runs += [list(model.parameters()), optimizer]
             found += [f"{memory}, {dtype}, {options}: {text}" for text in differences(*runs)]
     return found
 
