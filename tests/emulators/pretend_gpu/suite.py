@@ -50,9 +50,8 @@ FILES = {
     "optim/step/test_slots_of_dtensors": 14,
     "wrappers/test_four_arms": 1,
     "wrappers/test_fp16_optimizer": 40,
-    "wrappers/test_fp16_optimizer_around_fused": 5,
     "wrappers/test_fp16_optimizer_overflow": 25,
-    "wrappers/test_fp16_optimizer_snapshots": 28,
+    "wrappers/test_fp16_optimizer_snapshots": 33,
     "grad_scaler/test_grad_scaler": 120,
     "grad_scaler/test_cuda_streams": 25,
     "wrappers/test_handle": 30,
@@ -127,7 +126,6 @@ ON_A_GPU = [
 # Those that are run again with delayed streams: what reports to the host, or is captured.
 DELAYED = [
     "wrappers/test_fp16_optimizer",
-    "wrappers/test_fp16_optimizer_around_fused",
     "wrappers/test_fp16_optimizer_overflow",
     "wrappers/test_fp16_optimizer_snapshots",
     "wrappers/test_handle",
