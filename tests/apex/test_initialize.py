@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from apex_levels import LOW, Weight, backward, batch, network, train
+from helpers import through_a_file
 from torch import nn
 
 import amp_mp
@@ -299,11 +299,7 @@ def test_copies_and_pickles_of_a_model_cast_as_it_does() -> None:
     train(model, optimizer, 2)
     model.eval()
     wanted = model(batch()[0])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), through_a_file(model)):
         found = other(batch()[0])
         assert found.dtype == torch.float32
         assert torch.equal(found, wanted)
@@ -326,12 +322,9 @@ def test_save_and_resume_bit_for_bit(level: str, low: torch.dtype) -> None:
 
     model, optimizer = fresh()
     train(model, optimizer, 4)
-    file = io.BytesIO()
     states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, amp)]
-    torch.save(states, file)
+    saved = through_a_file(states, weights_only=True)
     wanted = train(model, optimizer, 4, seed=7)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed, its_optimizer = fresh()
     for each, state in zip((resumed, its_optimizer, amp), saved, strict=True):
         each.load_state_dict(state)

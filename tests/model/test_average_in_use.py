@@ -12,7 +12,7 @@ import pytest
 import torch
 from averages import LOW, STORAGES, make, rounded_weights, train
 from helpers import raw_bytes, through_a_file
-from interrupting import Interrupt, interrupted, lines_of
+from interrupting import interrupted, lines_of
 from torch import nn
 
 import amp_mp as amp
@@ -306,14 +306,6 @@ def test_an_interrupt_leaves_the_weights_and_training_goes_on(
         step(model, optimizer, seed)
         step(twin, its, seed)
     assert everything(model, optimizer) == everything(twin, its)
-
-
-def test_a_block_that_is_interrupted_itself() -> None:
-    model, optimizer, averaged = trained(torch.bfloat16, 2)
-    before = everything(model, optimizer)
-    with pytest.raises(Interrupt), averaged.swap():
-        raise Interrupt
-    assert everything(model, optimizer) == before
 
 
 CALLS: dict[str, Callable[[Path, nn.Module, Any, Any], Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -11,22 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 from wrapping import INNER, LOW, Mixed, everything, masters_of, train_step, wrap
 
 import amp_mp as amp
 from amp_mp import _C
 from amp_mp.scaling import Backoff
-
-
-def reloaded(value: Any) -> Any:
-    """Through a file, as from an untrusted source."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
 
 # Snapshots.
 
@@ -57,7 +47,7 @@ def test_a_snapshot_is_plain_and_keeps_apex_names(device: str, name: str) -> Non
         "optimizer_state_dict",
         "fp32_from_fp16",
     }
-    assert raw_bytes(reloaded(saved)) == raw_bytes(saved)
+    assert raw_bytes(through_a_file(saved, weights_only=True)) == raw_bytes(saved)
 
 
 @pytest.mark.parametrize("name", INNER)
@@ -97,7 +87,9 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(
     model, optimizer = start()
     for x in inputs[:4]:
         train_step(model, optimizer, x)
-    saved = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = through_a_file(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, weights_only=True
+    )
     resumed_model, resumed = start()
     resumed_model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
