@@ -34,7 +34,7 @@ FILES = {
     "model/test_convert": 16,
     "model/test_kept_modules": 38,
     "model/test_original_values": 40,
-    "model/test_prepare": 90,
+    "model/test_prepare": 85,
     "optim/muon/test_cuda_muon": 7,
     "optim/muon/test_models": 14,
     "optim/muon/test_muon": 40,
