@@ -95,8 +95,17 @@ class LogNormal(nn.Module):
 
 
 NAMED = (
-    *("GemmaRMSNorm", "Qwen2RMSNorm", "RmsNorm", "rms_norm", "FusedLayerNorm", "MambaRMSNormGated"),
-    *("GlobalResponseNorm", "ScaleNorm", "GraphNorm", "BatchNormAct2d", "LayerNormalization"),
+    "GemmaRMSNorm",
+    "Qwen2RMSNorm",
+    "RmsNorm",
+    "rms_norm",
+    "FusedLayerNorm",
+    "MambaRMSNormGated",
+    "GlobalResponseNorm",
+    "ScaleNorm",
+    "GraphNorm",
+    "BatchNormAct2d",
+    "LayerNormalization",
 )
 
 

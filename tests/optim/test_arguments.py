@@ -374,8 +374,11 @@ FOREIGN |= {"lr_decay": 0.5, "initial_accumulator_value": "high"}
 @pytest.mark.parametrize(
     "kind",
     [
-        *(amp.optim.Adam, AdamW, amp.optim.LAMB),
-        *(amp.apex.optimizers.FusedAdam, amp.apex.optimizers.FusedLAMB),
+        amp.optim.Adam,
+        AdamW,
+        amp.optim.LAMB,
+        amp.apex.optimizers.FusedAdam,
+        amp.apex.optimizers.FusedLAMB,
     ],
 )
 def test_a_scripts_own_entries_of_a_param_group_are_not_read(device: str, kind: Any) -> None:

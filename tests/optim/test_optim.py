@@ -184,8 +184,16 @@ def test_nothing_is_checked_unless_something_asks(device: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("adamw", "adam L2", "amsgrad", "amsgrad adamw", "centered momentum", "momentum"),
-        *("nesterov", "nadam decoupled", "radam", "adadelta rho"),
+        "adamw",
+        "adam L2",
+        "amsgrad",
+        "amsgrad adamw",
+        "centered momentum",
+        "momentum",
+        "nesterov",
+        "nadam decoupled",
+        "radam",
+        "adadelta rho",
     ],
 )
 def test_continues_from_a_torch_checkpoint(device: str, name: str) -> None:

@@ -17,19 +17,43 @@ from torch import nn
 import amp_mp as amp
 
 PACKAGES = {
-    *("optim", "nn", "scaling", "casting", "formats", "checkpoint", "diagnose", "apex", "compat"),
+    "optim",
+    "nn",
+    "scaling",
+    "casting",
+    "formats",
+    "checkpoint",
+    "diagnose",
+    "apex",
+    "compat",
     "integrations",
 }
 NAMES = {
-    *("init", "autocast", "prepare", "keep_fp32", "GradScaler", "FP16_Optimizer", "AveragedModel"),
-    *("float32_state_dict", "load_float32_state_dict", "attach_main_grads", "explain", "policies"),
-    *("set_policy", "build_info"),
+    "init",
+    "autocast",
+    "prepare",
+    "keep_fp32",
+    "GradScaler",
+    "FP16_Optimizer",
+    "AveragedModel",
+    "float32_state_dict",
+    "load_float32_state_dict",
+    "attach_main_grads",
+    "explain",
+    "policies",
+    "set_policy",
+    "build_info",
 }
 ELSEWHERE = {
     "apex.amp": {"master_params"},
     "apex.fp16_utils": {
-        *("BN_convert_float", "convert_network", "network_to_half", "tofp16"),
-        *("master_params_to_model_params", "model_grads_to_master_grads", "prep_param_lists"),
+        "BN_convert_float",
+        "convert_network",
+        "network_to_half",
+        "tofp16",
+        "master_params_to_model_params",
+        "model_grads_to_master_grads",
+        "prep_param_lists",
     },
     "apex.contrib.clip_grad": {"clip_grad_norm_"},
     "apex.contrib.xentropy": {"SoftmaxCrossEntropyLoss"},
@@ -38,15 +62,29 @@ ELSEWHERE = {
     "apex.optimizers": {"FusedAdam", "FusedLAMB", "FusedSGD", "FusedNovoGrad", "FusedAdagrad"},
     "apex.parallel": {"LARC", "DistributedDataParallel", "Reducer", "convert_syncbn_model"},
     "casting": {
-        *("backward", "clear_cache", "disable_casts", "uninstall", "half_function"),
-        *("float_function", "promote_function", "register_half_function"),
-        *("register_float_function", "register_promote_function"),
+        "backward",
+        "clear_cache",
+        "disable_casts",
+        "uninstall",
+        "half_function",
+        "float_function",
+        "promote_function",
+        "register_half_function",
+        "register_float_function",
+        "register_promote_function",
     },
     "optim": {"AdamW", "SGD", "Muon", "qk_clip_"},
     "scaling": {"Backoff", "Static"},
     "compat": {
-        *("MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum"),
-        *("mixed_precision", "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale"),
+        "MixedPrecisionOptimizerWrapper",
+        "TypedTensor",
+        "l1",
+        "l2_half",
+        "l2_sum",
+        "mixed_precision",
+        "mp_regularizer_wrapper",
+        "set_layer_types",
+        "shift_for_scale",
     },
 }
 
@@ -105,10 +143,20 @@ print(*(getattr(amp_mp, name.split(".")[1]).__name__ for name in {rooms}))
 
 
 OWN = {
-    # arguments that may be changed
-    *("max_grad_norm", "check_overflow", "process_groups", "skip_norm_above", "raise_after_skips"),
-    *("memory_report", "grad_norm", "step_was_skipped", "last_report", "attach", "init_state"),
-    *("torch_state_dict", "amp_scaling", "masters"),
+    "max_grad_norm",
+    "check_overflow",
+    "process_groups",
+    "skip_norm_above",
+    "raise_after_skips",
+    "memory_report",
+    "grad_norm",
+    "step_was_skipped",
+    "last_report",
+    "attach",
+    "init_state",
+    "torch_state_dict",
+    "amp_scaling",
+    "masters",
 }
 KINDS = sorted(
     name

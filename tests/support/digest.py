@@ -112,8 +112,11 @@ def shards_of_rows(digest: Any) -> None:
 
 
 PARTS = (
-    *(conversions, unaligned_steps_and_copies, every_rule_in_every_format),
-    *(averages, shards_of_rows),
+    conversions,
+    unaligned_steps_and_copies,
+    every_rule_in_every_format,
+    averages,
+    shards_of_rows,
 )
 
 if __name__ == "__main__":
