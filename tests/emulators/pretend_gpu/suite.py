@@ -94,7 +94,7 @@ FILES = {
     "optim/test_options_that_change": 16,
     "optim/test_lost_updates": 14,
     "scaling/test_policies": 13,
-    "examples/test_fp16_momentum": 10,
+    "examples/test_experiments": 10,
 }
 ITSELF = {"emulators/pretend_gpu/of_device": 16, "emulators/pretend_gpu/of_streams": 13}
 # Those that need a GPU: elsewhere they are not collected.
