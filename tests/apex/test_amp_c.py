@@ -312,14 +312,6 @@ def test_sgd(device: str, momentum: float, nesterov: bool, after: bool) -> None:
     assert all(torch.equal(h, p.half()) for h, p in zip(halves, params, strict=True))
 
 
-def test_what_the_rule_lacks_is_named() -> None:
-    lists, norms = [[torch.ones(3)] for _ in range(3)], torch.ones(1)
-    args = (norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 0)
-    with pytest.raises(ValueError, match="norm_type must be 2"):
-        run(amp_C.multi_tensor_novograd, flag("cpu"), lists, *args)
-    assert all((t == 1).all() for each in lists for t in each)
-
-
 def test_update_scale_hysteresis(device: str) -> None:
     """Every second overflow in a row lowers the scale, two clean steps double it."""
     scale = torch.tensor([65536.0], device=device)
@@ -382,22 +374,37 @@ def test_the_stub_has_the_native_names_of_arguments(name: str) -> None:
     assert len(text.strip()) > 40
 
 
-def test_other_objects_are_named() -> None:
-    one = torch.ones(2)
-    for lists, match in (
-        ([[one], [None]], r"tensor_lists\[1\]\[0\] is None"),
-        ([[one], [3.0]], "tensor_lists holds a <class 'float'>"),
-        ([[one], 3], r"tensor_lists\[1\] must be a list of tensors, found 3"),
-    ):
-        with pytest.raises(TypeError, match=match):
-            amp_C.multi_tensor_scale(0, flag("cpu"), lists, 2.0)  # type: ignore[arg-type]
-    assert (one == 1).all()
+ONE, WIDE = torch.ones(2), torch.ones(2, dtype=torch.float64)
+NOVOGRAD = (ONE, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.0, 1, 0, 0)  # the last is norm_type
+REFUSED: list[tuple[type[Exception], str, str, Any, tuple[Any, ...]]] = [
+    (TypeError, r"tensor_lists\[1\]\[0\] is None", "scale", [[ONE], [None]], (2.0,)),
+    (TypeError, "tensor_lists holds a <class 'float'>", "scale", [[ONE], [3.0]], (2.0,)),
+    (
+        TypeError,
+        r"tensor_lists\[1\] must be a list of tensors, found 3",
+        "scale",
+        [[ONE], 3],
+        (2.0,),
+    ),
+    (
+        TypeError,
+        r"the state of tensor_lists\[1\]\[0\].*must be float32",
+        "adagrad",
+        [[ONE], [ONE], [WIDE]],
+        (0.1, 1e-8, 0, 0.0),
+    ),
+    (ValueError, "norm_type must be 2", "novograd", [[ONE], [ONE], [ONE]], NOVOGRAD),
+]
 
 
-def test_a_state_that_no_pass_stores_is_named() -> None:
-    lists = [[torch.ones(2)], [torch.ones(2)], [torch.ones(2, dtype=torch.float64)]]
-    with pytest.raises(TypeError, match=r"the state of tensor_lists\[1\]\[0\].*must be float32"):
-        amp_C.multi_tensor_adagrad(0, flag("cpu"), lists, 0.1, 1e-8, 0, 0.0)
+@pytest.mark.parametrize(("error", "words", "op", "lists", "args"), REFUSED)
+def test_what_an_operator_does_not_take_is_named(
+    error: type[Exception], words: str, op: str, lists: Any, args: tuple[Any, ...]
+) -> None:
+    with pytest.raises(error, match=words):
+        getattr(amp_C, f"multi_tensor_{op}")(0, flag("cpu"), lists, *args)
+    assert (ONE == 1).all()
+    assert (WIDE == 1).all()
 
 
 def test_numbers_may_be_tensors() -> None:
