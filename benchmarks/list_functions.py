@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from timing import Candidate, samples
+from timing import Candidate, quartiles, samples
 from torch import Tensor, nn
 
 from amp_mp.apex import amp_C
@@ -83,8 +83,7 @@ def passes(sizes: list[int], dtype: torch.dtype) -> dict[str, Pair]:
 
 
 def spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{1e3 * middle:.3f} ({1e3 * low:.3f}-{1e3 * high:.3f})"
+    return quartiles([1e3 * value for value in values], "{:.3f} ({:.3f}-{:.3f})")
 
 
 def main(quick: bool) -> None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from timing import quartiles
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
 
@@ -244,8 +244,7 @@ def main() -> None:
             if isinstance(found := json.loads(line), str):
                 column.append(f"fails: {found}")
                 continue
-            low, middle, high = statistics.quantiles(found, n=4)
-            column.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            column.append(quartiles(found))
         columns.append(column)
     print("|", *(f"| {ISAS[isa]}" for isa in arguments.isa), "|")
     print("|---" * (1 + len(columns)) + "|")

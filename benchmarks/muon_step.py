@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from timing import Candidate, medians
-from torch_pipeline import SCALE, pipeline
+from torch_pipeline import SCALE, pipeline, scaled
 
 import amp_mp as amp
 from amp_mp._C import orthogonalise_
@@ -57,14 +57,7 @@ def torch_pipeline(shapes: list[tuple[int, int]], device: str) -> Callable[[], N
 def our_step(shapes: list[tuple[int, int]], device: str, memory: str) -> Callable[[], None]:
     """The same by amp_mp."""
     optimizer = amp.optim.Muon(matrices(shapes, device), 1e-4, max_grad_norm=1.0, memory=memory)
-    scaler = amp.GradScaler(device, init_scale=SCALE)
-    scaler.scale(torch.ones((), device=device))
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
+    return scaled(optimizer, device)
 
 
 def products(shapes: list[tuple[int, int]], device: str) -> tuple[Callable[[], None], float]:

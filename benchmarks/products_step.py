@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import kept_bytes
+from timing import kept_bytes, quartiles
 
 import amp_mp as amp
 from amp_mp import _C
@@ -92,9 +92,8 @@ def show(isa: str, found: dict[str, Any]) -> None:
     table = Table("", "ms", "of float32's time", "kept of a step, of float32's")
     for name, seconds in found["seconds"].items():
         ratios = [own / other for own, other in zip(seconds, base, strict=False)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         kept = found["bytes"][name] / found["bytes"]["float32"]
-        cells = f"{1e3 * statistics.median(seconds):.1f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        cells = f"{1e3 * statistics.median(seconds):.1f}", quartiles(ratios)
         table.add_row(name, *cells, f"{kept:.0%}")
     console = Console(width=100)
     console.print(f"DNNL_MAX_CPU_ISA={isa or '(unset)'}; auto: {found['chosen']}")

@@ -9,7 +9,6 @@ for each parameter. torch's fused AdamW beside it, on plain parameters and on DT
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import Candidate, samples
+from timing import Candidate, quartiles, samples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -45,12 +44,6 @@ def ours(mesh: Any, count: int, size: int, **options: Any) -> Callable[[], None]
 
 def theirs(mesh: Any, count: int, size: int) -> Callable[[], None]:
     return torch.optim.AdamW(params_of(count, size, mesh, torch.float32), fused=True).step
-
-
-def quartiles(values: list[float]) -> str:
-    """The median, and the quartiles in brackets."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def show(title: str, found: dict[str, list[float]], count: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import muon_step
 import torch
 from timing import Candidate, in_place, medians, show
-from torch_pipeline import SCALE, pipeline
+from torch_pipeline import SCALE, pipeline, scaled
 
 import amp_mp as amp
 
@@ -70,15 +70,8 @@ def our_step(
     """The same by amp_mp."""
     model = weights(sizes, device, dtype)
     optimizer = amp.optim.AdamW(model, lr=1e-4, max_grad_norm=1.0, memory=memory)
-    scaler = amp.GradScaler(device, init_scale=SCALE)
-    scaler.scale(torch.ones((), device=device))
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
     moved = round((MEASURE_BYTES + STEP_BYTES[memory]) * sum(sizes))
-    return Candidate(f"amp_mp, {memory}", step, moved)
+    return Candidate(f"amp_mp, {memory}", scaled(optimizer, device), moved)
 
 
 def passes(sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -> list[Candidate]:

@@ -97,3 +97,9 @@ def kept_bytes(model: torch.nn.Module, forward: Callable[..., object], *given: o
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward(*given)
     return sum(found.values())
+
+
+def quartiles(values: list[float], form: str = "{:.2f} ({:.2f} to {:.2f})") -> str:
+    """The median, and in parentheses the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return form.format(middle, low, high)

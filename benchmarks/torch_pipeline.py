@@ -1,10 +1,12 @@
-"""A step of mixed precision with torch alone: what benchmarks compare amp_mp's with."""
+"""A step of mixed precision with torch alone, and the same by amp_mp: what benchmarks compare."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+
+import amp_mp as amp
 
 SCALE = 2.0**10
 
@@ -28,5 +30,17 @@ def pipeline(
         scaler.update()
         with torch.no_grad():
             torch._foreach_copy_(model, masters)
+
+    return step
+
+
+def scaled(optimizer: torch.optim.Optimizer, device: str) -> Callable[[], None]:
+    """The same by amp_mp: its scaler's step of an optimizer with max_grad_norm, and update."""
+    scaler = amp.GradScaler(device, init_scale=SCALE)
+    scaler.scale(torch.ones((), device=device))
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
 
     return step

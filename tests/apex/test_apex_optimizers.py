@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 from typing import Any
 
@@ -23,7 +22,7 @@ from apex_reference import (
     sgd,
     start,
 )
-from helpers import DTYPES, PRETEND_GPU, array, assert_same, random
+from helpers import DTYPES, PRETEND_GPU, array, assert_same, random, through_a_file
 from tiers import paired, pairs
 from torch import nn
 
@@ -80,11 +79,8 @@ def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: 
     optimizer = optimizers.FusedAdam(params[:2], bias_correction=False)
     optimizer.add_param_group({"params": params[2:]})
     train(optimizer, params, 2)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     resumed = optimizers.FusedAdam([{"params": params[:2]}, {"params": params[2:]}])
-    resumed.load_state_dict(torch.load(file))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict(), weights_only=True))
     assert [group["bias_correction"] for group in resumed.param_groups] == [False, False]
     for step in (2, 3):
         for param, grad in zip(params, gradients(step), strict=True):

@@ -1,13 +1,16 @@
-"""gpu_step.py: what decides the most first, each figure at once, and what is known stays."""
+"""gpu_step.py: no failure stops the rest, what decides the most is first, what is known stays."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import gpu_step
 import pytest
+import torch
 from gpu_candidates import Candidate, Copy
 from gpu_lists import ShapeList, shape_lists
 from gpu_peers import KEY, candidates
@@ -171,3 +174,183 @@ def test_the_deciding_ones_exist() -> None:
     names = [c.name for c in candidates(shape_lists()[0], "cuda", others=True)]
     assert names[: len(KEY)] == list(KEY)
     assert len(names) == len(set(names))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import gpu_report  # noqa: E402
+from gpu_lists import shape_lists  # noqa: E402
+from gpu_worker import DEVICE_LOST, limit  # noqa: E402
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def made_up(name: str, run: Any, verify: str = "") -> Candidate:
+    return Candidate(name, lambda *_: Copy(run, lambda: verify), lambda _: 1e6)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_one_that_raises_is_reported_and_the_rest_goes_on(tmp_path: Path, large: bool) -> None:
+    calls = {"late": 0}
+
+    def late() -> None:  # three steps of warming up go well
+        calls["late"] += 1
+        if calls["late"] > 4:
+            raise RuntimeError("not any more\nand more lines")
+
+    def fails() -> None:
+        raise ValueError("cannot do that")
+
+    path = tmp_path / "worker.json"
+    worker = Worker(ShapeList("x", "x", ((8,),), large), "cpu", True, path, 60.0)
+    worker.run(
+        [
+            made_up("at once", fails),
+            made_up("late", late),
+            made_up("wrong", lambda: None, "weights did not change"),
+            made_up("good", lambda: torch.ones(1000).sum()),
+        ]
+    )
+    found = json.loads(path.read_text())
+    assert found["running"] is None
+    entries = found["candidates"]
+    assert entries["at once"]["error"] == "ValueError: cannot do that"
+    assert entries["late"]["error"] == "RuntimeError: not any more"
+    assert entries["wrong"]["error"] == "RuntimeError: weights did not change"
+    assert entries["good"]["ms"] > 0
+    assert "error" not in entries["good"]
+
+
+def test_what_takes_too_long_is_interrupted() -> None:
+    with pytest.raises(TimeoutError, match="took longer than 0 s"), limit(0.1):
+        time.sleep(10)
+
+
+def test_without_time_nothing_is_run(tmp_path: Path) -> None:
+    worker = Worker(ShapeList("x", "x", ((8,),), True), "cpu", True, tmp_path / "w.json", -1.0)
+    worker.run([made_up("good", lambda: None)])
+    assert worker.entries["good"] == {"error": "TimeoutError: not run: no time left"}
+
+
+@pytest.mark.parametrize("status", [DEVICE_LOST, -11, None])
+def test_a_worker_that_dies_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    skipped = []
+
+    def run_worker(
+        _shapes: object,
+        _device: str,
+        _quick: bool,
+        skip: list[str],
+        _seconds: float,
+        path: Path,
+        _heard: object,
+    ) -> tuple[int | None, str]:
+        skipped.append(skip)
+        first = {"fine": {"ms": 1.0}, "bad": {"error": "illegal"} if status == DEVICE_LOST else {}}
+        entries = first if len(skipped) == 1 else {"later": {"ms": 2.0}}
+        running = "bad" if len(skipped) == 1 else None
+        content = {"running": running, "ceilings": {"copy": 1.0}, "candidates": entries}
+        path.write_text(json.dumps(content))
+        return (status, "Segmentation fault") if len(skipped) == 1 else (0, "")
+
+    monkeypatch.setattr(gpu_step, "run_worker", run_worker)
+    found = gpu_step.run_list(shape_lists(quick=True)[0], "cpu", True, 60.0)
+    assert skipped == [[], ["bad", "fine"]]
+    assert found["candidates"]["fine"] == {"ms": 1.0}
+    assert found["candidates"]["later"] == {"ms": 2.0}
+    wanted = "illegal" if status == DEVICE_LOST else "Segmentation fault"
+    assert wanted in found["candidates"]["bad"]["error"]
+
+
+def test_a_worker_that_cannot_begin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_step, "run_worker", lambda *_: (1, "ImportError: no amp_mp"))
+    found = gpu_step.run_list(shape_lists(quick=True)[0], "cpu", True, 60.0)
+    assert found["error"] == "the process ended with status 1: ImportError: no amp_mp"
+    assert "ImportError" in gpu_report.list_table(found)
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sleeper = tmp_path / "gpu_worker.py"
+    sleeper.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(gpu_step, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_step, "STALLED", 0.5)
+    found = gpu_step.run_worker(shape_lists(True)[0], "cpu", True, [], 9.0, tmp_path / "x.json")
+    assert found == (None, "nothing happened for 0.5 s")
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
+def timed(ms: float, copy: float = 3000.0, **more: Any) -> dict[str, Any]:
+    return {"ms": ms, "host_ms": ms, "bytes": 1e9, "copy_gb_s": copy, **more}
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    one = {
+        "torch fused": timed(20.0),
+        "amp_mp exact": timed(10.0, share=0.9, launches=3, waits=0, to_host=1),
+        "amp_mp tiny": timed(6.0),
+        "flashoptim 24-bit": timed(5.7),
+        "flashoptim 32-bit, unquantised": {"error": "ModuleNotFoundError"},
+        "amp_mp measure bfloat16": timed(0.8, gb_s=2800.0),
+        "amp_mp measure float16": timed(0.8, gb_s=2600.0),
+        "amp_mp measure float32": timed(0.8, gb_s=2800.0, error="found nan"),
+        "amp_mp exact, overflow": timed(0.84),
+    }
+    lists = {"one": {"title": "one", "ceilings": {"read": 3000.0}, "candidates": one}}
+    found = {t.what: t for t in gpu_report.targets(lists)}
+    verdicts = {what: t.verdict for what, t in found.items() if what.startswith("one:")}
+    assert verdicts == {
+        "one: launches of a step, exact": "met",
+        "one: waits of a step, exact": "MISSED",
+        "one: exact, of copy bandwidth": "met",
+        "one: exact against torch's pipeline": "met",
+        "one: tiny against flashoptim 24-bit": "MISSED",
+        "one: exact against flashoptim 32-bit": "not measured",
+        "one: measure bfloat16, of reading": "met",
+        "one: measure float16, of reading": "MISSED",
+        "one: measure float32, of reading": "not measured",
+        "one: overflow step, of measuring alone": "met",
+    }
+    assert found["one: exact against torch's pipeline"].found == "2.00x"
+    assert found["one: tiny against flashoptim 24-bit"].found == "0.95x"
+    assert found["one: overflow step, of measuring alone"].found == "1.05x"
+    others = [t for what, t in found.items() if not what.startswith("one:")]
+    assert len(others) == 10
+    assert {t.verdict for t in others} == {"not measured"}
+
+
+def test_speeds_are_in_copies_measured_beside_them() -> None:
+    slow_memory = timed(11.0, copy=2000.0)
+    assert gpu_report.speed(timed(10.0, copy=2200.0), slow_memory) == pytest.approx(1.0)
+    assert gpu_report.speed(None, slow_memory) is None
+
+
+def test_a_bound_is_met_at_the_bound_and_nan_is_not_measured() -> None:
+    assert gpu_report.at_least("x", 0.9, 0.9, "%").met is True
+    assert gpu_report.at_least("x", 0.8999, 0.9, "%").met is False
+    assert gpu_report.at_least("x", math.nan, 0.9, "%").met is None
+
+
+def test_a_trace_that_has_seen_nothing_has_measured_nothing() -> None:
+    exact = timed(10.0, share=0.9, launches=0, waits=0, to_host=0)
+    found = gpu_report.targets({"one": {"candidates": {"amp_mp exact": exact}}})
+    assert [t.met for t in found[:2]] == [None, None]
+
+
+def test_a_table_tells_times_and_errors() -> None:
+    entries = {
+        "torch fused": timed(20.0, gb_s=3000, share=1.0, launches=30, waits=0, to_host=2),
+        "amp_mp exact": timed(10.0, gb_s=3000, share=1.0, ms_quartiles=[9.9, 10.0, 10.1])
+        | {"kernel_us": {"amp_mp::cuda::apply": [900.0, 901.26, 903.0]}},
+        "flashoptim 24-bit": {"error": "ModuleNotFoundError: No module named 'flashoptim'"},
+    }
+    content = {"title": "a list", "ceilings": {"copy": 3000.4}, "candidates": entries}
+    lines = gpu_report.list_table(content).splitlines()
+    assert lines[0] == "a list. GB/s: copy 3000"
+    assert " ".join(lines[2].split()) == "torch fused 20.000 20.000 1000 3000 100% 1.00x 30 2"
+    assert " ".join(lines[3].split()) == "amp_mp exact 10.000 1% 10.000 1000 3000 100% 2.00x"
+    assert lines[4] == "    us: apply 901.3"
+    assert lines[5].endswith("No module named 'flashoptim'")

@@ -203,16 +203,6 @@ def test_parts_add_to_one_file_and_repeated_ones_replace_their_own(tmp_path: Pat
     assert set(outcomes(again).values()) == {"passed"}
 
 
-def test_figures_of_other_code_are_put_aside(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {})
-    machine.make("gpu-bench", AMP_MP_COMMIT="0ld")
-    done = machine.make("gpu-sanitize", AMP_MP_COMMIT="new", MADE_UP_SOURCE="def")
-    assert "Made-Up-9000.json was of other code" in done.stdout
-    folder = machine.tree / "benchmarks/results"
-    assert json.loads((folder / "Made-Up-9000-0ld.json").read_text())["parts"].keys() >= {"bench"}
-    assert "bench" not in json.loads((folder / "Made-Up-9000.json").read_text())["parts"]
-
-
 @pytest.mark.parametrize(
     ("part", "seconds", "message"),
     [

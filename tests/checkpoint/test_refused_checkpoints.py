@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import make, network, train
 from everything import error_of, everything
-from tiers import in_turn, tiered
+from mutations import mutated_directory
+from tiers import full, in_turn, tiered
 from torch import nn
 
 import amp_mp as amp
@@ -248,3 +251,45 @@ def test_names_of_parameters_in_groups_count_in_any_order(tmp_path: Path) -> Non
         assert torch.equal(ours.state[param]["exp_avg"], own["exp_avg"])
     names = [name for name, _ in other.named_parameters()]
     assert ours.param_groups[0]["param_names"] == names[::-1]
+
+
+PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+IN_A_CASE, CASES = 20, 50
+CLEAR = ("nothing was loaded", "it is not a checkpoint")
+
+
+def pair_of(name: str) -> tuple[nn.Module, Any]:
+    if name != "torch":
+        return make(name)
+    model = network()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("case", [c if c < 10 else full(c) for c in range(CASES)])
+@pytest.mark.filterwarnings("ignore")
+def test_mutated_directories(case: int, tmp_path: Path) -> None:
+    """200 in `make test`, 1,000 in `make test-all`."""
+    source, target = ("torch", *PRESETS)[case % 6], ("torch", *PRESETS)[case // 6 % 6]
+    target = "torch" if source == "torch" and case % 12 else target
+    saved = pair_of(source)
+    train(*saved, 2)
+    plan = torch.optim.lr_scheduler.MultiStepLR(saved[1], [2, 5])
+    amp.checkpoint.save(tmp_path / "c", *saved, plan=plan, step=3)
+    model, optimizer = pair_of(target)
+    train(model, optimizer, 1, seed=9)
+    own = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 4])
+    refused = 0
+    for seed in range(case * IN_A_CASE, (case + 1) * IN_A_CASE):
+        path = mutated_directory(random.Random(seed), tmp_path / "c", tmp_path / str(seed))
+        before = everything(model, optimizer, own)
+        error = error_of(amp.checkpoint.load, path, model, optimizer, plan=own)
+        if error is not None:
+            refused += 1
+            assert any(words in str(error) for words in CLEAR), (seed, source, target, error)
+            assert everything(model, optimizer, own) == before, (seed, source, target, error)
+        else:
+            model, optimizer = pair_of(target)
+            own = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 4])
+        train(model, optimizer, 1)
+        shutil.rmtree(path)
+    assert refused > IN_A_CASE // 4

@@ -463,9 +463,19 @@ def test_a_forward_of_its_own_is_refused_and_main_grads_may_come_later(device: s
 
 def test_solver_options_build_every_fused_optimizer(device: str) -> None:
     fused = [
-        *(amp.optim.SGD, amp.optim.Adam, amp.optim.AdamW, amp.optim.Adagrad, amp.optim.RMSprop),
-        *(amp.optim.Lion, amp.optim.LAMB, amp.optim.LARS, amp.optim.NovoGrad, amp.optim.Adamax),
-        *(amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam),
+        amp.optim.SGD,
+        amp.optim.Adam,
+        amp.optim.AdamW,
+        amp.optim.Adagrad,
+        amp.optim.RMSprop,
+        amp.optim.Lion,
+        amp.optim.LAMB,
+        amp.optim.LARS,
+        amp.optim.NovoGrad,
+        amp.optim.Adamax,
+        amp.optim.Adadelta,
+        amp.optim.NAdam,
+        amp.optim.RAdam,
     ]
     for kind in fused:
         net = amp.apex.fp16_utils.convert_network(nn.Sequential(nn.Linear(4, 4)).to(device), F16)

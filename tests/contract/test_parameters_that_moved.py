@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import array, assert_same, on, random, state_names
+from helpers import array, assert_same, on, random, state_names, through_a_file
 from rules import (
     ADAM,
     RULES,
@@ -128,12 +127,9 @@ def test_remainders_of_a_file_are_for_weights_of_their_dtype(device: str, storag
     optimizer = amp.optim.AdamW(model.parameters(), **ADAM, **STORAGES[storage])
     model.weight.grad = grad_of(model.weight, 0)
     optimizer.step()
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     other = copy.deepcopy(model).half()
     again = amp.optim.AdamW(other.parameters(), **ADAM, **STORAGES[storage])
-    again.load_state_dict(torch.load(file, weights_only=True, map_location=device))
+    again.load_state_dict(through_a_file(optimizer.state_dict(), True, device))
     wanted = array(amp.float32_state_dict(other, again)["weight"])
     assert_same(wanted, array(other.weight), "master")
 

@@ -182,7 +182,8 @@ def test_a_weight_written_to_zero_is_zero_everywhere(
     for found in (
         amp.float32_state_dict(model, optimizer)["weight"],
         average.float32_state_dict()["weight"],
-        *(edited, *saved),
+        edited,
+        *saved,
     ):
         assert torch.equal(found == 0, zero)
         assert torch.equal(found[zero].signbit(), model.weight[zero].signbit())

@@ -31,8 +31,14 @@ def trained(recipe: Recipe, optimizer: str, **options: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *(("AdamW", {}), ("SGD", {"momentum": 0.9}), ("SGD", {}), ("Lion", {}), ("Adagrad", {})),
-        *(("Adadelta", {}), ("NAdam", {}), ("RAdam", {})),
+        ("AdamW", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {}),
+        ("Lion", {}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
     ],
     ids=["AdamW", "momentum", "SGD", "Lion", "Adagrad", "Adadelta", "NAdam", "RAdam"],
 )
@@ -88,7 +94,13 @@ def test_it_prints_a_row_for_each_recipe() -> None:
     first, header, *rows = text.splitlines()
     assert first == f"{8 * 2**30:,} parameters on 8 processes in 2 replicas, GiB each"
     assert header.split() == [
-        *("weights", "gradients", "masters", "states", "gathered", "held", "received"),
+        "weights",
+        "gradients",
+        "masters",
+        "states",
+        "gathered",
+        "held",
+        "received",
     ]
     assert len(rows) == len(RECIPES)
     assert rows[0].split()[-7:-1] == ["8.00", "8.00", "0.00", "16.00", "0.00", "32.00"]

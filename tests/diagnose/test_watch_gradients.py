@@ -185,7 +185,10 @@ def test_odd_modules_and_gradients() -> None:
     assert watch.weights["table.weight"].elements == 2 * 4  # the rows that were looked up
     assert watch.weights.keys() == {
         *(n for n, _ in model.rnn.named_parameters(prefix="rnn")),
-        *("twice.weight", "twice.bias", "table.weight", "hands_out.value"),
+        "twice.weight",
+        "twice.bias",
+        "table.weight",
+        "hands_out.value",
     }
     assert watch.left_out["wide.weight"] == "float64"
     assert "left out: wide.weight, float64" in str(watch.report())

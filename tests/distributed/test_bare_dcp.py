@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from layouts import Bag, differences, set_grads, shard
+from layouts import Bag, differences, shard, train
 from ranks import LARGE, on_ranks
 from tiers import in_turn
 from torch import nn
@@ -47,14 +47,8 @@ def made(layout: str | None, preset: str, steps: int) -> Any:
     model = model if layout is None else shard(model, layout)
     optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, memory=preset)
     train(model, optimizer, range(steps))
-    return model, optimizer
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        set_grads(list(model.parameters()), 100 * step)
-        optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer
 
 
 def compared(model: Any, optimizer: Any, preset: str) -> list[str]:

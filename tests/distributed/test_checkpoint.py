@@ -19,8 +19,8 @@ from layouts import (
     disagreements,
     local,
     placed_as,
-    set_grads,
     shard,
+    train,
 )
 from ranks import LARGE, on_ranks
 from tiers import full, tiered
@@ -54,12 +54,6 @@ def trained(layout: str | None, preset: str, steps: int, dtype: torch.dtype = LO
     optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, memory=preset, max_grad_norm=1e9)
     train(model, optimizer, range(steps))
     return model, optimizer
-
-
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        set_grads(list(model.parameters()), 100 * step)
-        optimizer.step()
 
 
 def save(layout: str, preset: str, path: str) -> None:
@@ -146,9 +140,7 @@ def save_theirs(layout: str | None, path: str, full: bool) -> None:
     model: Any = Bag(SHAPES, FLOAT)
     model = model if layout is None else shard(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        set_grads(list(model.parameters()), 100 * step)
-        optimizer.step()
+    train(model, optimizer, range(3))
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     state = {
         "model": get_model_state_dict(model, options=options),
@@ -162,10 +154,7 @@ def read_theirs(layout: str, preset: str, path: str) -> list[str]:
     model, optimizer = trained(layout, preset, 0)
     amp.checkpoint.load(path, model, optimizer)
     plain = Bag(SHAPES, torch.float32)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        set_grads(list(plain.parameters()), 100 * step)
-        theirs.step()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(3))
     found = []
     masters = amp.float32_state_dict(model, optimizer)
     exact = preset in ("float32", "exact")

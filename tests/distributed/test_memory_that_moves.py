@@ -85,12 +85,30 @@ def write(model: nn.Module) -> None:
             param.mul_(0.5)
 
 
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.5, 0.5)
+
+
+def write_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.zero_()
+
+
 def write_locally(model: nn.Module) -> None:
     for param in model.parameters():
         local(param).mul_(0.5)
 
 
-BETWEEN = [copy_memory, load, load_and_swap, set_state_dict, unshard, write, write_locally]
+def write_to_local(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if isinstance(param, DTensor) else param).zero_()
+
+
+WRITES = [write, clamp, write_data, write_locally, write_to_local]
+BETWEEN = [copy_memory, load, load_and_swap, set_state_dict, unshard, *WRITES]
 
 
 def moved(layout: str, dtype: torch.dtype, names: list[str]) -> list[str]:

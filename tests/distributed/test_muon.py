@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from around_sharding import error
 from layouts import (
     Bag,
     Net,
@@ -16,8 +17,10 @@ from layouts import (
     disagreements,
     local,
     mesh_of,
+    misplaced,
     set_grads,
     shard,
+    train,
 )
 from ranks import LARGE, on_ranks
 from tiers import tiered
@@ -77,12 +80,10 @@ def compare(layout: str, memories: list[str], options: str = "") -> list[str]:
             for model in (shard(Bag(SHAPES, dtype), layout), Bag(SHAPES, dtype)):
                 groups = groups_of(model, options)
                 optimizer = amp.optim.Muon(groups, lr=0.02, memory=memory, seed=3)
-                params = list(model.parameters())
-                for step in range(4):
-                    set_grads(params, 100 * step)
-                    optimizer.step()
-                runs += [params, optimizer]
-            found += [f"{memory}, {dtype}, {options}: {text}" for text in differences(*runs)]
+                train(model, optimizer, range(4))
+                runs += [list(model.parameters()), optimizer]
+            wrong = differences(*runs) + misplaced(runs[1])
+            found += [f"{memory}, {dtype}, {options}: {text}" for text in wrong]
     return found
 
 
@@ -103,11 +104,12 @@ CASES = [  # NorMuon needs whole rows
     for options in OTHERS
     if "rows" not in layout[0] or options != "normalised blocks"
 ]
+NORMUON = [("hsdp", 4, "normalised blocks"), ("columns", 2, "normalised blocks")]
 
 
 @pytest.mark.parametrize(
     ("layout", "world", "options"),
-    CASES if LARGE else tiered(CASES, [CASES[1], CASES[3], CASES[7]]),
+    [*(CASES if LARGE else tiered(CASES, [CASES[1], CASES[3], CASES[7]])), *NORMUON],
 )
 def test_every_option_has_the_bits_of_one_process(layout: str, world: int, options: str) -> None:
     for rank in on_ranks(world, compare, layout, ["exact"], options, limit_s=200):
@@ -198,10 +200,10 @@ def test_gradients_that_are_whole_count_once() -> None:
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def resumed(layout: str) -> list[str]:
+def resumed(layout: str, normalize: str | None) -> list[str]:
     """A sharded run whose state one process takes over."""
     model, whole = shard(Bag(SHAPES[:3], LOW), layout), Bag(SHAPES[:3], LOW)
-    one, two = amp.optim.Muon(model.parameters()), amp.optim.Muon(whole.parameters())
+    one, two = (amp.optim.Muon(each.parameters(), normalize=normalize) for each in (model, whole))
     for params, optimizer in ((model.parameters(), one), (whole.parameters(), two)):
         set_grads(list(params), 5)
         optimizer.step()
@@ -213,21 +215,29 @@ def resumed(layout: str) -> list[str]:
     return differences(list(model.parameters()), one, list(whole.parameters()), again)
 
 
-def test_one_process_takes_over_a_sharded_run() -> None:
-    for rank in on_ranks(2, resumed, "fsdp"):
+@pytest.mark.parametrize("normalize", [None, "rows"])
+def test_one_process_takes_over_a_sharded_run(normalize: str | None) -> None:
+    for rank in on_ranks(2, resumed, "fsdp", normalize):
         assert rank == []
 
 
 def released(layout: str) -> str:
     model = shard(Bag(SHAPES[:2], torch.float32), layout)
-    optimizer = amp.optim.Muon(model.parameters())
-    try:
-        optimizer.attach(model, release=True)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error(amp.optim.Muon(model.parameters()).attach, model, release=True)
 
 
 def test_shards_are_not_released() -> None:
     for text in on_ranks(2, released, "fsdp"):
         assert "whole matrices" in text
+
+
+def split_by_columns() -> str:
+    model = shard(Bag([(64, 32)] * 2, torch.float32), "rows")
+    optimizer = amp.optim.Muon(model.parameters(), normalize="rows")
+    set_grads(list(model.parameters()), 1)
+    return error(optimizer.step)
+
+
+def test_columns_on_several_processes_are_refused_by_normuon() -> None:
+    for text in on_ranks(2, split_by_columns):
+        assert "split along its columns over processes" in text

@@ -1,20 +1,34 @@
-"""An inf or NaN in one rank's shard: no rank steps, no byte changes, and all ranks say so."""
+"""An inf, a NaN or a spike in one shard: no rank steps, no byte changes, all ranks say so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import pytest
 import torch
-from layouts import Bag, digests, disagreements, local, noise, parts_of, placed_as, shard
+import torch.distributed as dist
+from layouts import (
+    Bag,
+    Net,
+    digests,
+    disagreements,
+    local,
+    noise,
+    parts_of,
+    placed_as,
+    set_grads,
+    shard,
+)
 from ranks import on_ranks
 from tiers import tiered
 from torch import Tensor
 
 import amp_mp as amp
+from amp_mp.scaling import NormSpike
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -52,54 +66,46 @@ class Scaled(Loop):
     """amp.GradScaler with an amp_mp optimizer."""
 
     halves = 0.5
+    inner: Any = partial(amp.optim.AdamW, memory="exact")
 
     def make(self) -> Any:
         self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return amp.optim.AdamW(self.params, lr=0.01, memory="exact")
+        return self.inner(self.params, lr=0.01)
 
     def run(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
+        self.look()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scale = self.scaler.get_scale()
-        self.skipped = self.optimizer.step_was_skipped
+        self.skipped = getattr(self.optimizer, "step_was_skipped", None)
+
+    def look(self) -> None:
+        """Between the backward pass and the step."""
 
 
 class Unscaled(Scaled):
     """The same, where the script calls unscale_ to look at the gradients."""
 
-    def run(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+    def look(self) -> None:
         self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scale = self.scaler.get_scale()
 
 
 class ScaledTorch(Scaled):
     """amp.GradScaler with torch's optimizer."""
 
-    def make(self) -> Any:
-        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
-
-    def run(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.scale = self.scaler.get_scale()
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class UnscaledTorch(Unscaled):
-    def make(self) -> Any:
-        self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
-        return torch.optim.AdamW(self.params, lr=0.01, foreach=False)
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class Wrapped(Loop):
     """amp.FP16_Optimizer around an amp_mp optimizer."""
 
     halves = 0.5
+    inner: Any = amp.optim.AdamW
 
     def run(self, loss: Tensor) -> None:
         self.wrapper.backward(loss)
@@ -107,12 +113,17 @@ class Wrapped(Loop):
         self.scale, self.skipped = self.wrapper.loss_scale, self.wrapper.overflow
 
     def make(self) -> Any:
-        optimizer = amp.optim.AdamW(self.params, lr=0.01)
-        args = {"init_scale": 2.0**40}
         self.wrapper = amp.FP16_Optimizer(
-            optimizer, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
+            self.inner(self.params, lr=0.01),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**40},
+            verbose=False,
         )
-        return optimizer
+        return self.wrapper
+
+
+class WrappedTorch(Wrapped):
+    inner = partial(torch.optim.AdamW, foreach=False)
 
 
 class Handle(Loop):
@@ -181,7 +192,7 @@ def overflows(layout: str, name: str) -> list[tuple[str, Any, float, bool, Any]]
 
 
 # Every loop and every split once or twice; `full`: each loop under each split.
-LOOPS = [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, Handle]
+LOOPS = [Loop, Clips, Scaled, Unscaled, ScaledTorch, UnscaledTorch, Wrapped, WrappedTorch, Handle]
 IN_TURN = [(kind, *SPLITS[n % len(SPLITS)]) for n, kind in enumerate(LOOPS)]
 
 
@@ -247,3 +258,56 @@ def test_rank_0_alone_prints() -> None:
     assert "1 parameters with float32 masters" in first
     assert "OVERFLOW! Skipping step." in first
     assert second == ""
+
+
+SPIKE, STEPS = 14, 18
+
+
+def spiked(layout: str, kind: str, limit: Any) -> tuple[list[Any], Any, list[bool], Any]:
+    """Reports, what was learned, which steps changed a byte, and digests.
+
+    The spike multiplies gradients by a million: those of the last rank, or of all where others have
+    the same ones.
+    """
+    model = shard(Net(torch.bfloat16), layout)
+    params = list(model.parameters())
+    optimizer = getattr(amp.optim, kind)(params, lr=1e-3, skip_norm_above=limit)
+    optimizer.init_state()
+    reports, changed = [], []
+    for step in range(STEPS):
+        before = digests(params, optimizer)
+        set_grads(params, 100 * step)
+        if step == SPIKE and (layout != "fsdp" or dist.get_rank() == dist.get_world_size() - 1):
+            for param in params:
+                local(param.grad).mul_(1e6)
+        optimizer.step()
+        reports.append(optimizer.last_report())
+        changed.append(digests(params, optimizer) != before)
+    known = optimizer.state_dict()["param_groups"][0].get("norm_history")
+    return reports, known, changed, digests(params, optimizer)
+
+
+CASES = [("fsdp", 2, "AdamW"), ("fsdp", 4, "LAMB"), ("tp fsdp", 4, "AdamW"), ("hsdp", 4, "SGD")]
+
+
+@pytest.mark.parametrize(("layout", "world", "kind"), CASES)
+def test_a_spike_on_one_process_stops_all(layout: str, world: int, kind: str) -> None:
+    ranks = on_ranks(world, spiked, layout, kind, NormSpike(6, 20))
+    for reports, known, changed, _ in ranks:
+        assert changed == [step != SPIKE for step in range(STEPS)]
+        assert [report.skipped for report in reports] == [step == SPIKE for step in range(STEPS)]
+        assert (reports, known) == ranks[0][:2]
+        assert (reports[-1].overflows, reports[-1].spikes) == (0, 1)
+        norms = [report.grad_norm for report in reports[:SPIKE]]
+        assert reports[SPIKE].grad_norm > 1e4 * max(norms)
+        assert known[0] == STEPS - 1
+    assert disagreements([held for *_, held in ranks]) == []
+
+
+def test_a_fixed_limit_is_of_the_whole_norm() -> None:
+    limit = 50.0
+    ranks = on_ranks(2, spiked, "fsdp", "AdamW", limit)
+    for reports, _, changed, _ in ranks:
+        assert changed == [not report.skipped for report in reports]
+        assert changed == [report.grad_norm <= limit for report in reports]
+        assert reports == ranks[0][0]

@@ -9,15 +9,16 @@ import pytest
 import torch
 from layouts import (
     NORM_ERROR,
-    REPLICATED,
     Bag,
     differences,
     digests,
     disagreements,
     local,
+    misplaced,
     same_elements,
     set_grads,
     shard,
+    train,
 )
 from ranks import LARGE, on_ranks
 from rules import RULES, STORAGES
@@ -103,22 +104,6 @@ def compare(layout: str, rules: list[str], presets: list[str]) -> list[str]:
     return found
 
 
-def misplaced(optimizer: Any) -> list[str]:
-    """States that are not DTensors placed as their parameters are."""
-    found = []
-    for param, state in optimizer.state.items():
-        for name, value in state.items():
-            wanted = isinstance(param, DTensor) and name not in REPLICATED
-            if isinstance(value, DTensor) != wanted:
-                found.append(f"{name} is a {type(value).__name__} beside a {type(param).__name__}")
-            elif wanted and (value.device_mesh, value.placements) != (
-                param.device_mesh,
-                param.placements,
-            ):
-                found.append(f"{name} is placed as {value.placements}, not {param.placements}")
-    return found
-
-
 @pytest.mark.parametrize(("layout", "world"), tiered(SPLITS, SPLITS[1:2] + SPLITS[3:6]))
 def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
     for rank in on_ranks(world, compare, layout, ["adamw"], list(STORAGES)):
@@ -136,16 +121,12 @@ def test_every_rule_has_the_bits_of_one_process(layout: str, world: int) -> None
 
 def stochastic(layout: str) -> list[str]:
     """bfloat16 weights without a master, rounded by counter."""
-    runs = []
-    for params in (
-        list(shard(Bag(SHAPES, LOW), layout).parameters()),
-        list(Bag(SHAPES, LOW).parameters()),
-    ):
-        optimizer = amp.optim.AdamW(params, lr=1e-3, master="none", rounding="stochastic", seed=7)
-        for step in range(STEPS):
-            set_grads(params, 100 * step)
-            optimizer.step()
-        runs += [params, optimizer]
+    runs: list[Any] = []
+    for model in (shard(Bag(SHAPES, LOW), layout), Bag(SHAPES, LOW)):
+        options: Any = {"lr": 1e-3, "master": "none", "rounding": "stochastic", "seed": 7}
+        optimizer = amp.optim.AdamW(model.parameters(), **options)
+        train(model, optimizer, range(STEPS))
+        runs += [list(model.parameters()), optimizer]
     return differences(*runs)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import Script, run_each
+from progress import Bar
 from train_gpt import Settings, SettingsError, Trainer, plot, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,3 +152,24 @@ def test_the_minimal_script_learns_and_is_what_the_readme_shows() -> None:
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown
     assert script.read_text().endswith(shown[1])
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_log_gets_a_line_for_each_ten_per_cent(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: watched)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
+    log = io.StringIO()
+    with Bar(total=750, file=log, mininterval=0) as bar:
+        for step in range(750):
+            bar.set_description(f"loss {step}", refresh=step % 10 == 0)
+            bar.update()
+            bar.set_postfix_str("about 01:00 left")
+    written = log.getvalue()
+    if watched:
+        assert written.count("\r") > 100
+        return
+    assert "\r" not in written
+    shares = [line.split("%")[0].rpartition(" ")[2] for line in written.split("\n") if line]
+    assert shares == [str(share) for share in range(0, 101, 10)]

@@ -19,8 +19,13 @@ from amp_mp import _C
 DECAYS = (0.0, 0.3, 0.5, 0.7, 0.9999, 1.0)
 # How a number may be stored: the dtype of its first part, and its rest.
 STORED = (
-    *("float32", "bfloat16", "float16"),
-    *("bfloat16 split32", "bfloat16 split24", "float16 split32", "float16 split24"),
+    "float32",
+    "bfloat16",
+    "float16",
+    "bfloat16 split32",
+    "bfloat16 split24",
+    "float16 split32",
+    "float16 split24",
 )
 AVERAGES = ("float32", "bfloat16 split32", "float16 split32")
 SIZES = (*RAGGED[:-1], 70_001)

@@ -37,9 +37,34 @@ def tool(path: Path, text: str) -> Path:
     return path
 
 
+class Here:
+    """A folder with made-up tools, and the variables of a build."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, monkeypatch
+        self.site = folder / "site-2.13.0+cu130"
+
+    def set(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self.patch.setenv(name, value)
+
+    def torches(
+        self, version: str = "2.13.0+cu130", cuda: str | None = "13.0"
+    ) -> list[found.Torch]:
+        """What the build finds where this torch is."""
+        self.set(AMP_MP_TORCH=str(torch_of(version, cuda, self.folder)))
+        return found.find_torches()
+
+    def toolkit(self, release: str) -> Path:
+        """The nvcc of the toolkit that CUDA_HOME names."""
+        nvcc = nvcc_of(release, self.folder / "cuda")
+        self.set(CUDA_HOME=str(self.folder / "cuda"))
+        return nvcc
+
+
 @pytest.fixture
-def stub_torch(tmp_path: Path) -> Path:
-    return torch_of("2.13.0+cu130", "13.0", tmp_path)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(tmp_path, monkeypatch)
 
 
 def torch_of(version: str, cuda: str | None, folder: Path, headers: bool = True) -> Path:
@@ -95,29 +120,18 @@ def driver(there: bool) -> Callable[[str], object]:
 # ---- torch ---------------------------------------------------------------------------------------
 
 
-def test_torch_is_read_and_never_imported(
-    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMP_MP_TORCH", str(stub_torch))
-    (torch,) = found.find_torches()
+def test_torch_is_read_and_never_imported(here: Here) -> None:
+    (torch,) = here.torches()
     assert (torch.version, torch.cuda, torch.name) == ("2.13.0+cu130", "13.0", "torch2_13")
     found.check_torches([torch])
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted"),
-    [("2.10.0", "found torch 2.10.0"), ("2.16.0.dev1", "found torch 2.16.0.dev1"), ("2.11.0", "")],
-)
-def test_a_version_out_of_range_is_refused_and_stays(
-    version: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMP_MP_TORCH", str(torch_of(version, None, tmp_path)))
-    if not wanted:
-        return found.check_torches(found.find_torches())
-    with pytest.raises(SystemExit, match=re.escape(wanted)) as error:
-        found.check_torches(found.find_torches())
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0.dev1"])
+def test_a_version_out_of_range_is_refused(version: str, here: Here) -> None:
+    found.check_torches(here.torches("2.11.0", None))
+    with pytest.raises(SystemExit, match=f"found torch {re.escape(version)}") as error:
+        found.check_torches(here.torches(version, None))
     assert "pip install 'torch>=2.11,<2.16'" in str(error.value)
-    return None
 
 
 def test_the_range_is_that_of_the_package() -> None:
@@ -146,13 +160,11 @@ def test_without_torch_the_reason_is_the_right_one(monkeypatch: pytest.MonkeyPat
         sys.path.pop(0)
 
 
-def test_a_torch_without_headers_and_a_wrong_folder_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMP_MP_TORCH", str(torch_of("2.12.1", None, tmp_path, headers=False)))
+def test_a_torch_without_headers_and_a_wrong_folder_are_named(here: Here) -> None:
+    here.set(AMP_MP_TORCH=str(torch_of("2.12.1", None, here.folder, headers=False)))
     with pytest.raises(SystemExit, match="has no C\\+\\+ headers"):
         found.check_torches(found.find_torches())
-    monkeypatch.setenv("AMP_MP_TORCH", str(tmp_path))
+    here.set(AMP_MP_TORCH=str(here.folder))
     with pytest.raises(SystemExit, match=r"AMP_MP_TORCH: .* is not the folder of a package torch"):
         found.find_torches()
 
@@ -197,23 +209,18 @@ def test_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- CUDA ----------------------------------------------------------------------------------------
 
 
-def torches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[found.Torch]:
-    monkeypatch.setenv("AMP_MP_TORCH", str(folder))
-    return found.find_torches()
-
-
 @pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.13.0+cu130", "2.11.0+cu126"])
 @pytest.mark.parametrize("gpu", ["", "program", "library"])
 @pytest.mark.parametrize("wanted", ["", "0", "1"])
 def test_no_nvcc_is_an_error_where_a_gpu_or_the_user_asks_for_kernels(
-    torch: str, gpu: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch: str, gpu: str, wanted: str, here: Here
 ) -> None:
     cuda = {"2.13.0+cu130": "13.0", "2.11.0+cu126": "12.6"}.get(torch)
-    ours = torches(torch_of(torch, cuda, tmp_path), monkeypatch)
+    ours = here.torches(torch, cuda)
     if gpu == "program":
-        tool(tmp_path / "bin/nvidia-smi", "echo 9.0")
-    monkeypatch.setattr(found.ctypes, "CDLL", driver(there=gpu == "library"))
-    monkeypatch.setenv("AMP_MP_CUDA", wanted)
+        tool(here.folder / "bin/nvidia-smi", "echo 9.0")
+    here.patch.setattr(found.ctypes, "CDLL", driver(there=gpu == "library"))
+    here.set(AMP_MP_CUDA=wanted)
     if wanted == "0" or (wanted == "" and not (gpu and cuda)):
         assert found.find_cuda(ours) is None
         assert found.missing_nvcc(ours) is None
@@ -227,9 +234,9 @@ def test_no_nvcc_is_an_error_where_a_gpu_or_the_user_asks_for_kernels(
 
 
 def test_a_build_for_the_cpu_alone_says_so_in_one_line(
-    stub_torch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours = torches(stub_torch, monkeypatch)
+    ours = here.torches()
     native.say_what_is_built(ours, found.find_cuda(ours))
     said = capsys.readouterr().out.splitlines()[0]
     assert "without CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
@@ -238,32 +245,26 @@ def test_a_build_for_the_cpu_alone_says_so_in_one_line(
     assert capsys.readouterr().out.splitlines()[0].endswith("without CUDA kernels")
 
 
-def test_a_wrong_setting_of_cuda_is_named(
-    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMP_MP_CUDA", "yes")
+def test_a_wrong_setting_of_cuda_is_named(here: Here) -> None:
+    here.set(AMP_MP_CUDA="yes")
     with pytest.raises(SystemExit, match=r"AMP_MP_CUDA must be 0 or 1, found 'yes'"):
-        found.find_cuda(torches(stub_torch, monkeypatch))
+        found.find_cuda(here.torches())
 
 
-def test_nvcc_of_pips_packages_is_found_beside_torch(
-    stub_torch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc = nvcc_of("13.0", stub_torch.parent / "nvidia/cu13")
-    cuda = found.find_cuda(torches(stub_torch, monkeypatch))
+def test_nvcc_of_pips_packages_is_found_beside_torch(here: Here) -> None:
+    nvcc = nvcc_of("13.0", here.site / "nvidia/cu13")
+    cuda = found.find_cuda(here.torches())
     assert cuda is not None
     assert (cuda.nvcc, cuda.release) == (str(nvcc), "13.0")
-    assert cuda.runtime == stub_torch.parent / "nvidia/cu13/lib64/libcudart_static.a"
+    assert cuda.runtime == here.site / "nvidia/cu13/lib64/libcudart_static.a"
 
 
-def test_an_nvcc_newer_than_torchs_cuda_is_refused_unless_demanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("13.0", tmp_path / "cuda").parents[1]))
-    ours = torches(torch_of("2.11.0+cu126", "12.6", tmp_path), monkeypatch)
+def test_an_nvcc_newer_than_torchs_cuda_is_refused_unless_demanded(here: Here) -> None:
+    here.toolkit("13.0")
+    ours = here.torches("2.11.0+cu126", "12.6")
     with pytest.raises(SystemExit, match=r"is CUDA 13.0, but torch 2.11.0.cu126 uses CUDA 12.6"):
         found.find_cuda(ours)
-    monkeypatch.setenv("AMP_MP_CUDA", "1")
+    here.set(AMP_MP_CUDA="1")
     assert found.find_cuda(ours) is not None
 
 
@@ -273,66 +274,55 @@ def test_an_nvcc_newer_than_torchs_cuda_is_refused_unless_demanded(
         ("12.6", "sm_75 sm_80 sm_90 compute_90"),
         ("12.8", "sm_75 sm_80 sm_90 sm_100 compute_100 sm_120"),
         ("13.0", "sm_75 sm_80 sm_90 sm_100 compute_100 sm_120"),
-        ("11.8", None),
     ],
 )
-def test_kernels_are_for_what_nvcc_knows(
-    release: str, codes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(nvcc_of(release, tmp_path / "cuda").parents[1]))
-    ours = torches(torch_of("2.13.0+cu130", "13.0", tmp_path), monkeypatch)
-    if codes is None:
-        with pytest.raises(SystemExit, match=r"is CUDA 11.8, which has no C..20"):
-            found.find_cuda(ours)
-        return
-    cuda = found.find_cuda(ours)
+def test_kernels_are_for_what_nvcc_knows(release: str, codes: str, here: Here) -> None:
+    here.toolkit(release)
+    cuda = found.find_cuda(here.torches())
     assert cuda is not None
     assert [flag.split("code=")[1] for flag in cuda.architectures[1::2]] == codes.split()
 
 
-def test_a_list_of_architectures_is_checked_against_nvcc(
-    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("12.6", tmp_path / "cuda").parents[1]))
-    ours = torches(stub_torch, monkeypatch)
+def test_an_nvcc_without_cpp_20_is_named(here: Here) -> None:
+    here.toolkit("11.8")
+    with pytest.raises(SystemExit, match=r"is CUDA 11.8, which has no C..20"):
+        found.find_cuda(here.torches())
+
+
+def test_a_list_of_architectures_is_checked_against_nvcc(here: Here) -> None:
+    here.toolkit("12.6")
+    ours = here.torches()
     for listed, message in (
         ("9.0;10.0", "asks for 10.0, which .*nvcc does not know; it knows 7.0, 7.5"),
         ("newest", "cannot read 'newest', expected like 9.0"),
     ):
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+        here.set(TORCH_CUDA_ARCH_LIST=listed)
         with pytest.raises(SystemExit, match=f"TORCH_CUDA_ARCH_LIST:? {message}"):
             found.find_cuda(ours)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")
+    here.set(TORCH_CUDA_ARCH_LIST="8.0 9.0a+PTX")
     cuda = found.find_cuda(ours)
     assert cuda is not None
     assert cuda.architectures[-1] == "arch=compute_90a,code=compute_90a"
 
 
-def test_a_compiler_that_is_too_new_for_nvcc_is_named(
-    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc = nvcc_of("13.0", tmp_path / "cuda")
+def test_a_compiler_that_is_too_new_for_nvcc_is_named(here: Here) -> None:
+    nvcc = here.toolkit("13.0")
     said = "host_config.h:154:2: error: #error -- unsupported GNU version! gcc 16"
     refuses = f'*-ccbin*) ;;\n*"-x cu"*) echo "{said}" >&2; echo more >&2; exit 1 ;;'
     nvcc.write_text(nvcc.read_text().replace("case $* in", f"case $* in\n{refuses}"))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    ours = torches(stub_torch, monkeypatch)
+    ours = here.torches()
     with pytest.raises(SystemExit, match=r"does not work with g\+\+: .*unsupported GNU") as error:
         found.find_cuda(ours)
     assert "CXX=g++-14 pip install" in str(error.value)
-    monkeypatch.setenv("CXX", "g++-14")
+    here.set(CXX="g++-14")
     cuda = found.find_cuda(ours)
     assert cuda is not None
     assert cuda.host == ["-ccbin", "g++-14"]
 
 
-def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(
-    stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvcc = nvcc_of("13.0", tmp_path / "cuda")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    ours = torches(stub_torch, monkeypatch)
-    (tmp_path / "cuda/lib64/libcudart_static.a").unlink()
+def test_an_nvcc_without_its_runtime_or_that_is_none_is_named(here: Here) -> None:
+    nvcc, ours = here.toolkit("13.0"), here.torches()
+    (here.folder / "cuda/lib64/libcudart_static.a").unlink()
     with pytest.raises(SystemExit, match=r"libcudart_static.a not found under"):
         found.find_cuda(ours)
     tool(nvcc, "echo hello")
@@ -353,21 +343,20 @@ def for_other(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_another_processor_takes_its_own_compiler_tags_and_cuda_runtime(
-    for_other: str, stub_torch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    for_other: str, here: Here
 ) -> None:
     assert (found.machine(), found.is_foreign()) == (for_other, True)
     assert os.environ["SETUPTOOLS_EXT_SUFFIX"].endswith(f"-{for_other}-linux-gnu.so")
-    monkeypatch.setenv("CUDA_HOME", str(nvcc_of("13.0", tmp_path / "cuda").parents[1]))
-    ours = torches(stub_torch, monkeypatch)
-    site = stub_torch.parent  # the toolkit has this machine's
-    with pytest.raises(SystemExit, match=f"{re.escape(str(site))} for {for_other}"):
+    here.toolkit("13.0")  # which has this machine's
+    ours = here.torches()
+    with pytest.raises(SystemExit, match=f"{re.escape(str(here.site))} for {for_other}"):
         found.find_cuda(ours)
-    (site / "nvidia/cu13/lib").mkdir(parents=True)
-    (site / "nvidia/cu13/lib/libcudart_static.a").touch()
+    (here.site / "nvidia/cu13/lib").mkdir(parents=True)
+    (here.site / "nvidia/cu13/lib/libcudart_static.a").touch()
     cuda = found.find_cuda(ours)
     assert cuda is not None
-    assert cuda.runtime == site / "nvidia/cu13/lib/libcudart_static.a"
-    headers = ["-isystem", str(tmp_path / "cuda/include")]
+    assert cuda.runtime == here.site / "nvidia/cu13/lib/libcudart_static.a"
+    headers = ["-isystem", str(here.folder / "cuda/include")]
     assert cuda.host == ["-ccbin", f"{for_other}-linux-gnu-g++", *headers]
     options = wheel.for_machine(for_other)
     assert {f"manylinux_2_28_{for_other}", "--only-binary=:all:"} <= {*options}

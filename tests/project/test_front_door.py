@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pydoc
 import subprocess
 import sys
 import types
+import typing
 
 import pytest
+import torch
+from torch import nn
 
 import amp_mp as amp
 
 PACKAGES = {
-    *("optim", "nn", "scaling", "casting", "formats", "checkpoint", "diagnose", "apex", "compat"),
+    "optim",
+    "nn",
+    "scaling",
+    "casting",
+    "formats",
+    "checkpoint",
+    "diagnose",
+    "apex",
+    "compat",
     "integrations",
 }
 NAMES = {
-    *("init", "autocast", "prepare", "keep_fp32", "GradScaler", "FP16_Optimizer", "AveragedModel"),
-    *("float32_state_dict", "load_float32_state_dict", "attach_main_grads", "explain", "policies"),
-    *("set_policy", "build_info"),
+    "init",
+    "autocast",
+    "prepare",
+    "keep_fp32",
+    "GradScaler",
+    "FP16_Optimizer",
+    "AveragedModel",
+    "float32_state_dict",
+    "load_float32_state_dict",
+    "attach_main_grads",
+    "explain",
+    "policies",
+    "set_policy",
+    "build_info",
 }
 ELSEWHERE = {
     "apex.amp": {"master_params"},
     "apex.fp16_utils": {
-        *("BN_convert_float", "convert_network", "network_to_half", "tofp16"),
-        *("master_params_to_model_params", "model_grads_to_master_grads", "prep_param_lists"),
+        "BN_convert_float",
+        "convert_network",
+        "network_to_half",
+        "tofp16",
+        "master_params_to_model_params",
+        "model_grads_to_master_grads",
+        "prep_param_lists",
     },
     "apex.contrib.clip_grad": {"clip_grad_norm_"},
     "apex.contrib.xentropy": {"SoftmaxCrossEntropyLoss"},
@@ -33,15 +62,29 @@ ELSEWHERE = {
     "apex.optimizers": {"FusedAdam", "FusedLAMB", "FusedSGD", "FusedNovoGrad", "FusedAdagrad"},
     "apex.parallel": {"LARC", "DistributedDataParallel", "Reducer", "convert_syncbn_model"},
     "casting": {
-        *("backward", "clear_cache", "disable_casts", "uninstall", "half_function"),
-        *("float_function", "promote_function", "register_half_function"),
-        *("register_float_function", "register_promote_function"),
+        "backward",
+        "clear_cache",
+        "disable_casts",
+        "uninstall",
+        "half_function",
+        "float_function",
+        "promote_function",
+        "register_half_function",
+        "register_float_function",
+        "register_promote_function",
     },
     "optim": {"AdamW", "SGD", "Muon", "qk_clip_"},
     "scaling": {"Backoff", "Static"},
     "compat": {
-        *("MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum"),
-        *("mixed_precision", "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale"),
+        "MixedPrecisionOptimizerWrapper",
+        "TypedTensor",
+        "l1",
+        "l2_half",
+        "l2_sum",
+        "mixed_precision",
+        "mp_regularizer_wrapper",
+        "set_layer_types",
+        "shift_for_scale",
     },
 }
 
@@ -97,3 +140,60 @@ print(*(getattr(amp_mp, name.split(".")[1]).__name__ for name in {rooms}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]", " ".join(rooms)]
+
+
+OWN = {
+    "max_grad_norm",
+    "check_overflow",
+    "process_groups",
+    "skip_norm_above",
+    "raise_after_skips",
+    "memory_report",
+    "grad_norm",
+    "step_was_skipped",
+    "last_report",
+    "attach",
+    "init_state",
+    "torch_state_dict",
+    "amp_scaling",
+    "masters",
+}
+KINDS = sorted(
+    name
+    for name in amp.optim.__all__
+    if isinstance(getattr(amp.optim, name), type)
+    and issubclass(getattr(amp.optim, name), amp.optim.FusedOptimizer)
+    and name != "FusedOptimizer"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_shows_torchs_names_and_few_of_its_own(kind: str) -> None:
+    param = nn.Parameter(torch.zeros(2, 2))
+    optimizer = getattr(amp.optim, kind)([param], lr=0.1)
+    shown = {name for name in dir(optimizer) if not name.startswith("_")}
+    assert shown >= OWN
+    own = {"SGD": {"momentum_form"}, "Muon": {"param_summary"}}.get(kind, set())
+    assert shown - set(dir(torch.optim.AdamW([param]))) == OWN | own
+
+
+def test_the_help_of_adamw_shows_its_options_and_fits_two_screens() -> None:
+    names = inspect.signature(amp.optim.AdamW).parameters
+    assert {"memory", "max_grad_norm", "check_overflow", "process_groups"} <= set(names)
+    text = pydoc.plain(pydoc.render_doc(amp.optim.AdamW))
+    assert len(text[: text.index("Method resolution order")].splitlines()) <= 2 * 40
+
+
+def test_memory_is_a_literal() -> None:
+    hint = inspect.signature(amp.optim.AdamW).parameters["memory"].annotation
+    hint = next(each for each in typing.get_args(hint) if typing.get_args(each))
+    assert set(typing.get_args(hint)) >= {"exact", "lean", "tiny", "micro", "float32"}
+
+
+def test_the_repr_shows_preset_clipping_and_checking() -> None:
+    param = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    options = {"memory": "lean", "max_grad_norm": 0.5, "check_overflow": True}
+    shown = repr(amp.optim.AdamW([param], **options))
+    assert "lean" in shown
+    assert "0.5" in shown
+    assert "check_overflow" in shown

@@ -31,8 +31,15 @@ SHARED = {
     "amp_mp.sharding.shards",
 }  # what every room may import
 RETIRED = (
-    *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),
-    *("originals", "outcome"),
+    "Terms",
+    "ScaleMove",
+    "NextScale",
+    "Place",
+    "facade",
+    "folded",
+    "streak",
+    "originals",
+    "outcome",
 )
 
 

@@ -1,4 +1,4 @@
-"""A small sharded model and the loops of a user's script around it, for test_around_sharding_*."""
+"""A small sharded model and the loops of a user's script around it, for test_around_sharding*."""
 
 from __future__ import annotations
 

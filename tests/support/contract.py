@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import reference
 import reference_formats as formats
-from reference import Clock, Floats
+from reference import Clock, Floats, Numbers
 from rules import PRESETS, WITHOUT_ROWS
 
 LOW = ("bfloat16", "float16")
@@ -148,11 +148,10 @@ class Parameter:
         assert state is not None
         state.clock.tick(*group["betas"])
         names = ("lr", "betas", "eps", "weight_decay")
-        numbers = {name: group[name] for name in names}
+        numbers = Numbers(**{name: group[name] for name in names})
         w, m, v = reference.adam(
-            g * multiplier, self.master(), state.m, state.v, None, state.clock, decoupled=True,
-            **numbers,
-        )  # fmt: skip
+            g * multiplier, self.master(), state.m, state.v, None, state.clock, numbers, True
+        )
         random = (group["seed"], state.clock.step, self.number)
         state.m, state.v = (stored(x, k, *random) for x, k in zip((m, v), state.kinds, strict=True))
         self.keep(state, w)

@@ -23,3 +23,9 @@ Start = Callable[..., Any]
 
 def weight_on(device: str, value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.full((2, 2), value, device=device))
+
+
+def scaled_backward(handle: Any, loss: torch.Tensor, *optimizer: Any) -> None:
+    """The block of every script; `handle` may be an optimizer of handle.wrap_optimizer."""
+    with handle.scale_loss(loss, *optimizer) as scaled_loss:
+        scaled_loss.backward()

@@ -100,9 +100,9 @@ def state_names(optimizer: Any) -> tuple[str, ...]:
     return stepper_of(optimizer).group_rules()[0].names
 
 
-def through_a_file(value: Any, weights_only: bool = False) -> Any:
-    """What torch.load reads after torch.save."""
+def through_a_file(value: Any, weights_only: bool = False, device: str | None = None) -> Any:
+    """What torch.load reads after torch.save; with a device onto that."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=weights_only)
+    return torch.load(file, weights_only=weights_only, map_location=device)

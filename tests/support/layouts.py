@@ -175,6 +175,14 @@ def set_grads(params: list[Tensor], seed: int, scale: float = 1.0) -> list[Tenso
     return wholes
 
 
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """Steps with each parameter's part of the gradients that are numbered 100 apart."""
+    params = list(model.parameters())
+    for step in steps:
+        set_grads(params, 100 * step)
+        optimizer.step()
+
+
 def same_elements(name: str, param: Tensor, whole: Tensor) -> Tensor:
     """Those elements of a whole state that a rank's part of it must equal; flat.
 
@@ -205,6 +213,22 @@ def differences(
                 found.append(f"{label}: {name} is {own.dtype} {tuple(own.shape)}")
             elif raw_bytes(own) != raw_bytes(expected):
                 found.append(f"{label}: {(own != expected).sum()} of {own.numel()} {name} differ")
+    return found
+
+
+def misplaced(optimizer: Any) -> list[str]:
+    """States that are not DTensors placed as their parameters are."""
+    found = []
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            wanted = isinstance(param, DTensor) and name not in REPLICATED
+            if isinstance(value, DTensor) != wanted:
+                found.append(f"{name} is a {type(value).__name__} beside a {type(param).__name__}")
+            elif wanted and (value.device_mesh, value.placements) != (
+                param.device_mesh,
+                param.placements,
+            ):
+                found.append(f"{name} is placed as {value.placements}, not {param.placements}")
     return found
 
 

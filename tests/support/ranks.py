@@ -44,7 +44,9 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    *("torch._dynamo", "amp_mp", "pytest"),
+    "torch._dynamo",
+    "amp_mp",
+    "pytest",
 ]
 PROCESSES = 4
 _pools: list[Pool] = []  # one at most

@@ -96,6 +96,31 @@ class Clock:
         self.beta2_power *= beta2
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What a group says of its rule, under torch's names. What it does not say is NaN."""
+
+    lr: float
+    betas: tuple[float, float] = (math.nan, math.nan)
+    eps: float = math.nan
+    weight_decay: float = math.nan
+    momentum: float = math.nan
+    dampening: float = math.nan
+    nesterov: bool = False
+    momentum_decay: float = math.nan
+    lr_decay: float = math.nan
+    alpha: float = math.nan
+    rho: float = math.nan
+    decoupled_weight_decay: bool = False
+    cautious: bool = False
+    trust_coefficient: float = math.nan
+    clip: bool = False
+    always_adapt: bool = False
+    grad_averaging: bool = False
+    bias_correction: bool = False
+    reg_inside_moment: bool = True
+
+
 def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
     """The factors of weights under decoupled decay; 1 against a cautious one (Chen et al. 2025)."""
     return np.where((update * w >= 0) | (not cautious), F32(1 - decay), F32(1))
@@ -108,61 +133,45 @@ def adam(
     v: Floats,
     largest: Floats | None,
     clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    n: Numbers,
     decoupled: bool,
-    cautious: bool = False,
 ) -> tuple[Floats, ...]:
     """Kingma & Ba 2015; with `decoupled`, Loshchilov & Hutter 2019. Returns w, m, v.
 
     With the largest v so far, Reddi et al. 2018 in torch's form; it is returned too.
     """
-    beta1, beta2 = betas
-    step_size = F32(lr / (1 - clock.beta1_power))
+    beta1, beta2 = n.betas
+    step_size = F32(n.lr / (1 - clock.beta1_power))
     inverse_root = F32(1 / math.sqrt(1 - clock.beta2_power))
     if not decoupled:
-        g = g + F32(weight_decay) * w
+        g = g + F32(n.weight_decay) * w
     m = F32(beta1) * m + F32(1 - beta1) * g
     v = F32(beta2) * v + F32(1 - beta2) * (g * g)
     divisor = v if largest is None else np.maximum(largest, v)  # a NaN is the largest
-    update = m / (np.sqrt(divisor) * inverse_root + F32(eps))
-    w = (kept(update, w, lr * weight_decay, cautious) * w if decoupled else w) - step_size * update
+    update = m / (np.sqrt(divisor) * inverse_root + F32(n.eps))
+    factor = kept(update, w, n.lr * n.weight_decay, n.cautious) if decoupled else F32(1)
+    w = factor * w - step_size * update
     return (w, m, v) if largest is None else (w, m, v, divisor)
 
 
 def nadam(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    v: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    momentum_decay: float,
-    decoupled_weight_decay: bool,
-    cautious: bool = False,
+    g: Floats, w: Floats, m: Floats, v: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Dozat 2016 in torch's form. Returns w, m, v."""
-    decoupled = decoupled_weight_decay
+    decoupled = n.decoupled_weight_decay
     mu, following = (
-        betas[0] * (1 - 0.5 * 0.96 ** (step * momentum_decay))
+        n.betas[0] * (1 - 0.5 * 0.96 ** (step * n.momentum_decay))
         for step in (clock.step, clock.step + 1)
     )
     clock.mu_product *= mu
-    of_g = F32(lr * (1 - mu) / (1 - clock.mu_product))
-    of_m = F32(lr * following / (1 - clock.mu_product * following))
-    g = g + F32(0 if decoupled else weight_decay) * w
-    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
-    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
-    root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps)
+    of_g = F32(n.lr * (1 - mu) / (1 - clock.mu_product))
+    of_m = F32(n.lr * following / (1 - clock.mu_product * following))
+    g = g + F32(0 if decoupled else n.weight_decay) * w
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps)
     update = (of_g * g + of_m * m) / root
-    return kept(update, w, lr * weight_decay if decoupled else 0, cautious) * w - update, m, v
+    return kept(update, w, n.lr * n.weight_decay if decoupled else 0, n.cautious) * w - update, m, v
 
 
 def rectification(clock: Clock, beta2: float) -> float | None:
@@ -176,124 +185,65 @@ def rectification(clock: Clock, beta2: float) -> float | None:
 
 
 def radam(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    v: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    cautious: bool = False,
+    g: Floats, w: Floats, m: Floats, v: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
-    g = g + F32(0 if decoupled_weight_decay else weight_decay) * w
-    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
-    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
-    rate, rectified = lr / (1 - clock.beta1_power), rectification(clock, betas[1])
+    g = g + F32(0 if n.decoupled_weight_decay else n.weight_decay) * w
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    rate, rectified = n.lr / (1 - clock.beta1_power), rectification(clock, n.betas[1])
     update = m
     if rectified is not None:
         rate *= rectified * math.sqrt(1 - clock.beta2_power)
-        update = m / (np.sqrt(v) + F32(eps))
-    decay = lr * weight_decay if decoupled_weight_decay else 0
-    return kept(update, w, decay, cautious) * w - F32(rate) * update, m, v
+        update = m / (np.sqrt(v) + F32(n.eps))
+    decay = n.lr * n.weight_decay if n.decoupled_weight_decay else 0
+    return kept(update, w, decay, n.cautious) * w - F32(rate) * update, m, v
 
 
 def adadelta(
-    g: Floats,
-    w: Floats,
-    square_avg: Floats,
-    acc_delta: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    rho: float,
-    eps: float,
-    weight_decay: float,
+    g: Floats, w: Floats, square_avg: Floats, acc_delta: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Zeiler 2012 with torch's learning rate. Returns w and the averages of g^2 and delta^2."""
-    g = g + F32(weight_decay) * w
-    square_avg = F32(rho) * square_avg + F32(1 - rho) * (g * g)
-    delta = np.sqrt(acc_delta + F32(eps)) * g / np.sqrt(square_avg + F32(eps))
-    acc_delta = F32(rho) * acc_delta + F32(1 - rho) * (delta * delta)
-    return w - F32(lr) * delta, square_avg, acc_delta
+    g = g + F32(n.weight_decay) * w
+    square_avg = F32(n.rho) * square_avg + F32(1 - n.rho) * (g * g)
+    delta = np.sqrt(acc_delta + F32(n.eps)) * g / np.sqrt(square_avg + F32(n.eps))
+    acc_delta = F32(n.rho) * acc_delta + F32(1 - n.rho) * (delta * delta)
+    return w - F32(n.lr) * delta, square_avg, acc_delta
 
 
-def sgd(
-    g: Floats,
-    w: Floats,
-    buffer: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-) -> tuple[Floats, Floats]:
+def sgd(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Sutskever et al. 2013 in torch's form. Returns w, buffer."""
-    g = g + F32(weight_decay) * w
-    if momentum == 0:
-        return w - F32(lr) * g, buffer
-    gain = 1.0 if clock.step == 1 else 1 - dampening
-    buffer = F32(momentum) * buffer + F32(gain) * g
-    return w - F32(lr) * (g + F32(momentum) * buffer if nesterov else buffer), buffer
+    g = g + F32(n.weight_decay) * w
+    if n.momentum == 0:
+        return w - F32(n.lr) * g, buffer
+    gain = 1.0 if clock.step == 1 else 1 - n.dampening
+    buffer = F32(n.momentum) * buffer + F32(gain) * g
+    return w - F32(n.lr) * (g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
 
 
-def scaled_sgd(
-    g: Floats,
-    w: Floats,
-    buffer: Floats,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-) -> tuple[Floats, Floats]:
+def scaled_sgd(g: Floats, w: Floats, buffer: Floats, n: Numbers) -> tuple[Floats, Floats]:
     """The same with the learning rate inside the buffer, as Caffe has it. Returns w, buffer."""
-    g = g + F32(weight_decay) * w
-    buffer = F32(momentum) * buffer + F32(lr) * g
-    return w - (F32(lr) * g + F32(momentum) * buffer if nesterov else buffer), buffer
+    g = g + F32(n.weight_decay) * w
+    buffer = F32(n.momentum) * buffer + F32(n.lr) * g
+    return w - (F32(n.lr) * g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
 
 
-def adagrad(
-    g: Floats,
-    w: Floats,
-    total: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-) -> tuple[Floats, Floats]:
+def adagrad(g: Floats, w: Floats, total: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Duchi et al. 2011 in torch's form. Returns w and the sum of squares."""
-    g = g + F32(weight_decay) * w
+    g = g + F32(n.weight_decay) * w
     total = total + g * g
-    rate = F32(lr / (1 + (clock.step - 1) * lr_decay))
-    return w - rate * (g / (np.sqrt(total) + F32(eps))), total
+    rate = F32(n.lr / (1 + (clock.step - 1) * n.lr_decay))
+    return w - rate * (g / (np.sqrt(total) + F32(n.eps))), total
 
 
 def adamax(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    u: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    g: Floats, w: Floats, m: Floats, u: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Kingma & Ba 2015, algorithm 2, in torch's form. Returns w, m, u."""
-    g = g + F32(weight_decay) * w
-    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
-    u = np.maximum(F32(betas[1]) * u, np.abs(g) + F32(eps))
-    return w - F32(lr / (1 - clock.beta1_power)) * (m / u), m, u
+    g = g + F32(n.weight_decay) * w
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    u = np.maximum(F32(n.betas[1]) * u, np.abs(g) + F32(n.eps))
+    return w - F32(n.lr / (1 - clock.beta1_power)) * (m / u), m, u
 
 
 def rmsprop(
@@ -301,78 +251,50 @@ def rmsprop(
     w: Floats,
     buffer: Floats,
     square_avg: Floats,
+    n: Numbers,
     grad_avg: Floats | None = None,
-    *,
-    lr: float,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    momentum: float,
 ) -> tuple[Floats, ...]:
     """Tieleman & Hinton 2012 in torch's form. Returns w, buffer, square_avg.
 
     With the gradient's average, the variance in place of the square (Graves 2013); it is returned
     too.
     """
-    g = g + F32(weight_decay) * w
-    square_avg = F32(alpha) * square_avg + F32(1 - alpha) * (g * g)
+    g = g + F32(n.weight_decay) * w
+    square_avg = F32(n.alpha) * square_avg + F32(1 - n.alpha) * (g * g)
     centred = square_avg
     if grad_avg is not None:
-        grad_avg = F32(alpha) * grad_avg + F32(1 - alpha) * g
+        grad_avg = F32(n.alpha) * grad_avg + F32(1 - n.alpha) * g
         centred = square_avg - grad_avg * grad_avg
-    normalised = g / (np.sqrt(centred) + F32(eps))
-    if momentum == 0 and grad_avg is None:
-        return w - F32(lr) * normalised, buffer, square_avg
-    buffer = F32(momentum) * buffer + normalised
-    w = w - F32(lr) * buffer
+    normalised = g / (np.sqrt(centred) + F32(n.eps))
+    if n.momentum == 0 and grad_avg is None:
+        return w - F32(n.lr) * normalised, buffer, square_avg
+    buffer = F32(n.momentum) * buffer + normalised
+    w = w - F32(n.lr) * buffer
     return (w, buffer, square_avg) if grad_avg is None else (w, buffer, square_avg, grad_avg)
 
 
-def lion(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    cautious: bool = False,
-) -> tuple[Floats, Floats]:
+def lion(g: Floats, w: Floats, m: Floats, n: Numbers) -> tuple[Floats, Floats]:
     """Chen et al. 2023, algorithm 2. Returns w, m."""
-    direction = np.sign(F32(betas[0]) * m + F32(1 - betas[0]) * g)
-    m = F32(betas[1]) * m + F32(1 - betas[1]) * g
-    return kept(direction, w, lr * weight_decay, cautious) * w - F32(lr) * direction, m
+    direction = np.sign(F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g)
+    m = F32(n.betas[1]) * m + F32(1 - n.betas[1]) * g
+    return kept(direction, w, n.lr * n.weight_decay, n.cautious) * w - F32(n.lr) * direction, m
 
 
 # Rules that look at a tensor's norms, in double: sqrt(measure(tensor)[0])
 
 
-def lars(
-    g: Floats,
-    w: Floats,
-    buffer: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    trust_coefficient: float,
-    clip: bool,
-    eps: float,
-) -> tuple[Floats, Floats]:
+def lars(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """You, Gitman & Ginsburg 2017 in the form of Apex's LARC around torch's SGD."""
     grad, weight = norm(g), norm(w)
     ratio, decay = 1.0, 0.0
     if grad > 0 and weight > 0:
-        ratio = trust_coefficient * weight / (grad + weight_decay * weight + eps)
-        ratio = min(ratio / lr, 1.0) if clip else ratio
-        decay = weight_decay
+        ratio = n.trust_coefficient * weight / (grad + n.weight_decay * weight + n.eps)
+        ratio = min(ratio / n.lr, 1.0) if n.clip else ratio
+        decay = n.weight_decay
     g = (g + F32(decay) * w) * F32(ratio)
-    gain = 1.0 if clock.step == 1 else 1 - dampening
-    buffer = F32(momentum) * buffer + F32(gain) * g
-    return w - F32(lr) * (g + F32(momentum) * buffer if nesterov else buffer), buffer
+    gain = 1.0 if clock.step == 1 else 1 - n.dampening
+    buffer = F32(n.momentum) * buffer + F32(gain) * g
+    return w - F32(n.lr) * (g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
 
 
 def lamb(
@@ -381,13 +303,7 @@ def lamb(
     m: Floats,
     v: Floats,
     clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    always_adapt: bool,
-    cautious: bool = False,
+    n: Numbers,
     stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
 ) -> tuple[Floats, Floats, Floats]:
     """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`.
@@ -397,43 +313,30 @@ def lamb(
 
     def direction() -> Floats:
         r = m * F32(1 / (1 - clock.beta1_power))
-        r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(eps))
-        return r + np.where((r * w >= 0) | (not cautious), F32(weight_decay), F32(0)) * w
+        r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
+        return r + np.where((r * w >= 0) | (not n.cautious), F32(n.weight_decay), F32(0)) * w
 
-    m = F32(betas[0]) * m + F32(1 - betas[0]) * g
-    v = F32(betas[1]) * v + F32(1 - betas[1]) * (g * g)
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
     weight, update = norm(w), norm(direction())
-    adapts = weight > 0 and update > 0 and (always_adapt or weight_decay != 0)
+    adapts = weight > 0 and update > 0 and (n.always_adapt or n.weight_decay != 0)
     m, v = stored(m, v)
-    return w - F32(lr * (weight / update if adapts else 1.0)) * direction(), m, v
+    return w - F32(n.lr * (weight / update if adapts else 1.0)) * direction(), m, v
 
 
-def novograd(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    clock: Clock,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_averaging: bool,
-    bias_correction: bool = False,
-    reg_inside_moment: bool = True,
-) -> tuple[Floats, Floats]:
+def novograd(g: Floats, w: Floats, m: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Ginsburg et al. 2019, algorithm 1; its second moment is the clock's layer. Returns w, m."""
     square = norm(g) * norm(g)
     first = clock.step == 1
-    clock.layer = square if first else betas[1] * clock.layer + (1 - betas[1]) * square
-    power1, power2 = (clock.beta1_power, clock.beta2_power) if bias_correction else (0.0, 0.0)
-    inverse = F32(1 / (math.sqrt(clock.layer / (1 - power2)) + eps))
-    step_size, gain = F32(lr / (1 - power1)), F32(1 - (betas[0] if grad_averaging else 0.0))
-    if reg_inside_moment:
-        m = F32(betas[0]) * m + gain * (g * inverse + F32(weight_decay) * w)
+    clock.layer = square if first else n.betas[1] * clock.layer + (1 - n.betas[1]) * square
+    power1, power2 = (clock.beta1_power, clock.beta2_power) if n.bias_correction else (0.0, 0.0)
+    inverse = F32(1 / (math.sqrt(clock.layer / (1 - power2)) + n.eps))
+    step_size, gain = F32(n.lr / (1 - power1)), F32(1 - (n.betas[0] if n.grad_averaging else 0.0))
+    if n.reg_inside_moment:
+        m = F32(n.betas[0]) * m + gain * (g * inverse + F32(n.weight_decay) * w)
         return w - step_size * m, m
-    m = F32(betas[0]) * m + gain * g
-    return w - step_size * (m * inverse) - F32(lr * weight_decay) * w, m
+    m = F32(n.betas[0]) * m + gain * g
+    return w - step_size * (m * inverse) - F32(n.lr * n.weight_decay) * w, m
 
 
 # Reductions

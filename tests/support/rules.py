@@ -9,6 +9,7 @@ import reference
 import reference_formats as formats
 import torch
 from helpers import array
+from reference import Numbers
 from torch import Tensor
 
 import amp_mp as amp
@@ -150,33 +151,32 @@ class Expected:
             self.master = formats.decode(self.parts, format, self.dtype)
         self.visible = weight
 
-    def _stepped(self, kind: type, numbers: dict[str, Any], g: np.ndarray) -> tuple[Any, ...]:
+    def _stepped(self, kind: type, given: dict[str, Any], g: np.ndarray) -> tuple[Any, ...]:
         w, states, clock = self.master, [*self.states.values()], self.clock
+        in_other_words = ("amsgrad", "centered", "momentum_form")
+        numbers = Numbers(**{k: n for k, n in given.items() if k not in in_other_words})
         if issubclass(kind, amp.optim.AdamW):
-            numbers = {k: n for k, n in numbers.items() if k != "amsgrad"}
             states += [None] * (3 - len(states))
             decoupled = kind is amp.optim.AdamW
-            return reference.adam(g, w, *states, clock, decoupled=decoupled, **numbers)
+            return reference.adam(g, w, *states, clock, numbers, decoupled=decoupled)
         if kind is amp.optim.RMSprop:
-            numbers = {k: n for k, n in numbers.items() if k != "centered"}
             if len(states) == 1:
-                w, _, square_avg = reference.rmsprop(g, w, states[0], states[0], **numbers)
+                w, _, square_avg = reference.rmsprop(g, w, states[0], states[0], numbers)
                 return w, square_avg
-            return reference.rmsprop(g, w, *states, **numbers)
-        if kind is amp.optim.SGD and "momentum_form" in numbers:
-            names = ("lr", "momentum", "weight_decay", "nesterov")
-            return reference.scaled_sgd(g, w, *states, **{name: numbers[name] for name in names})
+            return reference.rmsprop(g, w, *states[:2], numbers, *states[2:])
+        if kind is amp.optim.SGD and "momentum_form" in given:
+            return reference.scaled_sgd(g, w, *states, numbers)
         if kind is amp.optim.SGD:
             buffer = states[0] if states else w
-            return reference.sgd(g, w, buffer, clock, **numbers)[: 1 + len(states)]
+            return reference.sgd(g, w, buffer, clock, numbers)[: 1 + len(states)]
         if kind is amp.optim.Lion:
-            return reference.lion(g, w, *states, **numbers)
+            return reference.lion(g, w, *states, numbers)
         if kind is amp.optim.LAMB:
 
             def stored(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
                 return self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
 
-            return reference.lamb(g, w, *states, clock, stored=stored, **numbers)
+            return reference.lamb(g, w, *states, clock, numbers, stored=stored)
         rules = {
             amp.optim.Adadelta: reference.adadelta,
             amp.optim.NAdam: reference.nadam,
@@ -186,7 +186,7 @@ class Expected:
             amp.optim.LARS: reference.lars,
             amp.optim.NovoGrad: reference.novograd,
         }
-        return rules[kind](g, w, *states, clock, **numbers)
+        return rules[kind](g, w, *states, clock, numbers)
 
     def _kept(self, name: str, values: np.ndarray) -> np.ndarray:
         """What a state holds after storing the values."""

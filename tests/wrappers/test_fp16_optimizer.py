@@ -294,10 +294,13 @@ def test_a_parameter_without_gradient_has_a_master_without_one(device: str) -> N
 
 
 APEX = amp.apex.fp16_utils.FP16_Optimizer
-CLEARED = [  # by which class, how, and whether what is left is None
-    *((amp.FP16_Optimizer, {}, True), (amp.FP16_Optimizer, {"set_to_none": False}, False)),
-    *((APEX, {}, False), (APEX, {"set_grads_to_None": True}, True)),
-    *((APEX, {"set_to_none": True}, True), (amp.FP16_Optimizer, {"set_to_none": True}, True)),
+CLEARED = [
+    (amp.FP16_Optimizer, {}, True),
+    (amp.FP16_Optimizer, {"set_to_none": False}, False),
+    (APEX, {}, False),
+    (APEX, {"set_grads_to_None": True}, True),
+    (APEX, {"set_to_none": True}, True),
+    (amp.FP16_Optimizer, {"set_to_none": True}, True),
     (amp.compat.MixedPrecisionOptimizerWrapper, {}, True),
 ]
 

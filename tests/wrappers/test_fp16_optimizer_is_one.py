@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -162,10 +161,8 @@ def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
         optimizer.step()
 
 
-LEGAL = [
-    *(_twice, _late, _by_hand, _without_loss, _zeros),
-    *(_clipped_in_the_model, _closure, _overflow, _accumulated),
-]
+LEGAL: list[Callable[..., None]] = [_twice, _late, _by_hand, _without_loss, _zeros]
+LEGAL += [_clipped_in_the_model, _closure, _overflow, _accumulated]
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -198,13 +195,7 @@ def test_it_is_an_optimizer_with_all_its_own_attributes(device: str, inner: str)
     assert optimizer.defaults is optimizer.optimizer.defaults
     assert "param_groups" not in vars(optimizer)
     assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters  # Accelerate asks
-    assert optimizer.state_dict().keys() == {
-        *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"),
-        *("optimizer_state_dict", "fp32_from_fp16"),
-    }
     assert "lr: 0.125" in repr(optimizer)
-    with pytest.raises(RuntimeError, match="state_dict"):
-        copy.deepcopy(optimizer)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

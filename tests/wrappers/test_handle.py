@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import LOW, OPTIMIZERS, Start, weight_on
+from handles import LOW, OPTIMIZERS, Start, scaled_backward, weight_on
 from helpers import autocast_state
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
@@ -296,10 +296,8 @@ def test_a_wrapped_optimizer_scales_each_loss_by_its_own_scale(start: Start, dev
     with pytest.raises(RuntimeError, match=r"after handle\.wrap_optimizer"):
         handle.scale_loss(a.sum(), optimizer.optimizer).__enter__()
     before = a.detach().clone()
-    with optimizer.scale_loss(a.sum()) as scaled:
-        scaled.backward()
-    with optimizer.scale_loss((a + b).sum() * float("inf")) as scaled:
-        scaled.backward()
+    scaled_backward(optimizer, a.sum())
+    scaled_backward(optimizer, (a + b).sum() * float("inf"))
     assert [policy.scale for policy in optimizer.loss_scalers] == [16.0, 8.0]
     with pytest.raises(RuntimeError, match=r"num_loss=2 times before a step.*num_loss=3"):
         optimizer.scale_loss(a.sum()).__enter__()
@@ -307,8 +305,7 @@ def test_a_wrapped_optimizer_scales_each_loss_by_its_own_scale(start: Start, dev
     assert torch.equal(a, before), "one loss has overflowed"
     optimizer.zero_grad()
     for loss in (a.sum(), (a + b).sum()):
-        with optimizer.scale_loss(loss) as scaled:
-            scaled.backward()
+        scaled_backward(optimizer, loss)
     assert a.grad is not None
     assert bool((a.grad == 2).all()), "each unscaled once, by its own scale"
     optimizer.step()

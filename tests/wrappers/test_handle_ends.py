@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import Start, weight_on
+from handles import Start, scaled_backward, weight_on
 from helpers import autocast_state
 from torch import nn
 
@@ -21,20 +21,14 @@ def in_force(device: str) -> tuple[Any, ...]:
     return autocast_state(), table.get("aten::softmax.int"), table.get("aten::exp")
 
 
-def test_a_notebooks_cell_switches_casts_off_again(device: str) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_notebooks_cell_is_switched_off_at_once(device: str, times: int) -> None:
     before = autocast_state()
-    handle = amp.init(device_type=device, dtype=torch.bfloat16)
+    for _ in range(times):
+        handle = amp.init(device_type=device, dtype=torch.bfloat16)
     assert handle.is_active()
     handle.deactivate()
     assert not handle.is_active()
-    assert autocast_state() == before
-
-
-def test_a_cell_that_ran_three_times_is_switched_off_at_once(device: str) -> None:
-    before = autocast_state()
-    for _ in range(3):
-        handle = amp.init(device_type=device, dtype=torch.bfloat16)
-    handle.deactivate()
     assert autocast_state() == before
 
 
@@ -103,8 +97,7 @@ def test_a_resumed_script_goes_on_with_its_scale(start: Start, device: str) -> N
     handle = start(loss_scale=Backoff(init_scale=16.0))
     weight = weight_on(device)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    with handle.scale_loss(weight.sum() * float("inf"), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(handle, weight.sum() * float("inf"), optimizer)
     kept = handle.state_dict()
     handle.deactivate()
     resumed = start(loss_scale=Backoff(init_scale=16.0))

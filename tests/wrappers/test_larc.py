@@ -1,8 +1,10 @@
-"""LARC around other optimizers: Apex's formula, and what users put around it."""
+"""LARC around other optimizers: Apex's formula, what users put around it, and whole scripts."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,15 +33,15 @@ def fill(params: list[nn.Parameter], step: int, size: float = 1.0) -> None:
 
 
 def adapted(
-    p: Tensor, lr: float, decay: float, trust: float, clip: bool, eps: float = 1e-8
+    weight: Tensor, grad: Tensor | None, lr: float, decay: float, trust: float, clip: bool
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Apex's formula in float64, and the size of the two numbers that it adds."""
-    assert p.grad is not None
-    w, g = (x.detach().cpu().double().numpy() for x in (p, p.grad))
-    weight, grad = np.linalg.norm(w), np.linalg.norm(g)
-    if weight == 0 or grad == 0:
+    assert grad is not None
+    w, g = (x.detach().cpu().double().numpy() for x in (weight, grad))
+    norm, of_grad = np.linalg.norm(w), np.linalg.norm(g)
+    if norm == 0 or of_grad == 0:
         return g, np.abs(g)
-    ratio = trust * weight / (grad + decay * weight + eps)
+    ratio = trust * norm / (of_grad + decay * norm + 1e-8)
     ratio = min(ratio / lr, 1.0) if clip else ratio
     return (g + decay * w) * ratio, (np.abs(g) + np.abs(decay * w)) * ratio
 
@@ -67,7 +69,7 @@ def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) 
     inner = Recorder(params, weight_decay=decay)
     larc = amp.apex.parallel.LARC(inner, trust_coefficient=0.02, clip=clip)
     fill(params, 0)
-    wanted = [adapted(p, 0.1, decay, 0.02, clip) for p in params]
+    wanted = [adapted(p, p.grad, 0.1, decay, 0.02, clip) for p in params]
     assert larc.step() == "stepped"
     unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
     for p, found, (want, size) in zip(params, inner.seen, wanted, strict=True):
@@ -148,7 +150,7 @@ def test_clipping_comes_before(device: str) -> None:
     fill(plain, 0)
     torch.nn.utils.clip_grad_norm_(plain, 1.0)
     for p, q in zip(params, plain, strict=True):
-        want = q.detach().cpu().double().numpy() - 0.1 * adapted(q, 0.1, 0.0, 0.5, False)[0]
+        want = q.detach().cpu().double().numpy() - 0.1 * adapted(q, q.grad, 0.1, 0.0, 0.5, False)[0]
         np.testing.assert_allclose(p.detach().cpu().numpy(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -199,21 +201,6 @@ def test_schedulers_groups_and_state_dicts_are_the_inner_optimizers(device: str)
         fill(own, 7)
         optimizer.step()
     assert raw_bytes(params) == raw_bytes(again)
-
-
-def test_copies_and_files(device: str) -> None:
-    params = parameters(device)
-    larc = amp.apex.parallel.LARC(torch.optim.SGD(params, 0.1, momentum=0.9), 0.1, clip=False)
-    fill(params, 0)
-    larc.step()
-    for other in (copy.deepcopy(larc), through_a_file(larc)):
-        assert (other.trust_coefficient, other.clip) == (0.1, False)
-        own = other.param_groups[0]["params"]
-        fill(own, 1)
-        other.step()
-    fill(params, 1)
-    larc.step()
-    assert raw_bytes(own) == raw_bytes(params)
 
 
 def test_a_closure_is_called_once(device: str) -> None:
@@ -276,3 +263,129 @@ def test_an_attached_optimizer_is_refused(device: str) -> None:
         pytest.raises(ValueError, match=r"attached to the backward pass"),
     ):
         larc.step()
+
+
+INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "torch AdamW": lambda params: torch.optim.AdamW(params, 0.1),
+    "amp SGD": lambda params: amp.optim.SGD(params, 0.1, momentum=0.9),
+    "amp AdamW": lambda params: amp.optim.AdamW(params, 0.1),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_copy_made_after_a_scheduler_steps_its_own_parameters(inner: str, copied: Any) -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    larc = amp.apex.parallel.LARC(INNER[inner]([weight]), 0.05, clip=False)
+    calls: list[int] = []
+    larc.register_step_post_hook(lambda *_: calls.append(1))
+    torch.optim.lr_scheduler.StepLR(larc, 5)
+    weight.grad = torch.ones(4, 3)
+    larc.step()
+    other = copied(larc)
+    assert (other.trust_coefficient, other.clip) == (0.05, False)
+    calls.clear()
+    mine = other.param_groups[0]["params"][0]
+    mine.grad = torch.full((4, 3), 2.0)
+    original, before = raw_bytes([weight, larc.state_dict()]), raw_bytes(mine)
+    other.step()
+    assert raw_bytes([weight, larc.state_dict()]) == original
+    assert raw_bytes(mine) != before
+    assert calls == []  # as a copy of torch's optimizers, it has no hooks
+    weight.grad = torch.full((4, 3), 2.0)
+    larc.step()
+    assert raw_bytes([weight, larc.state_dict()]) == raw_bytes([mine, other.state_dict()])
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_checkpoint_is_loaded_into_larc(tmp_path: Path, inner: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        net: nn.Module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        if inner.startswith("amp"):
+            amp.prepare(net, torch.bfloat16)
+        return net, amp.apex.parallel.LARC(INNER[inner](net.parameters()))
+
+    def train(net: nn.Module, larc: Any) -> None:
+        x = torch.ones(2, 5, dtype=next(net.parameters()).dtype)
+        net(x).float().square().mean().backward()
+        larc.step()
+        larc.zero_grad()
+
+    net, larc = made(1)
+    train(net, larc)
+    amp.checkpoint.save(tmp_path / "step", net, larc)
+    train(net, larc)
+    again, other = made(2)
+    amp.checkpoint.load(tmp_path / "step", again, other)
+    train(again, other)
+    assert raw_bytes([net.state_dict(), larc.state_dict()]) == raw_bytes(
+        [again.state_dict(), other.state_dict()]
+    )
+
+
+def scaled_by(name: str, device: str, larc: Any, weight: nn.Parameter, grad: Tensor) -> None:
+    """One step on float16 gradients that carry a scale of 2^16."""
+    scale = 2.0**16
+    if name == "handle.scale_loss":
+        policy = amp.scaling.Static(scale)
+        handle = amp.init(dtype=torch.float16, device_type="cpu", loss_scale=policy)
+        try:
+            with handle.scale_loss((weight.float() * grad).sum(), larc) as loss:
+                loss.backward()
+            larc.step()
+        finally:
+            handle._deactivate()
+        return
+    kind = amp.GradScaler if name == "amp.GradScaler" else torch.amp.GradScaler
+    scaler = kind(device, init_scale=scale)
+    scaler.scale((weight.float() * grad).sum()).backward()
+    scaler.step(larc)
+    scaler.update()
+
+
+SCALERS = ["amp.GradScaler", "torch.amp.GradScaler", "handle.scale_loss"]
+
+
+@pytest.mark.parametrize("size", [2e-8, 1e-4])
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 1e-9])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_float16_gradients_are_unscaled_in_float32(
+    scaler: str, decay: float, clip: bool, size: float
+) -> None:
+    """At 2e-8 a true gradient is below the smallest float16."""
+    torch.manual_seed(1)
+    master, grad = torch.randn(32, 16) * 1e-4, torch.randn(32, 16) * size
+    weight = nn.Parameter(master.half())
+    inner = amp.optim.SGD([weight], 0.1, weight_decay=decay, master="float32")
+    larc = amp.apex.parallel.LARC(inner, clip=clip)
+    inner.init_state()
+    before = inner.state[weight]["master"].clone()
+    # float16 gradients are what the product's backward rounds.
+    given = (grad * 2.0**16).half().float() / 2.0**16
+    scaled_by(scaler, "cpu", larc, weight, given)
+    found = (inner.state[weight]["master"] - before).double()
+    want = -0.1 * torch.from_numpy(adapted(before, given, 0.1, decay, 0.02, clip)[0])
+    # The masters are about 1e-4: their float32 roundings are up to 2^-24 * 4e-4 each.
+    error, bound = (found - want).abs(), want.abs() * 2.0**-10 + 2.0**-24 * 5e-4
+    assert (error <= bound).all()
+    if size == 1e-4 or not clip:
+        cosine = torch.nn.functional.cosine_similarity(found.flatten(), want.flatten(), dim=0)
+        assert cosine > 0.99999
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_an_overflow_changes_no_byte(scaler: str, inner: str) -> None:
+    weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float16))
+    larc = amp.apex.parallel.LARC(INNER[inner]([weight]))
+    scaled_by(scaler, "cpu", larc, weight, torch.full((4, 3), 0.25))
+    larc.zero_grad()
+    before = raw_bytes([weight, larc.state_dict()])
+    scaled_by(scaler, "cpu", larc, weight, torch.full((4, 3), 64.0))  # times 2^16 is inf
+    assert raw_bytes([weight, larc.state_dict()]) == before
+    larc.zero_grad()
+    scaled_by(scaler, "cpu", larc, weight, torch.full((4, 3), 0.25))
+    assert raw_bytes([weight, larc.state_dict()]) != before

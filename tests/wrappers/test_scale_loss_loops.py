@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from handles import Start, scaled_backward
 from helpers import raw_bytes
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ CLEAR: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("clear", CLEAR)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
-    start: Callable[..., Any], device: str, name: str, clear: str, dtype: torch.dtype
+    start: Start, device: str, name: str, clear: str, dtype: torch.dtype
 ) -> None:
     """It used to stay where the first overflow had left it, and every step overflowed."""
     handle = start(loss_scale=Backoff(init_scale=2.0**20, scale_max=2.0**20))
@@ -55,8 +56,7 @@ def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
     scales, before = [], raw_bytes(weight)
     for _ in range(12):
         scales.append(handle.loss_scaler.scale)
-        with handle.scale_loss(weight.float().sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(handle, weight.float().sum() * float("inf"), optimizer)
         if overflows([weight]):
             CLEAR[clear](optimizer, weight)
             continue
@@ -67,7 +67,7 @@ def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_after_a_continue_the_next_clean_step_is_taken(
-    start: Callable[..., Any], device: str, name: str
+    start: Start, device: str, name: str
 ) -> None:
     handle = start(loss_scale=128.0)
     weight = weight_on(device)
@@ -75,8 +75,7 @@ def test_after_a_continue_the_next_clean_step_is_taken(
     for factor in (float("inf"), 1.0):
         optimizer.zero_grad()
         before = raw_bytes(weight)
-        with handle.scale_loss(weight.sum() * factor, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(handle, weight.sum() * factor, optimizer)
         if overflows([weight]):
             continue
         optimizer.step()
@@ -84,16 +83,13 @@ def test_after_a_continue_the_next_clean_step_is_taken(
 
 
 @pytest.mark.parametrize("clear", CLEAR)
-def test_the_scale_grows_for_updates_written_by_hand(
-    start: Callable[..., Any], device: str, clear: str
-) -> None:
+def test_the_scale_grows_for_updates_written_by_hand(start: Start, device: str, clear: str) -> None:
     handle = start(loss_scale=Backoff(init_scale=4.0, step_window=3))
     weight = weight_on(device)
     optimizer = torch.optim.SGD([weight], lr=1.0)  # owns the parameters and never steps
     scales = []
     for _ in range(9):
-        with handle.scale_loss(weight.sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(handle, weight.sum(), optimizer)
         assert (weight.grad == 1).all()
         with torch.no_grad():
             weight -= 0.125 * weight.grad
@@ -104,15 +100,14 @@ def test_the_scale_grows_for_updates_written_by_hand(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_several_losses_before_a_step_still_count_once(
-    start: Callable[..., Any], device: str, name: str
+    start: Start, device: str, name: str
 ) -> None:
     handle = start(loss_scale=Backoff(init_scale=4.0, step_window=2))
     a, b = weight_on(device), weight_on(device)
     first, second = OPTIMIZERS[name]([a]), OPTIMIZERS[name]([b])
     for wanted in (4, 8, 8, 16):
         for weight, optimizer in ((a, first), (b, second), (a, first)):
-            with handle.scale_loss(weight.sum(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(handle, weight.sum(), optimizer)
         first.step()
         second.step()
         first.zero_grad()
@@ -120,21 +115,17 @@ def test_several_losses_before_a_step_still_count_once(
         assert handle.loss_scaler.scale == wanted
 
 
-def test_a_wrapped_optimizer_goes_on_past_an_overflow_too(
-    start: Callable[..., Any], device: str
-) -> None:
+def test_a_wrapped_optimizer_goes_on_past_an_overflow_too(start: Start, device: str) -> None:
     handle = start(loss_scale=Backoff(init_scale=2.0**20, scale_max=2.0**20))
     weight = weight_on(device)
     optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=0.125), num_loss=2)
     for i in range(5):
         for scaler in optimizer.loss_scalers:
             assert scaler.scale == 2.0 ** (20 - i)
-            with optimizer.scale_loss(weight.sum() * float("inf")) as scaled:
-                scaled.backward()
+            scaled_backward(optimizer, weight.sum() * float("inf"))
         optimizer.zero_grad()
     for _ in range(2):
-        with optimizer.scale_loss(weight.sum()) as scaled:
-            scaled.backward()
+        scaled_backward(optimizer, weight.sum())
     before = raw_bytes(weight)
     optimizer.step()
     assert raw_bytes(weight) != before
@@ -153,7 +144,7 @@ def small_loss(weight: Tensor, power: int = -20) -> Tensor:
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("losses", [1, 2])
 def test_small_float16_gradients_reach_the_masters(
-    start: Callable[..., Any], device: str, memory: str | None, losses: int
+    start: Start, device: str, memory: str | None, losses: int
 ) -> None:
     """Unscaled in place 2^-30 is 0 in float16; the step now divides by the scale, in float32."""
     handle = start(dtype=torch.float16, loss_scale=2.0**16)
@@ -163,8 +154,7 @@ def test_small_float16_gradients_reach_the_masters(
     reference = amp.optim.SGD([twin], lr=2.0**20, memory=memory)
     for _ in range(3):
         for _ in range(losses):
-            with handle.scale_loss(small_loss(weight, -30), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(handle, small_loss(weight, -30), optimizer)
             scaler.scale(small_loss(twin, -30)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -180,17 +170,16 @@ def test_small_float16_gradients_reach_the_masters(
 @pytest.mark.parametrize("name", ["amp SGD", "amp AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_gradients_are_true_after_the_block(
-    start: Callable[..., Any], device: str, name: str, dtype: torch.dtype
+    start: Start, device: str, name: str, dtype: torch.dtype
 ) -> None:
     handle = start(loss_scale=2.0**16)
     weight = weight_on(device, dtype)
-    with handle.scale_loss(small_loss(weight), OPTIMIZERS[name]([weight])) as scaled:
-        scaled.backward()
+    scaled_backward(handle, small_loss(weight), OPTIMIZERS[name]([weight]))
     assert (weight.grad == 2.0**-20).all()
 
 
 def test_amp_scaling_false_and_optimizers_of_torch_get_true_gradients(
-    start: Callable[..., Any], device: str
+    start: Start, device: str
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**16)
     for make in (
@@ -198,17 +187,15 @@ def test_amp_scaling_false_and_optimizers_of_torch_get_true_gradients(
         lambda params: torch.optim.SGD(params, lr=1.0),
     ):
         weight = weight_on(device, torch.float16)
-        with handle.scale_loss(small_loss(weight, -10), make([weight])) as scaled:
-            scaled.backward()
+        scaled_backward(handle, small_loss(weight, -10), make([weight]))
         assert (weight.grad == 2.0**-10).all()
 
 
-def test_clipping_is_by_the_true_norm(start: Callable[..., Any], device: str) -> None:
+def test_clipping_is_by_the_true_norm(start: Start, device: str) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**10)
     weight = weight_on(device, torch.float16)
     optimizer = amp.optim.SGD([weight], lr=1.0, max_grad_norm=4.0)
-    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(handle, weight.float().sum(), optimizer)
     optimizer.step()
     assert optimizer.grad_norm == 8.0  # 64 ones
     (state,) = optimizer.state.values()
@@ -219,13 +206,12 @@ def test_clipping_is_by_the_true_norm(start: Callable[..., Any], device: str) ->
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_that_carry_the_scale_cannot_be_clipped_by_hand(
-    start: Callable[..., Any], device: str, again: bool
+    start: Start, device: str, again: bool
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**10)
     weight = weight_on(device, torch.float16)
     optimizer = amp.optim.SGD([weight], lr=1.0)
-    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(handle, weight.float().sum(), optimizer)
     nn.utils.clip_grad_norm_([weight], 1.0, foreach=False)
     before = raw_bytes(weight)
     block = handle.scale_loss(weight.float().sum(), optimizer)
@@ -242,14 +228,13 @@ def test_gradients_that_carry_the_scale_cannot_be_clipped_by_hand(
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_plain_backward_after_scaled_ones_is_not_divided_by_the_scale(
-    start: Callable[..., Any], device: str, memory: str | None, set_to_none: bool, steps: int
+    start: Start, device: str, memory: str | None, set_to_none: bool, steps: int
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**10)
     weight, twin = weight_on(device, torch.float16), weight_on(device, torch.float16)
     optimizer = amp.optim.SGD([weight], lr=0.25, memory=memory)
     reference = amp.optim.SGD([twin], lr=0.25, memory=memory)
-    with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(handle, weight.float().sum(), optimizer)
     for _ in range(steps):
         optimizer.step()
         twin.grad = torch.ones_like(twin)
@@ -261,24 +246,21 @@ def test_a_plain_backward_after_scaled_ones_is_not_divided_by_the_scale(
     assert raw_bytes(weight) == raw_bytes(twin)
 
 
-def test_accumulation_over_a_growing_scale_adds_true_gradients(
-    start: Callable[..., Any], device: str
-) -> None:
+def test_accumulation_over_a_growing_scale_adds_true_gradients(start: Start, device: str) -> None:
     """The scale doubles after each step here, and the gradients are never cleared."""
     handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**8, step_window=1))
     weight = weight_on(device, torch.float16)
     master = weight.detach().float().clone()
     optimizer = amp.optim.SGD([weight], lr=2.0**-8, master="float32")
     for k in range(1, 4):
-        with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(handle, weight.float().sum(), optimizer)
         optimizer.step()
         master -= k * 2.0**-8
     assert torch.equal(optimizer.state[weight]["master"], master)
 
 
 def test_an_overflow_of_float16_weights_changes_nothing_and_training_goes_on(
-    start: Callable[..., Any], device: str
+    start: Start, device: str
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**20))
     weight = weight_on(device, torch.float16)
@@ -287,8 +269,7 @@ def test_an_overflow_of_float16_weights_changes_nothing_and_training_goes_on(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for i in range(8):
-            with handle.scale_loss(weight.float().sum(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(handle, weight.float().sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
             assert (raw_bytes(weight) == before) == (i < 5)  # 2^16 and above are infinite
@@ -296,11 +277,10 @@ def test_an_overflow_of_float16_weights_changes_nothing_and_training_goes_on(
 
 
 def test_a_parameter_that_two_optimizers_share_is_unscaled_in_place(
-    start: Callable[..., Any], device: str
+    start: Start, device: str
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**10)
     weight = weight_on(device, torch.float16)
     pair = [amp.optim.SGD([weight], lr=0.25), torch.optim.SGD([weight], lr=0.25)]
-    with handle.scale_loss(weight.float().sum(), pair) as scaled:
-        scaled.backward()
+    scaled_backward(handle, weight.float().sum(), pair)
     assert (weight.grad == 1).all()

@@ -91,10 +91,7 @@ def with_autocast(model: Any, optimizer: Any, device: str) -> None:
         optimizer.zero_grad()
 
 
-LOOPS = [
-    *(plain, with_scaler, with_fp16_optimizer),
-    *(with_handle, with_wrapped_optimizer, with_autocast),
-]
+LOOPS = [with_scaler, with_fp16_optimizer, with_handle, with_wrapped_optimizer, with_autocast]
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -118,7 +118,10 @@ def test_the_head_inside_the_last_module_is_found() -> None:
             self.decode = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
 
     assert taken(Classifier()) == {
-        *("embed.weight", "blocks.0.weight", "blocks.1.weight", "decode.0.weight"),
+        "embed.weight",
+        "blocks.0.weight",
+        "blocks.1.weight",
+        "decode.0.weight",
     }
 
 

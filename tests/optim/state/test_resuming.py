@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import reference_formats as formats
 import torch
 from compact_formats import MEMORIES
-from helpers import array, assert_same, raw_bytes, state_names
+from helpers import DTYPES, array, assert_same, raw_bytes, state_names, through_a_file
 from rules import (
     RULES,
     STORAGES,
@@ -24,10 +23,10 @@ from torch import nn
 import amp_mp as amp
 
 
-def small_model(device: str) -> nn.Module:
+def small_model(device: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
-    return amp.prepare(net, torch.bfloat16)
+    return net if dtype == torch.float32 else amp.prepare(net, dtype)
 
 
 def some_steps(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
@@ -45,15 +44,9 @@ def some_steps(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
     return largest
 
 
-def through_a_file(device: str, value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, map_location=device)
-
-
 @pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, [*MEMORIES, "no master"]))
-def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str, dtype: str) -> None:
     """Into an optimizer with a seed of its own, which the file's replaces."""
     kind, numbers = RULES[rule]
     storage = {"memory": memory}
@@ -61,13 +54,13 @@ def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str) -> No
         storage = {"master": "none", "rounding": "stochastic"}
 
     def fresh(seed: int) -> tuple[nn.Module, amp.optim.FusedOptimizer]:
-        net = small_model(device)
+        net = small_model(device, DTYPES[dtype])
         return net, kind(net.parameters(), **numbers, **storage, seed=seed, max_grad_norm=1.0)
 
     whole, optimizer = fresh(2**35 + 7)
     some_steps(whole, optimizer, range(3))
     saved = {"model": whole.state_dict(), "optimizer": optimizer.state_dict()}
-    saved = through_a_file(device, saved)
+    saved = through_a_file(saved, True, device)
     some_steps(whole, optimizer, range(3, 6))
     resumed, again = fresh(0)
     some_steps(resumed, again, range(2))  # a state that is there already is replaced
@@ -94,7 +87,7 @@ def test_loading_converts_to_the_formats_asked_for(device: str, source: str, tar
     some_steps(net, optimizer, range(3))
     loaded, other = fresh(target, 0)
     loaded.load_state_dict(net.state_dict())
-    other.load_state_dict(through_a_file(device, optimizer.state_dict()))
+    other.load_state_dict(through_a_file(optimizer.state_dict(), True, device))
     for number, (a, b) in enumerate(zip(net.parameters(), loaded.parameters(), strict=True)):
         wanted = [
             Expected(rule, p, number, state_names(other), **STORAGES[storage])
@@ -152,7 +145,7 @@ def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str
 
     low = amp.prepare(copy.deepcopy(wide), torch.bfloat16)  # keeps the exact originals
     mine = ours(low.parameters(), **arguments, memory="exact")
-    mine.load_state_dict(through_a_file(device, theirs.state_dict()))
+    mine.load_state_dict(through_a_file(theirs.state_dict(), True, device))
     update = some_steps(wide, theirs, range(5, 10))
     some_steps(low, mine, range(5, 10))
     assert_alike(mine, low, wide, update)
@@ -160,7 +153,7 @@ def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str
     back = copy.deepcopy(wide)
     back.load_state_dict(amp.float32_state_dict(low, mine))
     again = torchs(back.parameters(), **arguments)
-    again.load_state_dict(through_a_file(device, mine.torch_state_dict()))
+    again.load_state_dict(through_a_file(mine.torch_state_dict(), True, device))
     update = some_steps(back, again, range(10, 15))
     some_steps(low, mine, range(10, 15))
     assert_alike(mine, low, back, update)
@@ -222,7 +215,7 @@ def test_empty_frozen_and_unused_parameters_are_left_alone(device: str, memory: 
     assert (used != 1).all()
     assert unused not in optimizer.state
     again = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1, memory=memory)
-    again.load_state_dict(through_a_file(device, optimizer.state_dict()))
+    again.load_state_dict(through_a_file(optimizer.state_dict(), True, device))
     assert raw_bytes(again.state_dict()) == raw_bytes(optimizer.state_dict())
 
 

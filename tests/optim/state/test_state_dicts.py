@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import raw_bytes, state_names
+from helpers import raw_bytes, state_names, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -60,13 +59,6 @@ def stepped(
     return params, optimizer
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def decoded(state: dict[str, Any], name: str) -> tuple[str, Tensor]:
     """The format by the entry's name, and the numbers."""
     for format, suffix in SUFFIXES.items():
@@ -102,7 +94,7 @@ def test_any_preset_reads_any_state_dict(device: str, round_: int) -> None:
             if not value.dtype.is_floating_point:
                 ends = ("_m8", "_log8", "_log8_scale", "_ue8m8")
                 assert entry.startswith("remainder") or entry.endswith(ends), entry
-    saved = through_a_file(saved)
+    saved = through_a_file(saved, weights_only=True)
 
     for memory in (source, target):
         twins = [nn.Parameter(p.detach().clone()) for p in params]
@@ -167,7 +159,7 @@ def test_a_healthy_state_dict_has_finite_numbers_and_reads_back(
             assert value is held, entry
     twin = nn.Parameter(param.detach().clone())
     other = optimizer_of("AdamW", [twin], memory)
-    other.load_state_dict(through_a_file(saved))
+    other.load_state_dict(through_a_file(saved, weights_only=True))
     assert raw_bytes(other.state_dict()) == raw_bytes(saved)
     for entry, value in other.state[twin].items():
         assert value.dtype == own[entry].dtype, entry

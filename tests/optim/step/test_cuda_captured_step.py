@@ -16,9 +16,12 @@ from cuda_training import DEVICE, Training, captured
 from helpers import PRETEND_GPU
 from tiers import full
 from torch import Tensor, nn
+from twins import Twins, shapes_of
+from watching import watching
 
 import amp_mp as amp
 from amp_mp import _C
+from amp_mp.scaling import NormSpike
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -250,3 +253,155 @@ def test_a_new_weight_at_a_captured_ones_address_is_cached() -> None:
         made.append(nn.Parameter(torch.ones(8, 8, device=DEVICE)))
         assert len(made) < 10_000, "no tensor gets one of the addresses"
     assert is_cached_after_use(made[-1])
+
+
+def graph_of(twins: Twins) -> torch.cuda.CUDAGraph:
+    """The next step in a graph; the host's is not made."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        twins.ours.optimizer.step()
+    return graph
+
+
+@pytest.mark.parametrize("tensors", [4, 30])
+@pytest.mark.parametrize("changes_first", [False, True])
+def test_a_graph_keeps_its_table_while_eager_steps_change_theirs(
+    tensors: int, changes_first: bool
+) -> None:
+    """Captured with these numbers, gradients and parameters, replayed with them."""
+    twins = Twins(shapes_of(tensors), weight_decay=0.1)
+    twins.fill(0)
+    twins.step()
+    if changes_first:
+        twins.each_group(betas=(0.7, 0.95), weight_decay=0.3)
+    numbers = {k: twins.ours.optimizer.param_groups[0][k] for k in ("lr", "betas", "weight_decay")}
+    twins.fill(1)
+    static = [[p.grad for p in side.params] for side in twins.sides]
+    graph = graph_of(twins)
+    for round_ in range(3):
+        twins.each_group(**numbers)
+        for side, grads in zip(twins.sides, static, strict=True):
+            for param, grad in zip(side.params, grads, strict=True):
+                param.grad = grad
+        twins.fill(10 + round_, in_place=True)
+        graph.replay()
+        twins.theirs.optimizer.step()
+        twins.check(("replay", round_))
+        for side in twins.sides:
+            for param in side.params:
+                param.grad = None
+        for eager in range(3):
+            twins.each_group(lr=0.1 / (1 + eager), betas=(0.5, 0.9 + 0.01 * round_))
+            twins.fill(20 + eager, without={eager} if round_ else set())
+            twins.step()
+            twins.check(("eager", round_, eager))
+
+
+def test_two_graphs_of_one_optimizer_and_steps_between() -> None:
+    twins = Twins(shapes_of(30))
+    twins.fill(0)
+    twins.step()
+    graphs = []
+    for decay in (0.1, 0.4):
+        twins.each_group(weight_decay=decay)
+        graphs.append((decay, graph_of(twins)))
+    for round_ in range(4):
+        for decay, graph in graphs:
+            twins.each_group(weight_decay=decay)
+            twins.fill(round_, in_place=True)
+            graph.replay()
+            twins.theirs.optimizer.step()
+            twins.check((round_, decay))
+        twins.each_group(weight_decay=0.7)
+        twins.step()
+        twins.check(round_)
+
+
+def test_a_graph_is_replayed_after_its_optimizer_is_gone() -> None:
+    """The states are kept, as the parameters are; the tables are nobody's."""
+    twins = Twins(shapes_of(30))
+    for step in range(2):
+        twins.fill(step)
+        twins.step()
+    graph = graph_of(twins)
+    kept = list(twins.ours.optimizer.state.values())
+    del twins.ours.optimizer
+    gc.collect()
+    others = [Twins(shapes_of(30), lr=0.5) for _ in range(3)]  # may get the tables' memory
+    for step in range(2, 5):
+        for other in others:
+            other.fill(step)
+            other.step()
+        twins.fill(step, in_place=True)
+        graph.replay()
+        twins.theirs.optimizer.step()
+        for param, twin in zip(twins.ours.params, twins.theirs.params, strict=True):
+            assert torch.equal(param.cpu(), twin)
+    assert len(kept) == 30
+
+
+def test_a_capture_that_is_thrown_away_uploads_nothing() -> None:
+    """What a capture would have uploaded has not been."""
+    twins = Twins(shapes_of(30))
+    twins.fill(0)
+    twins.step()
+    twins.each_group(weight_decay=0.3)
+    graph_of(twins)
+    for step in range(1, 3):
+        twins.fill(step)
+        twins.step()
+        twins.check(step)
+
+
+@pytest.mark.parametrize("limit", [1000.0, NormSpike(6, 10)])
+def test_a_spike_costs_no_kernel_and_no_wait(limit: Any) -> None:
+    training = Training(skip_norm_above=limit, raise_after_skips=5)
+    for _ in range(8):
+        training.fill(0, False)
+        training.step()
+    for factor, skips in ((1e6, True), (1.0, False)):
+        training.fill(0, False)
+        for param in training.params:
+            param.grad.mul_(factor)
+        with watching() as seen:
+            training.step()
+        assert (seen.kernels, seen.waits) == (3, 0)
+        assert training.optimizer.step_was_skipped == skips
+    report = training.optimizer.last_report(wait=True)
+    assert report is not None
+    assert report.overflows == 0
+    assert report.spikes >= 1
+    assert training.scaler.get_scale() == 2.0**13  # ten clean steps, of which three double it
+
+
+def test_replays_of_a_graph_learn() -> None:
+    training = Training(skip_norm_above=NormSpike(6, 10))
+    for _ in range(6):
+        training.fill(0, False)
+        training.optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    training.fill(0, False)
+    with torch.cuda.graph(graph):
+        training.optimizer.step()
+    skipped = []
+    for factor in (1.0, 1.0, 1e6, 1.0):
+        training.fill(0, False)
+        for param in training.params:
+            param.grad.mul_(factor)
+        graph.replay()
+        skipped.append(training.optimizer.step_was_skipped)
+    assert skipped == [False, False, True, False]
+    assert training.optimizer.state_dict()["param_groups"][0]["norm_history"][0] == 9
+
+
+def test_history_is_not_begun_in_a_graph() -> None:
+    training = Training()
+    training.step()
+    training.optimizer.skip_norm_above = NormSpike()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="take a step before capturing"),
+        torch.cuda.graph(graph),
+    ):
+        training.optimizer.step()

@@ -169,7 +169,6 @@ def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(devic
     grads = [random(300, s, 1e-2) for s in (3, 4, 5)]
     zeros = np.zeros(300, np.float32)
     want = {id(p): (array(p), zeros, zeros, reference.Clock()) for p in (first, late)}
-    numbers = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled": True}
     for step, values in enumerate(grads):
         for param, lr in ((first, 1e-3), (late, 1e-2)):
             if param is late and step == 0:
@@ -177,7 +176,8 @@ def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(devic
             param.grad = on(device, values, torch.bfloat16)
             w, m, v, clock = want[id(param)]
             clock.tick(0.9, 0.999)
-            w, m, v = reference.adam(array(param.grad), w, m, v, None, clock, lr=lr, **numbers)
+            numbers = reference.Numbers(lr, (0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+            w, m, v = reference.adam(array(param.grad), w, m, v, None, clock, numbers, True)
             want[id(param)] = w, m, v, clock
         optimizer.step()
     for param, steps in ((first, 3), (late, 2)):

@@ -1,27 +1,32 @@
-"""Calls in an order that leaves an optimizer with the wrong parameters, and in the right one."""
+"""Calls in an order that leaves an optimizer with wrong parameters, and habits of scripts."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from around_sharding import (
     CLOSE,
     adamw,
     apart,
     error,
     even,
+    file_of,
     fsdp,
     loss_of,
     net,
+    poison,
     steps_of,
     tensor_parallel,
     train,
     whole,
 )
-from ranks import on_ranks
+from ranks import LARGE, on_ranks
 from torch import nn
 
 import amp_mp as amp
@@ -201,3 +206,150 @@ def state_taken_away(how: str) -> list[float]:
 )
 def test_state_that_was_taken_away_is_made_anew(how: str, steps: list[float]) -> None:
     assert on_ranks(2, state_taken_away, how) == [steps] * 2
+
+
+BF16 = torch.bfloat16
+
+
+def own_file(memory: Any) -> tuple[float, str, str]:
+    """How far a run resumed from the own file is off; what loading the other rank's raises."""
+    model = fsdp(even().to(BF16))
+    optimizer = adamw(model.parameters(), memory=memory)
+    train(model, optimizer, 2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    own, other = (file_of(state, r) for r in (dist.get_rank(), 1 - dist.get_rank()))
+    train(model, optimizer, 2)
+    again = fsdp(even().to(BF16))
+    new = adamw(again.parameters(), memory=memory)
+    refused = error(new.load_state_dict, other["optimizer"])
+    weights = amp.float32_state_dict(again, new)
+    theirs = file_of(weights, 1 - dist.get_rank())
+    refused_weights = error(amp.load_float32_state_dict, again, new, theirs)
+    again.load_state_dict(own["model"])
+    new.load_state_dict(own["optimizer"])
+    train(again, new, 2)
+    return apart(whole(model), whole(again)), refused, refused_weights
+
+
+@pytest.mark.parametrize("memory", ["exact", "micro"])
+def test_each_rank_loads_its_own_file_and_no_others(memory: str) -> None:
+    for rank, (difference, *refused) in enumerate(on_ranks(2, own_file, memory)):
+        assert difference == 0
+        for each in refused:
+            assert f"the part of rank {1 - rank}" in each
+            assert "amp_mp.checkpoint" in each
+
+
+def clone_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.clone()
+
+
+def with_a_loop(loop: str, worlds: int) -> float:
+    """How far three steps of a user's loop on shards are from torch on one process."""
+
+    def run(model: Any, make: Callable[..., Any]) -> list[torch.Tensor]:
+        norm = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
+        value = lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.001)  # noqa: E731
+        before = {"norm": norm, "value": value, "clone": clone_gradients}.get(loop)
+        if loop == "compile":
+            model[0].compile(backend="aot_eager")
+        if loop == "frozen":
+            model[0].requires_grad_(False)
+        if loop == "hooks" and make is adamw:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        elif loop == "hooks":
+            for param in model.parameters():
+                param.register_hook(lambda grad: grad * 0.5)
+        optimizer = make(list(model.parameters())[: 3 if loop == "part" else 8], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        for _ in range(3):
+            for micro in range(2 if loop in ("sync", "no-sync") else 1):
+                if loop == "no-sync" and make is adamw:
+                    model.set_requires_gradient_sync(micro == 1)
+                loss_of(model).backward()
+            if before is not None:
+                before(model)
+            optimizer.step()
+            scheduler.step()
+            model.zero_grad(set_to_none=loop != "zeros")
+        return whole(model)
+
+    return apart(run(fsdp(net()), adamw), run(net(), torch.optim.AdamW))
+
+
+LOOPS = "norm value clone compile frozen hooks part sync no-sync zeros"
+
+
+@pytest.mark.parametrize("loop", LOOPS.split())
+@pytest.mark.parametrize("world", [2, 4] if LARGE else [2])
+def test_a_loop_on_shards_is_that_of_one_process(loop: str, world: int) -> None:
+    assert max(on_ranks(world, with_a_loop, loop, world)) < CLOSE
+
+
+def reports() -> dict[str, Any]:
+    model = fsdp(net(BF16))
+    optimizer = adamw(model.parameters(), check_overflow=True)
+    train(model, optimizer, 1)
+    with amp.diagnose.watch(model) as seen, amp.diagnose.UpdateRatios(optimizer) as ratios:
+        loss_of(model).backward()
+        optimizer.step()
+        counted = sum(row.elements for row in ratios.report())
+        poison(model, 1, float("nan"))
+        ratios.reset()
+        optimizer.step()  # nothing is updated, on the rank with finite gradients neither
+    overflow = amp.diagnose.diagnose_overflow(model)
+    own = sum(p.to_local().numel() for p in model.parameters())
+    return {
+        "counted": counted == own == seen.report().weights.elements,
+        "says so": "only this process's shards" in str(seen.report()),
+        "skipped": len(ratios.report()),
+        "names": [row.name for row in overflow],
+        "overflow": str(overflow),
+    }
+
+
+def test_diagnoses_count_the_shards_of_a_process_and_say_so() -> None:
+    finite, poisoned = on_ranks(2, reports)
+    for found in (finite, poisoned):
+        assert found["counted"]
+        assert found["says so"]
+        assert found["skipped"] == 0
+    assert finite["names"] == []
+    assert "the shards of other processes were not read" in finite["overflow"]
+    assert poisoned["names"] == ["0.weight"]
+    assert "Only the shards of this process" in poisoned["overflow"]
+
+
+def calls_on_rank_0() -> list[float]:
+    model = fsdp(net(BF16))
+    optimizer = adamw(model.parameters(), memory="tiny", max_grad_norm=1.0)
+    train(model, optimizer, 2)
+    if dist.get_rank() == 0:
+        assert optimizer.last_report(wait=True) is not None
+        assert optimizer.grad_norm is not None
+        assert not optimizer.step_was_skipped
+        assert optimizer.memory_report().parameters > 0
+        assert len(optimizer.state_dict()["state"]) == 8
+        amp.float32_state_dict(model, optimizer)
+        copy.deepcopy(optimizer)
+    train(model, optimizer, 1)
+    return steps_of(optimizer)
+
+
+def measured_step() -> list[str]:
+    model = fsdp(net())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(model, adamw(model.parameters(), max_grad_norm=1.0), 1)
+    return [str(each.message) for each in found if "all_gather" in str(each.message)]
+
+
+def test_a_step_that_measures_uses_nothing_deprecated() -> None:
+    assert on_ranks(2, measured_step) == [[], []]
+
+
+def test_questions_to_one_rank_wait_for_no_other() -> None:
+    assert on_ranks(2, calls_on_rank_0) == [[3.0] * 8] * 2
