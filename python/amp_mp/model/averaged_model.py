@@ -307,11 +307,10 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
 
     def of(param: Tensor) -> Tensor | None:
-        found = (_C.master_beside(param, state.get(param, {})) for state in states)
-        rest = next((rest for rest in found if rest is not None), None)
-        if rest is None:
-            return apart[param] if param in apart else original_values.original_of(param)
-        return rest
+        for state in states:
+            if (rest := _C.master_beside(param, state.get(param, {}))) is not None:
+                return rest
+        return apart[param] if param in apart else original_values.original_of(param)
 
     return of
 

@@ -79,6 +79,8 @@ _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictio
 
 
 def _waiting(param: Tensor) -> Waiting | None:
+    if not _plain and not _sharded:
+        return None
     found = _plain.get(param)
     if found is None and is_dtensor(param):
         return next((own[id(param)] for own in _sharded.values() if id(param) in own), None)
@@ -179,8 +181,6 @@ def take_original(param: Tensor) -> Tensor:
 
 def _find(param: Tensor) -> Tensor | None:
     """As take_original; None where nothing is kept and the parameter's own values are all."""
-    if not _plain and not is_dtensor(param):
-        return None
     if (found := _waiting(param)) is None:
         if is_dtensor(param) and (name := _name_of_lost(param)):
             raise RuntimeError(
