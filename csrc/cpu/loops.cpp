@@ -60,6 +60,18 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
   }
 }
 
+// As torch's addcmul_ adds: with a fused multiply-add where the processor has one.
+void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
+           float decay, float ratio) {
+  for (int64_t i = 0; i < n; ++i) {
+#ifdef FP_FAST_FMAF
+    grad[i] = __builtin_fmaf(weight[i], decay, grad[i] * inverse) * ratio;
+#else
+    grad[i] = (grad[i] * inverse + weight[i] * decay) * ratio;
+#endif
+  }
+}
+
 }  // namespace
 
 #define AMP_MP_NAME2(isa) #isa
@@ -69,8 +81,14 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 void multiply(const Product& product, int64_t begin, int64_t end);  // of multiply.cpp
 
 extern const Kernels table;
-const Kernels table = {
-    AMP_MP_NAME(AMP_MP_ISA),           measure, copy, average, multiply, norm, norm_gradients,
-    AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
+                       measure,
+                       copy,
+                       average,
+                       multiply,
+                       norm,
+                       norm_gradients,
+                       adapt,
+                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

@@ -16,6 +16,9 @@ using Number = std::variant<at::Tensor, double>;  // a tensor of one element, or
 // equal shapes; TypeError where one holds something else.
 TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list<size_t> counts);
 
+// Whether the passes can read and write the gradient in place.
+bool is_native(const at::Tensor& grad, const at::Device& device);
+
 void multi_tensor_scale(int64_t chunk_size, const at::Tensor& noop_flag,
                         const py::sequence& tensor_lists, double scale);
 void multi_tensor_axpby(int64_t chunk_size, const at::Tensor& noop_flag,

@@ -79,8 +79,6 @@ _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictio
 
 
 def _waiting(param: Tensor) -> Waiting | None:
-    if not _plain and not _sharded:
-        return None
     found = _plain.get(param)
     if found is None and is_dtensor(param):
         return next((own[id(param)] for own in _sharded.values() if id(param) in own), None)
@@ -158,6 +156,11 @@ def values_of(param: Tensor) -> OriginalValues | None:
     return found.values
 
 
+def any_values() -> bool:
+    """Whether a parameter that is no DTensor has values; quicker than asking for each."""
+    return any(found.values is not None for found in _plain.values())
+
+
 def original_of(param: Tensor) -> Tensor | None:
     """The float32 values that the parameter was rounded from, or None; a new plain tensor."""
     if (values := values_of(param)) is None:
@@ -181,6 +184,8 @@ def take_original(param: Tensor) -> Tensor:
 
 def _find(param: Tensor) -> Tensor | None:
     """As take_original; None where nothing is kept and the parameter's own values are all."""
+    if not _plain and not is_dtensor(param):
+        return None
     if (found := _waiting(param)) is None:
         if is_dtensor(param) and (name := _name_of_lost(param)):
             raise RuntimeError(
