@@ -63,7 +63,8 @@ struct Product {
 };
 
 // A layer norm of rows of `width` elements: y = (x - mean) * scale * weight + bias, where scale is
-// 1 / sqrt(variance + eps). Its gradients read mean and scale.
+// 1 / sqrt(variance + eps). Its gradients read mean and scale. An RMS norm has no mean (null) and
+// no bias, and its variance is the mean of squares.
 struct Norm {
   int64_t width;
   Array x, y, weight, bias;  // weight and bias may be absent (null)

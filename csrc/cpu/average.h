@@ -25,14 +25,19 @@ AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averag
   }
 }
 
-// An average of bfloat16 weights, and exact masters of them, are converted inside the loop.
+// An average of bfloat16 weights, and what their masters are stored in, are converted inside the
+// loop.
 AMP_MP_OWN void average(const Transfer& t, int64_t begin, int64_t end, Averaging averaging) {
   using Exact = Joined<Split32>;
   if (t.to.format != Format::bfloat16_split32)
     return average_as<Floats, Floats>(t, begin, end, averaging);
-  if (t.from.format != Format::bfloat16_split32)
-    return average_as<Exact, Floats>(t, begin, end, averaging);
-  average_as<Exact, Exact>(t, begin, end, averaging);
+  switch (t.from.format) {
+    case Format::bfloat16_split32: return average_as<Exact, Exact>(t, begin, end, averaging);
+    case Format::bfloat16_float32:
+      return average_as<Exact, Joined<WholeMaster>>(t, begin, end, averaging);
+    case Format::bfloat16: return average_as<Exact, LowGrad>(t, begin, end, averaging);
+    default: return average_as<Exact, Floats>(t, begin, end, averaging);
+  }
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ struct Kernels {
   // The gradients of weight and bias are added to the sums, of `width` elements each or null.
   void (*norm_gradients)(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,
                          float* bias_sums);
+  // n gradients: (grad * inverse + decay * weight) * ratio, the sum rounded once.
+  void (*adapt)(float* grad, const float* weight, int64_t n, float inverse, float decay,
+                float ratio);
   AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)
 };
 #undef AMP_MP_LOOPS

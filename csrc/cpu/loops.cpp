@@ -42,17 +42,33 @@ Statistics measure(const Reading& r, int64_t begin, int64_t end) {
 }
 
 void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
-  alignas(64) float x[kTile];
+  alignas(64) float x[kTile], y[kTile];
+  const bool is_whole = t.to.format == Format::float32;
   const bool clamp = t.saturate && t.to.format == Format::float16;
   const bool random = is_stochastic(t.to.format);
   RowBytes bytes(t.random, t.origin);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
-    decode_tile(t.from, i, x, n);
-    for (int k = 0; k < n; ++k) x[k] *= multiplier;
+    const float* from = open_tile(t.from, i, x, n);
+    float* to = is_whole ? at_element<float>(t.to.data, i) : y;
+#pragma GCC ivdep  // `to` is `from` or another array
+    for (int k = 0; k < n; ++k) to[k] = from[k] * multiplier;
+    if (is_whole) continue;
     if (clamp)
-      for (int k = 0; k < n; ++k) x[k] = saturate(x[k]);
-    encode_tile(x, t.to, i, random ? bytes.of(i, n) : nullptr, n);
+      for (int k = 0; k < n; ++k) y[k] = saturate(y[k]);
+    encode_tile(y, t.to, i, random ? bytes.of(i, n) : nullptr, n);
+  }
+}
+
+// As torch's addcmul_ adds: with a fused multiply-add where the processor has one.
+void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
+           float decay, float ratio) {
+  for (int64_t i = 0; i < n; ++i) {
+#ifdef FP_FAST_FMAF
+    grad[i] = __builtin_fmaf(weight[i], decay, grad[i] * inverse) * ratio;
+#else
+    grad[i] = (grad[i] * inverse + weight[i] * decay) * ratio;
+#endif
   }
 }
 
@@ -65,8 +81,14 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 void multiply(const Product& product, int64_t begin, int64_t end);  // of multiply.cpp
 
 extern const Kernels table;
-const Kernels table = {
-    AMP_MP_NAME(AMP_MP_ISA),           measure, copy, average, multiply, norm, norm_gradients,
-    AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
+                       measure,
+                       copy,
+                       average,
+                       multiply,
+                       norm,
+                       norm_gradients,
+                       adapt,
+                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

@@ -512,6 +512,10 @@ class products:  # noqa: N801 (a submodule)
     @staticmethod
     def choice(dtype: torch.dtype) -> str: ...
     @staticmethod
+    def rms_norm(
+        x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor: ...
+    @staticmethod
     def seconds(
         dtype: torch.dtype, size: int, least_runs: int, limit_s: float
     ) -> tuple[float, float]: ...

@@ -1,4 +1,4 @@
-"""Layer norms and recurrent layers of low-precision tensors on a CPU: rounded once."""
+"""Layer norms, RMS norms and recurrent layers on a CPU: each number is rounded once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def test_a_thousand_ones_add_up_in_a_prepared_norms_gradient() -> None:
         assert torch.equal(norm.bias.grad.bfloat16(), torch.full((8,), 1000.0).bfloat16())
 
 
-def test_norms_of_prepared_models_convert_no_activation() -> None:
-    prepared = nn.LayerNorm(8)
-    amp.prepare(nn.Sequential(prepared, nn.Linear(8, 8)), torch.bfloat16)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_of_prepared_models_convert_no_activation(kind: str) -> None:
+    prepared, in_float32 = getattr(nn, kind)(8), getattr(amp.nn, f"Fp32{kind}")(8)
+    amp.prepare(nn.Sequential(prepared, in_float32, nn.Linear(8, 8)), torch.bfloat16)
     x = torch.randn(10, 8).bfloat16()
-    for norm in (prepared, amp.nn.Fp32LayerNorm(8), amp_mp.apex.normalization.FusedLayerNorm(8)):
+    of_apex = getattr(amp_mp.apex.normalization, f"Fused{kind}")(8).bfloat16()
+    for norm in (prepared, in_float32, getattr(amp.nn, f"Fp32{kind}")(8).bfloat16(), of_apex):
         kept: list[Tensor] = []
 
         def pack(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
@@ -48,10 +50,45 @@ def test_norms_of_prepared_models_convert_no_activation() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            norm.to(torch.bfloat16 if norm is not prepared else torch.float32)(x)
+            assert norm(x).dtype == torch.bfloat16
         assert [t.dtype for t in kept if t.numel() == x.numel()] == [torch.bfloat16]
 
 
+def test_rms_norms_of_float32_keep_their_input_alone_and_can_be_differentiated_twice() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        amp.nn.Fp32RMSNorm(64)(x)
+    assert len([t for t in kept if t.numel() == x.numel()]) == 1
+
+    def penalty(dtype: torch.dtype) -> Tensor:
+        own = x.detach().to(dtype).requires_grad_()
+        y = amp.nn.Fp32RMSNorm(64, eps=1e-5).to(dtype)(own)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), own, create_graph=True)
+        return torch.autograd.grad(first.pow(2).sum(), own)[0]
+
+    # Each number is a sum over 64; those of float32 are off by a few units of the largest.
+    exact = penalty(torch.float64)
+    assert (penalty(torch.float32) - exact).abs().max() <= 64 * 2.0**-24 * exact.abs().max()
+
+
+def test_the_fused_rms_norm_of_float64_is_the_formula() -> None:
+    products.choose_products("native", torch.bfloat16)
+    x, weight = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 4), (2, 4))
+    )
+
+    def fused(*given: Tensor) -> Tensor:
+        return torch.ops.aten._fused_rms_norm(given[0], [2, 4], *given[1:], 1e-6)[0]
+
+    assert torch.autograd.gradcheck(fused, (x, weight))
+    assert torch.autograd.gradgradcheck(fused, (x, weight))
+    expected = F.rms_norm(x, (2, 4), weight, 1e-6)
+    torch.testing.assert_close(fused(x, weight), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("weights", ["low", "float32", "none"])
 @pytest.mark.parametrize(
     ("shape", "normalized"),
@@ -64,16 +101,18 @@ def test_results_and_gradients_are_rounded_once(
     normalized: tuple[int, ...],
     weights: str,
     strided: bool,
+    kind: str,
 ) -> None:
     x = (3 * torch.randn(shape) + 1).to(low)
     x = x.mT.contiguous().mT if strided else x
     of_weights = low if weights == "low" else torch.float32
     given = [] if weights == "none" else [torch.randn(normalized).to(of_weights) for _ in "wb"]
+    given = given[:1] if kind == "rms_norm" else given
     grad = torch.randn(shape).to(low)
 
     def results(dtype: torch.dtype | None) -> list[Tensor]:
         own = [t.to(dtype or t.dtype).detach().requires_grad_() for t in (x, *given)]
-        y = F.layer_norm(own[0], normalized, *own[1:])
+        y = getattr(F, kind)(own[0], normalized, *own[1:])
         return [y, *torch.autograd.grad(y, own, grad.to(y.dtype))]
 
     for found, exact in zip(results(None), results(torch.float64), strict=True):

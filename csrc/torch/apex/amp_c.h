@@ -17,6 +17,9 @@ using Number = std::variant<at::Tensor, double>;  // a tensor of one element, or
 // equal shapes; TypeError where one holds something else.
 TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list<size_t> counts);
 
+// Whether the passes can read and write the gradient in place.
+bool is_native(const at::Tensor& grad, const at::Device& device);
+
 // A number of a struct of doubles that a tensor holds, by its offset in the struct.
 inline at::Tensor field(const at::Tensor& numbers, size_t offset) {
   return numbers.select(0, int64_t(offset / sizeof(double)));

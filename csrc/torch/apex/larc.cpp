@@ -1,8 +1,11 @@
 // Apex's LARC: each gradient times the ratio of its layer, before any optimizer's step.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
+#include "cpu/kernels.h"
 #include "torch/apex/amp_c.h"
+#include "torch/checks.h"
 
 namespace amp_mp::apex {
 namespace {
@@ -12,6 +15,17 @@ at::Tensor on(const at::Device& device, const Number& number) {
     return tensor->to(device, at::kDouble).squeeze();
   // Filled there: the host does not wait, as it would for a copy.
   return at::full({}, std::get<double>(number), at::TensorOptions(at::kDouble).device(device));
+}
+
+// One pass over tensors of float32 on the CPU.
+void adapt_(const at::Tensor& grad, const at::Tensor& weight, float inverse, float decay,
+            float ratio) {
+  float* const g = grad.mutable_data_ptr<float>();
+  const float* const w = weight.const_data_ptr<float>();
+  at::parallel_for(0, grad.numel(), at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) {
+    cpu::kernels()->adapt(g + begin, w + begin, end - begin, inverse, decay, ratio);
+  });
+  bump_version(grad);
 }
 
 // Changes gradients as LARC does (wrappers/larc.py), in place, without waiting for the device.
@@ -67,10 +81,19 @@ std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& w
   for (size_t i = 0; i < own.size(); ++i) {
     const at::Tensor& grad = own[i];
     if (!grad.defined()) continue;
+    const at::Tensor& weight = held[i];
+    const auto fits = [&](const at::Tensor& t) {
+      return t.is_cpu() && t.scalar_type() == at::kFloat && is_native(t, device);
+    };
+    if (decays_any && fits(grad) && fits(weight) && same_layout(grad, weight)) {
+      adapt_(grad, weight, inverse.item<float>(), decays[int64_t(i)].item<float>(),
+             ratios[int64_t(i)].item<float>());
+      continue;
+    }
     const auto here = [&](const at::Tensor& number) { return number.to(grad.device()); };
     at::Tensor scaled = grad.to(at::kFloat);  // itself, if it is float32
     if (scale) scaled.mul_(here(inverse));
-    if (decays_any) scaled.addcmul_(held[i].to(at::kFloat), here(decays[int64_t(i)]));
+    if (decays_any) scaled.addcmul_(weight.to(at::kFloat), here(decays[int64_t(i)]));
     scaled.mul_(here(ratios[int64_t(i)]));
     if (!scaled.is_same(grad)) grad.copy_(scaled);
   }

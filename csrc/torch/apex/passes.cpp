@@ -69,7 +69,8 @@ Tensors as_float(const Tensors& tensors) {
   return converted;
 }
 
-// Whether the passes can read and write the gradient in place.
+}  // namespace
+
 bool is_native(const at::Tensor& grad, const at::Device& device) {
   const at::ScalarType dtype = grad.scalar_type();
   const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
@@ -79,6 +80,8 @@ bool is_native(const at::Tensor& grad, const at::Device& device) {
          grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
          !grad.is_inference();
 }
+
+namespace {
 
 constexpr const char* kScale = "out = in * scale; tensor_lists: in, out, which may be the same.";
 void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,

@@ -1,6 +1,7 @@
 #include "torch/products/products.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -55,16 +56,25 @@ bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k) {
   return m <= kFewest || n <= kFewest || !is_large(m, n, k);
 }
 
+using c10::DispatchKey;
+
 void choose(at::ScalarType low, bool in_float32) {
   std::atomic<Choice>& own = chosen(low);
-  using c10::DispatchKey;
   replace_kernels<replace_embeddings, replace_norms, replace_products>({DispatchKey::CPU});
+  replace_kernels<replace_fused_norm>({DispatchKey::CPU});
+  replace_kernels<replace_rms_norm>({DispatchKey::AutogradCPU, DispatchKey::CPU});
   if (in_float32) {
     replace_kernels<replace_convolution, replace_attention, replace_recurrent_layers>(
         {DispatchKey::CPU});
     replace_kernels<replace_recurrent>({DispatchKey::AutogradCPU, DispatchKey::CPU});
   }
   own = in_float32 ? float32 : native;
+}
+
+at::Tensor rms_norm(const at::Tensor& x, at::IntArrayRef shape,
+                    const std::optional<at::Tensor>& weight, std::optional<double> eps) {
+  replace_kernels<replace_fused_norm>({DispatchKey::CPU});
+  return std::get<0>(at::_fused_rms_norm(x, shape, weight, eps));
 }
 
 std::string choice(at::ScalarType low) {

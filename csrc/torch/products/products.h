@@ -15,9 +15,14 @@ bool in_float32(at::ScalarType low);
 bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
 // Chooses that for the process. The first choice replaces torch's kernels on the CPU of mm, addmm,
-// bmm, baddbmm, layer norms and the gradients of embeddings, the first one of float32 also those of
-// convolution, attention and recurrent layers, and of their derivatives.
+// bmm, baddbmm, layer and RMS norms and the gradients of embeddings, the first one of float32 also
+// those of convolution, attention and recurrent layers, and of their derivatives.
 void choose(at::ScalarType low, bool in_float32);
+
+// x / sqrt(mean(x^2) + eps) * weight of a CPU's float32, float16 or bfloat16 x, in one pass over
+// it, also before a choice.
+at::Tensor rms_norm(const at::Tensor& x, at::IntArrayRef shape,
+                    const std::optional<at::Tensor>& weight, std::optional<double> eps);
 
 // "native", "float32", or "undecided" before the first choice.
 std::string choice(at::ScalarType low);
@@ -52,12 +57,14 @@ constexpr int64_t kBlock = int64_t(1) << 18;
 int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock);
 
 // Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, for
-// `replace_recurrent` for AutogradCPU too.
+// `replace_recurrent` and `replace_rms_norm` for AutogradCPU too.
 void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);
 void replace_embeddings(torch::Library& aten);
 void replace_norms(torch::Library& aten);
+void replace_fused_norm(torch::Library& aten);
+void replace_rms_norm(torch::Library& aten);
 void replace_recurrent(torch::Library& aten);
 void replace_recurrent_layers(torch::Library& aten);
 

@@ -1,14 +1,19 @@
-// Layer norms of low-precision tensors on a CPU. torch's kernels add up the gradients of weight and
-// bias in low precision, so that ones add up to 256 in bfloat16; these sum in float32, convert in
-// registers and round once.
+// Layer norms of low-precision tensors on a CPU, and RMS norms. torch's kernels add up the
+// gradients of weight and bias in low precision, so that ones add up to 256 in bfloat16, and an RMS
+// norm is seven operators; these sum in float32, convert in registers and round once.
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_rms_norm.h>
+#include <ATen/ops/_fused_rms_norm_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_layer_norm_cpu_dispatch.h>
+#include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cpu/kernels.h"
 #include "torch/products/products.h"
@@ -18,6 +23,7 @@ namespace {
 
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
+using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 Format format_of(const Tensor& t) {
@@ -33,6 +39,11 @@ Array array(const Tensor& t) {
 // A weight or bias of one of the formats, dense; undefined if there is none.
 Tensor dense(const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 
+bool is_low_norm(const Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+}
+
+// Whether the loops take a norm over the last `dims` dimensions of x, which has one of the formats.
 bool is_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims) {
   const at::ScalarType low = x.scalar_type();
   const auto fits = [&](const MaybeTensor& t) {
@@ -40,30 +51,28 @@ bool is_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias
            ((t->scalar_type() == low || t->scalar_type() == at::kFloat) && t->dim() == dims &&
             t->sizes() == x.sizes().slice(size_t(x.dim() - dims)));
   };
-  return (low == at::kBFloat16 || low == at::kHalf) && x.dim() >= dims && x.numel() > 0 &&
-         x.layout() == at::kStrided && fits(weight) && fits(bias);
+  return x.dim() >= dims && x.numel() > 0 && x.layout() == at::kStrided && fits(weight) &&
+         fits(bias);
 }
 
 // Elements of a thread's part, at least.
 constexpr int64_t kElements = 8192;
 
-Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
-                 const MaybeTensor& bias, double eps) {
-  const int64_t dims = int64_t(shape.size());
-  if (!is_norm(input, weight, bias, dims) ||
-      input.sizes().slice(size_t(input.dim() - dims)) != shape)
-    return at::cpu::native_layer_norm(input, shape, weight, bias, eps);
+// y, and the mean, unless it is an RMS norm, and the scale of each row.
+Three norm_rows(const Tensor& input, int64_t dims, const MaybeTensor& weight,
+                const MaybeTensor& bias, double eps, bool centred) {
   const Tensor x = input.contiguous(), w = dense(weight), b = dense(bias), y = at::empty_like(x);
   auto sizes = input.sizes().vec();
   std::fill(sizes.end() - dims, sizes.end(), 1);
-  const Tensor mean = at::empty(sizes, x.options().dtype(at::kFloat)), scale = at::empty_like(mean);
-  const int64_t rows = mean.numel(), width = x.numel() / rows;
+  const Tensor scale = at::empty(sizes, x.options().dtype(at::kFloat)),
+               mean = centred ? at::empty_like(scale) : Tensor();
+  const int64_t rows = scale.numel(), width = x.numel() / rows;
   const Norm norm{width,
                   array(x),
                   array(y),
                   array(w),
                   array(b),
-                  mean.data_ptr<float>(),
+                  centred ? mean.data_ptr<float>() : nullptr,
                   scale.data_ptr<float>(),
                   eps};
   at::parallel_for(0, rows, kElements / width + 1,
@@ -71,23 +80,28 @@ Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& 
   return {y, mean, scale};
 }
 
-Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
-                          const Tensor& mean, const Tensor& scale, const MaybeTensor& weight,
-                          const MaybeTensor& bias, std::array<bool, 3> wanted) {
-  if (!is_norm(input, weight, bias, int64_t(shape.size())) ||
-      grad.scalar_type() != input.scalar_type() || grad.sizes() != input.sizes())
-    return at::cpu::native_layer_norm_backward(grad, input, shape, mean, scale, weight, bias,
-                                               wanted);
+// Gradients of x, weight and bias, as far as they are wanted. mean: undefined of an RMS norm.
+Three norm_gradients(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                     const Tensor& mean, const Tensor& scale, const MaybeTensor& weight,
+                     const MaybeTensor& bias, std::array<bool, 3> wanted) {
   const Tensor x = input.contiguous(), dy = grad.contiguous(), w = dense(weight);
-  const Tensor means = mean.to(at::kFloat).contiguous(), scales = scale.to(at::kFloat).contiguous();
+  const Tensor scales = scale.to(at::kFloat).contiguous(),
+               means = mean.defined() ? mean.to(at::kFloat).contiguous() : mean;
   const Tensor dx = wanted[0] ? at::empty_like(x) : Tensor();
-  const int64_t rows = means.numel(), width = x.numel() / rows;
-  const Norm norm{
-      width, array(x),  {},       array(w), {}, means.data_ptr<float>(), scales.data_ptr<float>(),
-      0.0,   array(dy), array(dx)};
+  const int64_t rows = scales.numel(), width = x.numel() / rows;
+  const Norm norm{width,
+                  array(x),
+                  {},
+                  array(w),
+                  {},
+                  means.defined() ? means.data_ptr<float>() : nullptr,
+                  scales.data_ptr<float>(),
+                  0.0,
+                  array(dy),
+                  array(dx)};
   // Parts of the rows, each with its sums, so that their order depends on no thread.
   const int64_t parts = std::clamp<int64_t>(rows * width / (4 * kElements), 1, 16);
-  const Tensor sums = at::zeros({2, parts, width}, means.options());
+  const Tensor sums = at::zeros({2, parts, width}, scales.options());
   const auto sums_of = [&](int which, int64_t part) {
     return wanted[size_t(1 + which)] ? sums[which][part].data_ptr<float>() : nullptr;
   };
@@ -103,11 +117,83 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayR
   return {dx, gradient(0, weight), gradient(1, bias)};
 }
 
+Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
+                 const MaybeTensor& bias, double eps) {
+  const int64_t dims = int64_t(shape.size());
+  if (!is_low_norm(input) || !is_norm(input, weight, bias, dims) ||
+      input.sizes().slice(size_t(input.dim() - dims)) != shape)
+    return at::cpu::native_layer_norm(input, shape, weight, bias, eps);
+  return norm_rows(input, dims, weight, bias, eps, true);
+}
+
+Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                          const Tensor& mean, const Tensor& scale, const MaybeTensor& weight,
+                          const MaybeTensor& bias, std::array<bool, 3> wanted) {
+  if (!is_low_norm(input) || !is_norm(input, weight, bias, int64_t(shape.size())) ||
+      grad.scalar_type() != input.scalar_type() || grad.sizes() != input.sizes())
+    return at::cpu::native_layer_norm_backward(grad, input, shape, mean, scale, weight, bias,
+                                               wanted);
+  return norm_gradients(grad, input, shape, mean, scale, weight, bias, wanted);
+}
+
+bool is_rms_norm(const Tensor& x, at::IntArrayRef shape, const MaybeTensor& weight) {
+  const int64_t dims = int64_t(shape.size());
+  return (is_low_norm(x) || x.scalar_type() == at::kFloat) && is_norm(x, weight, {}, dims) &&
+         x.sizes().slice(size_t(x.dim() - dims)) == shape;
+}
+
+Two fused_rms_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
+                   std::optional<double> eps) {
+  if (!is_rms_norm(input, shape, weight))
+    return at::compositeimplicitautograd::_fused_rms_norm(input, shape, weight, eps);
+  const double least = eps.value_or(std::numeric_limits<float>::epsilon());
+  const auto [y, mean, scale] = norm_rows(input, int64_t(shape.size()), weight, {}, least, false);
+  return {y, scale};
+}
+
+// By the formula where the loops do not take it: float64.
+Two fused_rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                            const Tensor& scale, const MaybeTensor& weight,
+                            std::array<bool, 2> wanted) {
+  if (is_rms_norm(input, shape, weight) && grad.scalar_type() == input.scalar_type()) {
+    const auto [dx, dw, db] =
+        norm_gradients(grad, input, shape, {}, scale, weight, {}, {wanted[0], wanted[1], false});
+    return {dx, dw};
+  }
+  const bool has_weight = weight && weight->defined();
+  const Tensor unit = input * scale, dy = has_weight ? grad * *weight : grad;
+  std::vector<int64_t> last, first;
+  for (int64_t dim = 0; dim < input.dim(); ++dim)
+    (dim < input.dim() - int64_t(shape.size()) ? first : last).push_back(dim);
+  Tensor dx, dw;
+  if (wanted[0]) dx = (dy - unit * (dy * unit).mean(last, true)).mul(scale).to(input.scalar_type());
+  if (wanted[1] && has_weight)
+    dw = (first.empty() ? grad * unit : (grad * unit).sum(first)).to(weight->scalar_type());
+  return {dx, dw};
+}
+
+// torch fuses no norm of low-precision tensors with float32 weights. Of float32 nothing changes.
+Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeTensor& weight,
+                    std::optional<double> eps) {
+  const auto sizes = c10::asIntArrayRefSlowOpt(shape);
+  if (!sizes) return at::compositeimplicitautograd::rms_norm_symint(input, shape, weight, eps);
+  if (is_low_norm(input) && is_rms_norm(input, *sizes, weight))
+    return std::get<0>(at::_fused_rms_norm(input, *sizes, weight, eps));
+  return std::get<0>(at::compositeimplicitautograd::_fused_rms_norm(input, *sizes, weight, eps));
+}
+
 }  // namespace
 
 void replace_norms(torch::Library& aten) {
   aten.impl("native_layer_norm", layer_norm);
   aten.impl("native_layer_norm_backward", layer_norm_backward);
 }
+
+void replace_fused_norm(torch::Library& aten) {
+  aten.impl("_fused_rms_norm", fused_rms_norm);
+  aten.impl("_fused_rms_norm_backward", fused_rms_norm_backward);
+}
+
+void replace_rms_norm(torch::Library& aten) { aten.impl("rms_norm", low_rms_norm); }
 
 }  // namespace amp_mp::products

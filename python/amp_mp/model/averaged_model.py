@@ -264,14 +264,15 @@ class AveragedModel(nn.Module):
         remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
         for index, (average, value) in enumerate(zip(averages, live, strict=True)):
-            if index >= moving or not (average.is_floating_point() or average.is_complex()):
-                average.copy_(value)
-            elif average.dtype in LOW_PRECISION:
+            moves, dtype = index < moving, average.dtype
+            if moves and dtype in LOW_PRECISION:
                 native[average.device].append((average, next(remainders), value, rest_of(value)))
-            elif average.dtype == torch.float32:
+            elif moves and dtype == torch.float32:
                 native[average.device].append((average, None, value, None))
-            else:
+            elif moves and (dtype.is_floating_point or dtype.is_complex):
                 average.lerp_(value.to(average.device), 1 - decay)
+            else:
+                average.copy_(value)
         for rows in native.values():
             to, to_rests, values, rests = zip(*rows, strict=True)
             _C.average_(to, to_rests, values, rests, decay)
@@ -305,13 +306,15 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     """
     states = [optimizer.state for optimizer in optimizers]
     apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
+    waits = original_values.any_values()
 
     def of(param: Tensor) -> Tensor | None:
-        found = (_C.master_beside(param, state.get(param, {})) for state in states)
-        rest = next((rest for rest in found if rest is not None), None)
-        if rest is None:
-            return apart[param] if param in apart else original_values.original_of(param)
-        return rest
+        for state in states:
+            if (rest := _C.master_beside(param, state.get(param, {}))) is not None:
+                return rest
+        if apart and param in apart:
+            return apart[param]
+        return original_values.original_of(param) if waits else None
 
     return of
 

@@ -10,10 +10,13 @@ from amp_mp.casting import products
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.selection import is_marked, is_normalisation, named_tensors
 from amp_mp.nested import map_tensors, tensors_in
+from amp_mp.nn import float32_layers
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
-# the casts. Before a choice of products LayerNorm sums its weights' gradients in low precision.
-MIXING = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+# the casts. Before a choice of products LayerNorm sums its weights' gradients in low precision, and
+# RMSNorm is many operators.
+CHOSEN_FIRST = (nn.LayerNorm, nn.RMSNorm)
+MIXING = (*CHOSEN_FIRST, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 # The attribute of a tensor that was cast for a kept module: the module's id, and the dtype that it
 # had. The id, because the tensor may go to a kept module inside the first as it is.
@@ -139,8 +142,11 @@ def _lowered(output: Any, dtype: torch.dtype | None) -> Any:
 def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
     """Whether torch's own kernel takes these inputs beside float32 weights."""
     # By the function, because fully_shard gives modules a class of their own.
-    own = isinstance(module, MIXING) and type(module).forward.__module__.startswith("torch.nn.")
-    if isinstance(module, nn.LayerNorm):
+    where = type(module).forward.__module__
+    if where == float32_layers.__name__:  # casts by itself
+        return True
+    own = isinstance(module, MIXING) and where.startswith("torch.nn.")
+    if isinstance(module, CHOSEN_FIRST):
         chosen = all(t.dtype in products.CHOSEN for t in inputs)
         own = own and chosen and _weight_dtype(module) == torch.float32
     return own and all(t.device.type == "cpu" for t in inputs)

@@ -156,6 +156,11 @@ def values_of(param: Tensor) -> OriginalValues | None:
     return found.values
 
 
+def any_values() -> bool:
+    """Whether a parameter that is no DTensor has values; quicker than asking for each."""
+    return any(found.values is not None for found in _plain.values())
+
+
 def original_of(param: Tensor) -> Tensor | None:
     """The float32 values that the parameter was rounded from, or None; a new plain tensor."""
     if (values := values_of(param)) is None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amp_mp import _C
 from amp_mp.casting import products
+from amp_mp.dtypes import LOW_PRECISION, NATIVE
 
 
 class Fp32LayerNorm(nn.LayerNorm):
@@ -145,17 +147,23 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
     """function(x, *args) in x's compute dtype, without autocast; the result has x's dtype."""
     dtype = _compute_dtype("x", x)
     with autocast_off(x):
-        if function is functional.layer_norm and _is_fused(x, *args):
-            return function(x, *args)
+        if _is_fused(function, x, *args):
+            is_rms = function is functional.rms_norm
+            return _C.products.rms_norm(x, *args) if is_rms else function(x, *args)
         args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
         return function(x.to(dtype), *args).to(x.dtype)
 
 
-def _is_fused(x: Tensor, *args: Any) -> bool:
-    """Whether a layer norm computes in float32 by itself, without an activation in float32."""
-    dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor)}
-    chosen = x.device.type == "cpu" and x.dtype in products.CHOSEN
-    return chosen and dtypes <= {x.dtype, torch.float32}
+def _is_fused(function: Callable[..., Tensor], x: Tensor, *args: Any) -> bool:
+    """Whether a norm computes in float32 by itself, without an activation in float32."""
+    weights = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+    if x.device.type != "cpu" or not weights <= {x.dtype, torch.float32}:
+        return False
+    if function is functional.rms_norm:
+        return x.dtype in NATIVE and not torch.compiler.is_compiling()
+    if function is functional.group_norm:  # torch sums gradients of low-precision weights in these
+        return x.dtype in LOW_PRECISION and weights == {torch.float32}
+    return function is functional.layer_norm and x.dtype in products.CHOSEN
 
 
 def _compute_dtype(name: str, tensor: Tensor) -> torch.dtype:
