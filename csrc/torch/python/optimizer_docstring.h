@@ -32,6 +32,8 @@ inline constexpr const char* kSharedArguments = R"(
             "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
         rounding: "nearest" or "stochastic", of parameters without a master. Default "nearest".
         seed: of stochastic rounding, in [0, 2^64); the same on all replicas. Default 0.
+        offload: "state" keeps masters and states in pinned memory of the host, where a GPU's kernels
+            step them (docs/memory.md); nothing else changes, and on a CPU nothing. Default None.
         foreach, fused, capturable: torch's arguments, accepted without effect.
     Every state also has step, and low-precision parameters master, remainder16 or remainder8.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.

@@ -154,7 +154,9 @@ void EditedMasters::store() {
     refuse_new_state({edit.member.local.device()});
     if (!item_of(states_.ptr(), edit.member.param.ptr()))
       states_[edit.member.param] = edit.member.state;
-    clocks_of({{edit.layout.get(), edit.group.ptr(), &edit.member}});
+    const std::vector<ClockPlace> place = {{edit.layout.get(), edit.group.ptr(), &edit.member}};
+    const HostRoom room = room_for(place);
+    clocks_of(place);
     init_state(*edit.layout, edit.group.ptr(), edit.member);
   }
   for (Edit& edit : edits_) store(edit);

@@ -7,13 +7,6 @@
 namespace amp_mp {
 namespace {
 
-// A parameter that a caller steps or fills by itself, with its state's dict.
-Member member_of(const py::object& param, py::dict state, int64_t group = 0,
-                 int64_t tensor_index = 0, std::string label = "the parameter") {
-  return {param,        local_of(param.ptr()), is_dtensor(param.ptr()), group,
-          tensor_index, std::move(label),      std::move(state)};
-}
-
 // The bucket of one parameter, with state that is made here where it is missing.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
                                   const py::dict& states, const py::object& own_keys,
@@ -28,7 +21,8 @@ std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
   if (found && !PyDict_Check(found))
     throw py::type_error("the state of " + label + " must be a dict, found " + repr_of(found));
   py::dict state = found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
-  Member member = member_of(param, std::move(state), group, tensor_index, std::move(label));
+  Member member = {param,        local_of(param.ptr()), is_dtensor(param.ptr()), group,
+                   tensor_index, std::move(label),      std::move(state)};
   refuse_param(member, count_sharded_modules() > 0);
   refuse_state(*rule.layout, member);
   if (!found) states[param] = member.state;

@@ -63,12 +63,16 @@ Gathered::Gathered(const std::vector<GroupRule>& rules, const py::list& groups,
   }
   refuse_new_state(devices);
   const bool any_sharded = count_sharded_modules() > 0;
-  py::list held;
-  for (Batch& batch : batches) {
+  std::vector<ClockPlace> places;
+  for (const Batch& batch : batches)
     for (const Member& member : batch.members) {
       refuse_param(member, any_sharded);
       refuse_state(*batch.rule.layout, member);
+      places.push_back({batch.rule.layout.get(), groups[size_t(member.group)].ptr(), &member});
     }
+  const HostRoom room = room_for(places);
+  py::list held;
+  for (Batch& batch : batches) {
     py::list indices;
     for (const Member& member : batch.members)
       if (PyDict_Size(member.state.ptr()) == 0) states[member.param] = member.state;
@@ -153,6 +157,7 @@ void init_states(const std::vector<GroupRule>& rules, const py::list& groups,
     const auto group = size_t(member.group);
     places.push_back({rules[group].layout.get(), groups[group].ptr(), &member});
   }
+  const HostRoom room = room_for(places);
   clocks_of(places);
   for (const Member& member : trained) {
     states[member.param] = member.state;

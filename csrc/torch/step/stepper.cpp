@@ -78,6 +78,11 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   Measurement* found, const DecideTensors* inputs, bool measures,
                   Measurement* weights, const py::object& sum_updates, Interrupt* kept) {
+  if (is_capturing(bucket.device()))  // nobody knows how long the graph will live
+    for (const Member& member : bucket.members())
+      for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
+        if (is_tensor(value.ptr()) && is_on_host(local_of(value.ptr())))
+          new at::Tensor(local_of(value.ptr()));
   const Apply apply = operator_named(bucket.layout().op);
   StepCallbacks callbacks = {
       callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
@@ -109,7 +114,7 @@ const std::shared_ptr<Gathered>& Stepper::gather(const std::vector<GroupRule>& r
                                                  const py::list& groups, const py::dict& states) {
   const int64_t sharded = count_sharded_modules();
   if (!gathered_ || sharded != sharded_modules_ || !gathered_->is_current(rules, groups, states)) {
-    hooks_.attr("check")(python_rules, groups);
+    hooks_.attr("check")(python_rules, groups, captured_);
     warn_of_graph();
     sharded_modules_ = sharded;
     gathered_ = std::make_shared<Gathered>(rules, groups, states, hooks_);

@@ -177,7 +177,12 @@ def load(
         if optimizer is not None:
             optimizer_part.check_has_optimizer(contents, names, strict)
         wanted = {name: None if name in names else MASTER_ENTRIES for name in params}
-        states = {n: optimizer_part.template(contents, n, p, wanted[n]) for n, p in params.items()}
+        given = [] if optimizer is None else optimizer.param_groups
+        away = {p for group in given if group.get("offload") for p in group["params"]}
+        states = {
+            n: optimizer_part.template(contents, n, p, wanted[n], p in away)
+            for n, p in params.items()
+        }
         others = [*contents.others(), *(contents.groups() if groups else ())]
         values = template | {key: contents.empty(key) for key in others}
         for name, state in states.items():

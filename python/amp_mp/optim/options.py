@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     master: str | None
     rounding: str
     seed: int
+    offload: Literal["state"] | None
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -136,10 +137,17 @@ def check_group(group: Mapping[str, Any]) -> None:
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
         )
-    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+    check_choices(group)
     seed = group.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+
+
+def check_choices(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for what a param_group cannot have as rounding or offload."""
+    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+    if group.get("offload") not in (None, "state"):
+        raise ValueError(f'offload must be None or "state", found {group["offload"]!r}')
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
