@@ -34,9 +34,8 @@ class HostSlab {
     }
   }
 
-  // Null where there is no room.
+  bool has_room(size_t bytes) const { return used_ + bytes <= bytes_; }
   void* take(size_t bytes) {
-    if (used_ + bytes > bytes_) return nullptr;
     return static_cast<char*>(memory_) + std::exchange(used_, used_ + bytes);
   }
 
@@ -71,12 +70,8 @@ at::Tensor copy_to_host(const at::Tensor& t) {
   const at::Tensor layout = at::empty_like(t, t.options().device(at::kMeta));
   const size_t bytes = host_bytes(t.numel(), t.scalar_type());
   Slab slab = room[t.device().index()];
-  void* place = slab ? slab->take(bytes) : nullptr;
-  if (!place) {
-    slab = std::make_shared<HostSlab>(bytes, t.device());
-    place = slab->take(bytes);
-  }
-  return at::for_blob(place, t.sizes())
+  if (!slab || !slab->has_room(bytes)) slab = std::make_shared<HostSlab>(bytes, t.device());
+  return at::for_blob(slab->take(bytes), t.sizes())
       .strides(layout.strides())
       .context(new Slab(slab), &drop)
       .options(t.options())

@@ -62,10 +62,7 @@ class RankBytes:
 
     @property
     def held(self) -> float:
-        """Of weights, gradients, masters, states and the largest unit's gathered weights.
-
-        Without what is on the host.
-        """
+        """Of weights, gradients, masters, states and the largest gathered unit, without `host`."""
         kept = self.masters + self.states - self.host
         return self.weights + self.gradients + kept + self.gathered
 

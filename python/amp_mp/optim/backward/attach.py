@@ -56,9 +56,6 @@ def attach(
         )
     if release and any(is_dtensor(p) and p in own for p in model.parameters()):
         refuse_shards(stepper, scaler, clip)
-    if not release:
-        return Measure(stepper, model)
-    attachment = Release(stepper, model, scaler, clip)
-    if any(group.get("offload") for group in optimizer.param_groups):
-        optimizer.init_state()  # in a hook it would pin memory while NCCL works
-    return attachment
+    if release and any(group.get("offload") for group in optimizer.param_groups):
+        optimizer.init_state()  # a hook would pin memory while NCCL works
+    return Release(stepper, model, scaler, clip) if release else Measure(stepper, model)
