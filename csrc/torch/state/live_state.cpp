@@ -191,12 +191,13 @@ bool offloads(PyObject* group, const at::Tensor& local) {
 }
 
 void settle(PyObject* group, const at::Tensor& local, PyObject* state) {
+  if (!local.is_cuda()) return;
+  const bool away = offloads(group, local);
   const auto held = py::reinterpret_steal<py::dict>(PyDict_Copy(state));
   for (const auto& [key, value] : held) {
     if (!is_tensor(value.ptr())) continue;
     const at::Tensor array = local_of(value.ptr());
-    const bool is_small = host_bytes(array.numel(), array.scalar_type()) == 0;
-    const bool belongs = offloads(group, local) && !is_small;
+    const bool belongs = away && host_bytes(array.numel(), array.scalar_type()) > 0;
     if (array.device() != local.device() || is_on_host(array) == belongs) continue;
     used_on_current_stream(array);
     const at::Tensor moved = belongs ? copy_to_host(array) : array.clone();
