@@ -41,13 +41,16 @@ class Copy:
 class Candidate:
     """Something to time: made by `build(shapes, device)`, moves `moved(shapes)` bytes a step.
 
-    small_only: for lists on which launches take longer than the bytes.
+    small_only: for lists on which launches take longer than the bytes; large_only: for the others.
+    link: the bytes that a step sends over the link to the host, both ways together.
     """
 
     name: str
     build: Callable[[ShapeList, str], Copy]
     moved: Callable[[ShapeList], float]
     small_only: bool = False
+    large_only: bool = False
+    link: Callable[[ShapeList], float] = lambda _: 0.0
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -83,11 +86,14 @@ def moves(params: list[torch.nn.Parameter], wanted: bool = True) -> Verify:
     return verify
 
 
-def our_copy(memory: str, shapes: ShapeList, device: str, overflow: bool = False) -> Copy:
+def our_copy(
+    memory: str, shapes: ShapeList, device: str, overflow: bool = False, offload: Any = None
+) -> Copy:
     params = parameters(shapes, device, SCALE)
     if overflow:
         params[-1].grad.view(-1)[-1] = math.inf
-    optimizer = amp.optim.AdamW(params, lr=LR, max_grad_norm=MAX_NORM, memory=memory)
+    options: dict[str, Any] = {"memory": memory, "offload": offload}
+    optimizer = amp.optim.AdamW(params, lr=LR, max_grad_norm=MAX_NORM, **options)
     # A scale that never moves where every step overflows: it would soon be 0.
     scale: dict[str, Any] = {"loss_scale": SCALE} if overflow else {"init_scale": SCALE}
     scaler = amp.GradScaler(device, **scale)
@@ -153,6 +159,16 @@ def ours() -> list[Candidate]:
         moved = each(MEASURE_BYTES + STEP_BYTES[memory])
         build = functools.partial(graph_copy, memory)
         found.append(Candidate(f"amp_mp {memory}, graph", build, moved, small_only=True))
+    for memory in ("lean", "exact"):
+        found.append(
+            Candidate(
+                f"amp_mp {memory}, offload",
+                functools.partial(our_copy, memory, offload="state"),
+                each(MEASURE_BYTES + STEP_BYTES[memory]),
+                large_only=True,
+                link=each(STEP_BYTES[memory] - 2 - 2 * 2),  # all but gradient and weight
+            )
+        )
     return found
 
 

@@ -72,4 +72,5 @@ def candidates(shapes: ShapeList, device: str, others: bool) -> list[Candidate]:
     names = dict.fromkeys([*(n for n in KEY if n in every), *(n for n in every if n not in slow)])
     found = [every[name] for name in (*names, *slow)]
     fits = not shapes.large and device == "cuda"
-    return [c for c in found if fits or not c.small_only]
+    found = [c for c in found if fits or not c.small_only]
+    return [c for c in found if shapes.large or not c.large_only]

@@ -20,6 +20,7 @@ AGAINST_TORCH = 1.9
 TINY_AGAINST_FLASH = {"one": 0.98, "llama": 1.3, "resnet50": 3.0}
 READ_SHARE = 0.90
 OVERFLOW = 1.1  # of the time of measuring alone
+LINK_SHARE = 0.6  # of what copies reach: below it, copies through buffers would be much faster
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,26 @@ def list_table(content: dict[str, Any]) -> str:
             lines.append(f"    us: {', '.join(each)}"[:110])
         if "error" in found:
             lines.append(f"    {found['error'][:90]}")
+    lines += offload_lines(content)
     if content.get("error"):
         lines.append(content["error"])
     return "\n".join(lines)
+
+
+def offload_lines(content: dict[str, Any]) -> Iterator[str]:
+    """What each offloaded step takes here and there, and whether staging is worth building."""
+    entries, link = content["candidates"], content["ceilings"].get("link")
+    for name, found in entries.items():
+        if not link or "link_gb_s" not in found or "error" in found:
+            continue
+        share = found["link_gb_s"] / link
+        beside = entries.get(name.removesuffix(", offload"), {}).get("ms")
+        without = f", {beside / 1e3:.3f} s and {found['copy_gb_s']:.0f} GB/s without" * bool(beside)
+        worth = "not worth" if share >= LINK_SHARE else "worth"
+        yield (
+            f"    {name}: {found['ms'] / 1e3:.3f} s, {found['link_gb_s']:.1f} GB/s of the link's "
+            f"{link:.1f}{without}; staging through two device buffers is {worth} building"
+        )
 
 
 def spread(found: Entry) -> str:

@@ -125,6 +125,8 @@ class Worker:
             "copy_gb_s": copy,
             "share": rate / copy,
         }
+        if link := candidate.link(self.shapes):
+            entry["link_gb_s"] = link / seconds / 1e9
         wrong = [text for text in (c.verify() for c in copies) if text]
         if wrong:
             raise RuntimeError(wrong[0])

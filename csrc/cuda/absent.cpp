@@ -23,6 +23,9 @@ const char* update_scale(const ScaleUpdate&, const double*, const double*, const
 }
 const char* is_capturing(void*, bool&) { return nullptr; }  // nothing is
 const char* synchronize(void*) { return kAbsent; }
+const char* allocate_on_host(size_t, void*&) { return kAbsent; }
+const char* free_on_host(void*) { return kAbsent; }
+bool addresses_host(int) { return false; }
 const char* allocate_for_both(size_t, void*&) { return kAbsent; }
 
 template <class Rule>

@@ -100,7 +100,11 @@ const char* update_scale(const ScaleUpdate& update, const double* found_inf, con
 // The CUDA runtime's functions that are needed besides launches.
 const char* is_capturing(void* stream, bool& capturing);
 const char* synchronize(void* stream);
-// Pinned host memory that devices can write, never freed. Not during capture.
+// Pinned host memory that devices read and write. Freeing waits for the current device.
+const char* allocate_on_host(size_t bytes, void*& memory);
+const char* free_on_host(void* memory);
+bool addresses_host(int device);
+// A small piece of such memory, never freed.
 const char* allocate_for_both(size_t bytes, void*& piece);
 
 }  // namespace amp_mp::cuda

@@ -7,6 +7,19 @@
 #include "cuda/tensor_table.h"
 
 namespace amp_mp::cuda {
+namespace {
+
+// In another mode these calls would be refused while any thread captures, and end that capture.
+template <class Call>
+const char* relaxed(const Call& call) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t error = call();
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return message(error);
+}
+
+}  // namespace
 
 bool is_built() { return true; }
 
@@ -39,6 +52,22 @@ const char* synchronize(void* stream) {
   return message(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
 
+const char* allocate_on_host(size_t bytes, void*& memory) {
+  // One address for host and devices, as on every 64-bit system.
+  constexpr auto kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
+  return relaxed([&] { return cudaHostAlloc(&memory, bytes, kFlags); });
+}
+
+const char* free_on_host(void* memory) {
+  const char* error = relaxed(cudaDeviceSynchronize);
+  return error ? error : relaxed([&] { return cudaFreeHost(memory); });
+}
+
+bool addresses_host(int device) {
+  int can = 0;
+  return !message(cudaDeviceGetAttribute(&can, cudaDevAttrCanMapHostMemory, device)) && can;
+}
+
 const char* allocate_for_both(size_t bytes, void*& piece) {
   constexpr size_t kSlab = 1 << 16,
                    kAlign = 64;  // one allocation for many pieces, since pinning is slow
@@ -48,15 +77,8 @@ const char* allocate_for_both(size_t bytes, void*& piece) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (used + bytes > kSlab) {
     void* memory = nullptr;
-    // One address for host and devices, as on every 64-bit system.
-    const auto flags = cudaHostAllocMapped | cudaHostAllocPortable;
     if (bytes > kSlab) return message(cudaErrorInvalidValue);
-    // In another mode it would be refused while any thread captures, and end that capture.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    const char* error = message(cudaHostAlloc(&memory, kSlab, flags));
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (error) return error;
+    if (const char* error = allocate_on_host(kSlab, memory)) return error;
     slab = static_cast<char*>(memory);
     used = 0;
   }

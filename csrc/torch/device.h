@@ -6,6 +6,7 @@
 
 #include "cuda/passes.h"
 #include "torch/checks.h"
+#include "torch/state/host_memory.h"
 
 namespace amp_mp {
 
@@ -29,8 +30,9 @@ inline void* stream_of(const at::Tensor& t) {
 
 // For memory that another stream may have allocated: once it is freed it is not given away before
 // the current stream has come so far. Costs a look-up in torch's allocator; nothing on a CPU.
+// Memory of the host waits for the whole device, and that allocator does not know it.
 inline void used_on_current_stream(at::Tensor t) {
-  if (!t.defined() || !t.is_cuda()) return;
+  if (!t.defined() || !t.is_cuda() || is_on_host(t)) return;
   if (t.is_sparse()) {
     used_on_current_stream(t._indices());
     return used_on_current_stream(t._values());

@@ -171,15 +171,22 @@ def coded_endings() -> list[str]:
     """How the names of entries of codes end: "_m8"."""
 
 def set_master(
-    format: str, param: Tensor, state: dict[str, Any], values: Tensor | None = None
+    format: str,
+    param: Tensor,
+    state: dict[str, Any],
+    values: Tensor | None = None,
+    group: dict[str, Any] = ...,
 ) -> None:
     """Gives a low-precision parameter a master of the format, holding `values` if given.
 
     Without values an existing master is kept, or converted if it has another format; "none" drops
     it. The parameter becomes the rounded values; a split rounds a value half way between two
     weights away from zero. values: beside a DTensor a DTensor placed as it is, or the part on this
-    process.
+    process. group: the parameter's, whose offload says where the state is.
     """
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a CUDA tensor is offloaded to memory of the host; no DTensor."""
 
 def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     """A low-precision parameter's master, a new float32 tensor of its layout, or None.

@@ -45,7 +45,7 @@ def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str])
     assert list(content["lists"]) == ["one", "llama", "resnet50", "many"]
     for shapes in shape_lists(quick=True):
         found = content["lists"][shapes.key]
-        assert found["ceilings"].keys() >= {"copy", "read", "in place"}
+        assert found["ceilings"].keys() >= {"copy", "read", "in place", "link"}
         wanted = candidates(shapes, "cpu", others=False)
         assert list(found["candidates"]) == [c.name for c in wanted]
         for candidate in wanted:
@@ -57,6 +57,7 @@ def test_quick_mode_times_every_candidate_on_every_list(quick: tuple[Path, str])
             assert entry["bytes"] == candidate.moved(shapes)
             assert entry["gb_s"] == pytest.approx(entry["bytes"] / entry["ms"] / 1e6)
             assert entry["waits"] == 0
+            assert ("link_gb_s" in entry) == ("offload" in candidate.name)
     assert content["targets"] == gpu_report.as_dicts(gpu_report.targets(content["lists"]))
 
 
@@ -137,6 +138,25 @@ def test_graphs_are_for_small_lists_on_a_gpu_only() -> None:
         return sum("graph" in c.name for c in candidates(shapes, device, others=True))
 
     assert (graphs("many", "cuda"), graphs("one", "cuda"), graphs("many", "cpu")) == (2, 0, 0)
+
+
+def test_offloaded_steps_say_whether_staging_is_worth_building() -> None:
+    """lean sends remainder, moment and square, 5 bytes, each way; small lists are not offloaded."""
+
+    def links(key: str) -> dict[str, float]:
+        shapes = next(s for s in shape_lists(quick=True) if s.key == key)
+        found = [c for c in candidates(shapes, "cuda", others=True) if "offload" in c.name]
+        return {c.name: c.link(shapes) / shapes.elements for c in found}
+
+    assert links("one") == {"amp_mp lean, offload": 10, "amp_mp exact, offload": 20}
+    assert links("many") == {}
+    entry = {"ms": 400.0, "link_gb_s": 25.0, "copy_gb_s": 2000.0}
+    entries = {"amp_mp lean": {"ms": 9.0}, "amp_mp lean, offload": entry}
+    for link, worth in ((40.0, "is not worth building"), (50.0, "is worth building")):
+        (line,) = gpu_report.offload_lines({"ceilings": {"link": link}, "candidates": entries})
+        assert "0.400 s, 25.0 GB/s" in line
+        assert "0.009 s" in line
+        assert line.endswith(worth)
 
 
 def test_a_rotation_passes_three_caches() -> None:

@@ -98,12 +98,22 @@ def test_it_prints_a_row_for_each_recipe() -> None:
         "gradients",
         "masters",
         "states",
+        "host",
         "gathered",
         "held",
         "received",
     ]
     assert len(rows) == len(RECIPES)
-    assert rows[0].split()[-7:-1] == ["8.00", "8.00", "0.00", "16.00", "0.00", "32.00"]
+    assert rows[0].split()[-8:-1] == ["8.00", "8.00", "0.00", "16.00", "0.00", "0.00", "32.00"]
+
+
+def test_offloaded_masters_and_states_are_on_the_host() -> None:
+    """lean: 1 byte of a master, 4 of states; 2 of weights and 2 of gradients stay."""
+    found = amp.diagnose.sharded_memory(1 << 20, 1, offload="state", betas=(0.9, 0.99))
+    lean = found.rows[3]
+    assert (lean.host, lean.held) == (5 << 20, 4 << 20)
+    with pytest.raises(ValueError, match="offload must be None"):
+        amp.diagnose.sharded_memory(1 << 20, 1, offload="cpu")
 
 
 def test_where_a_script_calls_it_makes_no_difference() -> None:

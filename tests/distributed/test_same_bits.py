@@ -94,10 +94,10 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
     return tuple(found)
 
 
-def compare(layout: str, rules: list[str], presets: list[str]) -> list[str]:
+def compare(layout: str, rules: list[str], presets: list[str], **more: Any) -> list[str]:
     found = []
     for dtype, rule, preset in combined(DTYPES, rules, presets):
-        optimizer, split, _, plain, whole, _ = both(layout, dtype, rule, preset)
+        optimizer, split, _, plain, whole, _ = both(layout, dtype, rule, preset, **more)
         label = f"{rule}, {preset}, {dtype}: "
         found += [label + text for text in differences(split, optimizer, whole, plain)]
         found += [label + text for text in misplaced(optimizer)]
@@ -116,6 +116,16 @@ def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
 )
 def test_every_rule_has_the_bits_of_one_process(layout: str, world: int) -> None:
     for rank in on_ranks(world, compare, layout, SOME_RULES, SOME_PRESETS, limit_s=250):
+        assert rank == []
+
+
+def offloaded(layout: str) -> list[str]:
+    return compare(layout, ["adamw", "sgd"], SOME_PRESETS, offload="state")
+
+
+@pytest.mark.parametrize(("layout", "world"), SPLITS if LARGE else [("fsdp", 2)])
+def test_offload_leaves_a_cpus_states_where_they_are(layout: str, world: int) -> None:
+    for rank in on_ranks(world, offloaded, layout):
         assert rank == []
 
 

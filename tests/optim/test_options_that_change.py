@@ -62,6 +62,17 @@ def test_formats_and_rounding_may_change_between_steps(device: str, change: dict
     assert raw_bytes(state_of(optimizer, param)) == raw_bytes(state_of(oracle, other))
 
 
+def test_offload_of_a_cpu_moves_nothing() -> None:
+    param = param_of("cpu", torch.randn(64, 96).bfloat16())
+    optimizer = amp.optim.AdamW([param], lr=0.01, memory="tiny", offload="state")
+    train(param, optimizer, range(1))
+    before = {name: t.data_ptr() for name, t in state_of(optimizer, param).items()}
+    optimizer.param_groups[0]["offload"] = None
+    train(param, optimizer, range(1, 2))
+    assert {name: t.data_ptr() for name, t in state_of(optimizer, param).items()} == before
+    assert optimizer.memory_report().host == {}
+
+
 @pytest.mark.parametrize("release", [False, True])
 def test_a_master_may_change_while_gradients_are_released(device: str, release: bool) -> None:
     model = nn.Linear(32, 4).to(device, torch.bfloat16)

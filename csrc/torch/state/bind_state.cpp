@@ -16,11 +16,14 @@ void bind_masters(py::module_& m) {
   m.def(
       "set_master",
       [](const std::string& format, const py::object& param, const py::dict& state,
-         const py::object& values) {
+         const py::object& values, const py::dict& group) {
         const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
         set_master(format, param.ptr(), state.ptr(), given);
+        settle(group.ptr(), local_of(param.ptr()), state.ptr());
       },
-      py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none());
+      py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none(),
+      py::arg("group") = py::dict());
+  m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def(
       "master_of",
       [](const py::object& param, const py::dict& state) -> py::object {

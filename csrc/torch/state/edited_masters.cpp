@@ -137,6 +137,7 @@ void EditedMasters::store() {
     refuse_new_state({edit.member.local.device()});
     if (!item_of(states_.ptr(), edit.member.param.ptr()))
       states_[edit.member.param] = edit.member.state;
+    const HostRoom room = room_for({edit.member});
     clocks_of({edit.member});
     init_state(edit.member);
   }

@@ -110,6 +110,29 @@ void bring(const KeptState& kept, const HeldState& held, const Member& member) {
   store(kept, stored_as(kept, wanted), member, data, scales);
 }
 
+// Bytes of what the state will have on the host and has not there yet. Rows make their own room.
+size_t lacking(const Member& member) {
+  const at::Tensor& local = member.local;
+  size_t bytes = 0;
+  const auto add = [&](const py::object& entry, at::ScalarType dtype, int64_t count) {
+    PyObject* const found = item_of(member.state.ptr(), entry.ptr());
+    const at::Tensor held = is_tensor(found) ? local_of(found) : local;
+    if (held.scalar_type() != dtype || !is_on_host(held)) bytes += host_bytes(count, dtype);
+  };
+  for (const KeptState& kept : member.layout->states) {
+    if (kept.of_rows) continue;
+    const StoredFormat& stored = stored_as(kept, stored_format(kept, member));
+    add(stored.entry, stored.dtype, local.numel());
+    if (stored.scales.is_none()) continue;
+    add(stored.scales, rest_dtype_of(stored.format), local.numel() / kGroup);
+  }
+  if (!is_low_precision(local)) return bytes;
+  const std::string format = text_of(member.group["master"]);
+  if (const MasterEntry* const entry = master_entry(format, local.scalar_type()))
+    add(entry->entry, entry->dtype, local.numel());
+  return bytes;
+}
+
 }  // namespace
 
 Format format_of(const KeptState& kept, const Member& member) {
@@ -141,6 +164,7 @@ void follow(const Member& member) {
     const std::optional<HeldState> held = held_state(kept, member.state.ptr());
     if (held && held->stored) bring(kept, *held, member);
   }
+  settle(member.group.ptr(), member.local, member.state.ptr());
 }
 
 void init_state(const Member& member) {
@@ -151,6 +175,36 @@ void init_state(const Member& member) {
   if (is_low_precision(member.local)) {
     const auto format = py::cast<std::string>(py::handle(number_of(member.group.ptr(), master)));
     set_master(format, member.param.ptr(), member.state.ptr(), {});
+  }
+  settle(member.group.ptr(), member.local, member.state.ptr());
+}
+
+HostRoom room_for(const std::vector<Member>& members) {
+  BytesByDevice bytes;
+  for (const Member& member : members)
+    if (offloads(member.group.ptr(), member.local))
+      bytes[member.local.device().index()] += lacking(member);
+  const py::gil_scoped_release release;  // pinning takes seconds where it is much
+  return HostRoom(bytes);
+}
+
+bool offloads(PyObject* group, const at::Tensor& local) {
+  PyObject* const found = local.is_cuda() ? PyDict_GetItemString(group, "offload") : nullptr;
+  return found && text_of(found) == "state";
+}
+
+void settle(PyObject* group, const at::Tensor& local, PyObject* state) {
+  if (!local.is_cuda()) return;
+  const bool away = offloads(group, local);
+  const auto held = py::reinterpret_steal<py::dict>(PyDict_Copy(state));
+  for (const auto& [key, value] : held) {
+    if (!is_tensor(value.ptr())) continue;
+    const at::Tensor array = local_of(value.ptr());
+    const bool belongs = away && host_bytes(array.numel(), array.scalar_type()) > 0;
+    if (array.device() != local.device() || is_on_host(array) == belongs) continue;
+    used_on_current_stream(array);
+    const at::Tensor moved = belongs ? copy_to_host(array) : array.clone();
+    set_item(state, py::reinterpret_borrow<py::object>(key), like(moved, value.ptr()));
   }
 }
 

@@ -2,6 +2,7 @@
 // One parameter's state: made where it is missing, brought to where the parameter is, refused where
 // it does not belong to the parameter. Everything here needs the GIL.
 #include "torch/state/arrays.h"
+#include "torch/state/host_memory.h"
 #include "torch/state/members.h"
 
 namespace amp_mp {
@@ -21,8 +22,8 @@ bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows);
 // Raises ValueError for state of another shape or placing, held twice, or lost after steps.
 void refuse_state(const Member& member);
 
-// Brings the state to the parameter's present dtype, layout and device, and to the formats that the
-// group names. A master is dropped where the dtype has changed; other values stay.
+// Brings the state to the parameter's present dtype, layout and device, and to the formats and the
+// place that the group names. A master is dropped where the dtype has changed; other values stay.
 void follow(const Member& member);
 
 // Makes what is missing of the state besides its clock.
@@ -46,6 +47,14 @@ void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state);
 // entries do not lie side by side in memory (after loading, copying or an assignment), or where a
 // file of torch's lacks some. New ones on a CUDA device are rows of one tensor.
 Tensors clocks_of(const std::vector<Member>& members);
+
+// Room on the host for what `follow` and `init_state` will have there; nothing has changed if it
+// raises.
+HostRoom room_for(const std::vector<Member>& members);
+// Whether the group has a parameter's arrays on the host, those that are not small.
+bool offloads(PyObject* group, const at::Tensor& local);
+// Moves a state's arrays to where the group has them.
+void settle(PyObject* group, const at::Tensor& local, PyObject* state);
 
 bool is_low_precision(const at::Tensor& t);
 

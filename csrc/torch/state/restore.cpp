@@ -35,25 +35,48 @@ at::Tensor part_of_whole(const at::Tensor& value, const py::handle& param) {
 class Restoring {
  public:
   Restoring(const SavedEntries& entries, const py::dict& saved, const py::object& param,
-            PyObject* group, uint64_t seed, int64_t index)
+            PyObject* group, uint64_t seed, int64_t index, PyObject* old)
       : entries_(entries),
         saved_(saved),
         param_(param),
         local_(local_of(param.ptr())),
         group_(group),
         seed_(seed),
-        index_(index) {}
+        index_(index),
+        old_(old) {}
 
-  py::dict restored(const py::object& old, py::list undo) {
+  // Adds what its arrays will take on the host.
+  void add_bytes(BytesByDevice& all) const {
+    if (!offloads(group_, local_)) return;
+    const int64_t count = local_.numel();
+    size_t& bytes = all[local_.device().index()];
+    for (const auto& [key, value] : saved_) {
+      const SavedEntry* const entry = entries_.find(text_of(key));
+      const bool is_array = entry && entry->like == Like::param && is_tensor(value.ptr());
+      if (!is_array || entry->state == "master") continue;
+      const Format format = format_beside(format_named(format_at(entry->state)), param_.ptr());
+      bytes += host_bytes(count, dtype_of(format));
+      if (kFormats[int(format)].is(kGrouped))
+        bytes += host_bytes(count / kGroup, rest_dtype_of(format));
+    }
+    const MasterEntry* const master = master_entry(format_at("master"), local_.scalar_type());
+    if (!master || !is_low_precision(local_)) return;
+    for (const MasterEntry& each : master_entries())
+      if (saved_.contains(each.entry) || (old_ && item_of(old_, each.entry.ptr())))
+        return void(bytes += host_bytes(count, master->dtype));
+  }
+
+  py::dict restored(py::list undo) {
     join_clock();
     for (const auto& [key, value] : saved_) add(key, value);
-    add_master(old, undo);
+    add_master(undo);
     // The entries that the file has, too, in its order.
     py::dict ordered;
     for (const auto& [key, value] : state_)
       if (!saved_.contains(key)) ordered[key] = value;
     for (const auto& [key, value] : saved_)
       if (state_.contains(key)) ordered[key] = state_[key];
+    settle(group_, local_, ordered.ptr());
     return ordered;
   }
 
@@ -154,13 +177,13 @@ class Restoring {
     }
   }
 
-  void add_master(const py::object& old, py::list undo) {
+  void add_master(py::list undo) {
     if (!is_low_precision(local_)) return;
     for (const MasterEntry& each : master_entries())
       if (state_.contains(each.entry)) return;
-    if (masters_.empty() && !old.is_none())  // a file of torch's: the master stays
+    if (masters_.empty() && old_)  // a file of torch's: the master stays
       for (const MasterEntry& each : master_entries())
-        if (PyObject* held = item_of(old.ptr(), each.entry.ptr()))
+        if (PyObject* held = item_of(old_, each.entry.ptr()))
           masters_[each.entry] = py::handle(held);
     if (masters_.empty()) return;
     py::dict found;
@@ -188,6 +211,7 @@ class Restoring {
   PyObject* group_;
   const uint64_t seed_;
   const int64_t index_;
+  PyObject* const old_;  // the state until now; or null
   py::dict state_, masters_;
 };
 
@@ -205,6 +229,8 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
   const py::dict found = state_dict["state"];
   const py::list files = state_dict["param_groups"];
   py::list made;
+  std::vector<std::optional<Restoring>> all;
+  BytesByDevice bytes;
   for (size_t number = 0; number < groups.size(); ++number) {
     const py::dict file = files[number];
     const auto own_seed = py::cast<uint64_t>(file.contains("seed") ? file["seed"] : seed);
@@ -212,16 +238,17 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
     for (size_t i = 0; i < params.size(); ++i) {
       const py::object param = params[i];
       const py::object saved = found.attr("get")(numbers[i]);
-      if (!py::isinstance<py::dict>(saved) || py::len(saved) == 0) {
-        made.append(saved);
-        continue;
-      }
-      PyObject* const old = item_of(states.ptr(), param.ptr());
-      const auto index = int64_t(made.size());
-      Restoring one(entries, saved, param, groups[number].ptr(), own_seed, index);
-      made.append(one.restored(py::reinterpret_borrow<py::object>(old ? old : Py_None), undo));
+      made.append(saved);
+      all.emplace_back();
+      if (!py::isinstance<py::dict>(saved) || py::len(saved) == 0) continue;
+      all.back().emplace(entries, saved, param, groups[number].ptr(), own_seed,
+                         int64_t(all.size()) - 1, item_of(states.ptr(), param.ptr()));
+      all.back()->add_bytes(bytes);
     }
   }
+  const HostRoom room(bytes);
+  for (size_t i = 0; i < all.size(); ++i)
+    if (all[i]) made[i] = all[i]->restored(undo);
   return made;
 }
 

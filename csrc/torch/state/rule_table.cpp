@@ -82,7 +82,8 @@ RuleLayout make_layout(const py::handle& rule) {
   if (const py::object rows = rule.attr("row_state"); !rows.is_none())
     layout.states.push_back(kept_state(text_of(rows), Kind::exact, true, nullptr, true));
   layout.directions = rule.attr("directions");
-  layout.options = {interned("memory"), interned("master"), interned("rounding")};
+  for (const char* name : {"memory", "master", "rounding", "offload"})
+    layout.options.push_back(interned(name));
   for (const KeptState& state : layout.states) layout.options.push_back(state.name);
   if (!layout.directions.is_none())
     for (const py::handle option : layout.directions.attr("options"))

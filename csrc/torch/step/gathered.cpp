@@ -60,12 +60,16 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   }
   refuse_new_state(devices);
   const bool any_sharded = count_sharded_modules() > 0;
-  py::list held;
-  for (Batch& batch : batches) {
+  std::vector<Member> offloaded;
+  for (const Batch& batch : batches)
     for (const Member& member : batch.members) {
       refuse_param(member, any_sharded);
       refuse_state(member);
+      if (offloads(member.group.ptr(), member.local)) offloaded.push_back(member);
     }
+  const HostRoom room = room_for(offloaded);
+  py::list held;
+  for (Batch& batch : batches) {
     py::list indices;
     for (const Member& member : batch.members)
       if (PyDict_Size(member.state.ptr()) == 0) states[member.param] = member.state;
@@ -143,6 +147,7 @@ void init_states(const Layouts& rules, const py::list& groups, const py::dict& s
     refuse_param(member, any_sharded);
     refuse_state(member);
   }
+  const HostRoom room = room_for(trained);
   clocks_of(trained);
   for (const Member& member : trained) {
     states[member.param] = member.state;

@@ -76,6 +76,11 @@ at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& to
 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   ApplyInputs given, const py::object& sum_updates, Interrupt* kept) {
+  if (is_capturing(bucket.device()))  // nobody knows how long the graph will live
+    for (const Member& member : bucket.members())
+      for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
+        if (is_tensor(value.ptr()) && is_on_host(local_of(value.ptr())))
+          new at::Tensor(local_of(value.ptr()));
   const Apply apply = operator_named(bucket.layout().op);
   given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
   if (!bucket.row_norms().is_empty())
@@ -106,7 +111,7 @@ const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const p
   const int64_t sharded = count_sharded_modules();
   if (!gathered_ || sharded != sharded_modules_ ||
       !gathered_->is_current(layouts, groups, states)) {
-    hooks_.attr("check")(rules, groups);
+    hooks_.attr("check")(rules, groups, captured_);
     warn_of_graph();
     sharded_modules_ = sharded;
     gathered_ = std::make_shared<Gathered>(layouts, groups, states, hooks_);

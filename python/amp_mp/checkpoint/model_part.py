@@ -159,7 +159,8 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
         if fused is not None and param in groups and param in fused.state:
             if name in reading.masters:
                 master = like(reading.masters[name], param)
-                _C.set_master(groups[param]["master"], param, fused.state[param], master)
+                group, state = groups[param], fused.state[param]
+                _C.set_master(group["master"], param, state, master, group)
             original_values.drop_original(param, forget=True)
         elif original_values.awaits_original(param):
             if name in reading.masters:

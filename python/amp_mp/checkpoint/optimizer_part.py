@@ -109,20 +109,28 @@ def check_has_optimizer(contents: Contents, groups: list[list[str]], strict: boo
 
 
 def templates(
-    contents: Contents, params: dict[str, Tensor], groups: list[list[str]]
+    contents: Contents, params: dict[str, Tensor], groups: list[list[str]], offloaded: set[Tensor]
 ) -> dict[str, dict[str, Any]]:
     """`template` of every parameter by name: of those that are in no group the masters alone."""
     own = {name for names in groups for name in names}
     wanted = {name: None if name in own else schema.MASTER_ENTRIES for name in params}
-    return {name: template(contents, name, p, wanted[name]) for name, p in params.items()}
+    return {
+        name: template(contents, name, p, wanted[name], p in offloaded)
+        for name, p in params.items()
+    }
 
 
 def template(
-    contents: Contents, name: str, param: Tensor, wanted: Collection[str] | None = None
+    contents: Contents,
+    name: str,
+    param: Tensor,
+    wanted: Collection[str] | None = None,
+    offloads: bool = False,
 ) -> dict[str, Any]:
     """By entry, an empty tensor for what the file has of a parameter's optimizer state.
 
-    wanted: the entries to read, all by default. Raises ValueError for codes in an unknown layout.
+    wanted: the entries to read, all by default. offloads: whether into memory of the CPU. Raises
+    ValueError for codes in an unknown layout.
     """
     keys = contents.states.get(name, {})
     keys = {entry: key for entry, key in keys.items() if wanted is None or entry in wanted}
@@ -136,6 +144,9 @@ def template(
             found |= _grouped(entry, data, scales, param)
         elif entry not in found:
             found[entry] = _empty_state(contents, key, param)
+    for entry, value in found.items():
+        if offloads and value is not None:
+            found[entry] = like(torch.empty_like(local_of(value), device="cpu"), value)
     return found
 
 

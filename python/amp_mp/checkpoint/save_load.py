@@ -174,7 +174,9 @@ def load(
         weights = model_part.template(contents, targets, strict)
         if optimizer is not None:
             optimizer_part.check_has_optimizer(contents, groups, strict)
-        states = optimizer_part.templates(contents, params, groups)
+        given = [] if optimizer is None else optimizer.param_groups
+        away = {p for group in given if group.get("offload") for p in group["params"]}
+        states = optimizer_part.templates(contents, params, groups, away)
         others = [*contents.others, *(contents.groups if groups else ())]
         rest = {key: contents.empty(key) for key in others}
         reading = Reading(contents, params, targets, groups, weights, states, rest)

@@ -43,6 +43,7 @@ class RankBytes:
     """Bytes of one process, by recipe.
 
     weights, gradients, masters, states: of its shards, held between backward and zero_grad.
+    host: of masters and states what offload="state" has in memory of the host.
     gathered: the whole weights of the largest unit. all_gather, reduce: what the process receives
     in a step for weights and gradients. verdict: what it receives so that all processes find the
     same norm and overflow.
@@ -53,6 +54,7 @@ class RankBytes:
     gradients: float
     masters: float
     states: float
+    host: float
     gathered: float
     all_gather: float
     reduce: float
@@ -60,8 +62,9 @@ class RankBytes:
 
     @property
     def held(self) -> float:
-        """Of weights, gradients, masters, states and the largest unit's gathered weights."""
-        return self.weights + self.gradients + self.masters + self.states + self.gathered
+        """Of weights, gradients, masters, states and the largest gathered unit, without `host`."""
+        kept = self.masters + self.states - self.host
+        return self.weights + self.gradients + kept + self.gathered
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class ShardedMemory:
     rows: tuple[RankBytes, ...]
 
     def __str__(self) -> str:
-        header = ["", "weights", "gradients", "masters", "states", "gathered", "held", "received"]
+        header = ["", "weights", "gradients", "masters", "states", "host", "gathered", "held"]
+        header.append("received")
         rows = []
         for row in self.rows:
             sent = row.all_gather + row.reduce + row.verdict
@@ -117,7 +121,7 @@ def sharded_memory(
         reduce_dtype: the policy's reduce_dtype, in which gradients are sent.
         reshard_after_forward: as for fully_shard.
         keys: distinct groups of mesh dimensions that parameters are split over.
-        options: other arguments of the optimizer that decide which states it has (momentum).
+        options: other arguments of the optimizer: which states it has (momentum), and offload.
 
     Raises ValueError naming the argument for numbers that are not positive, replicas that do not
     divide ranks, and an optimizer that amp_mp does not have.
@@ -146,6 +150,7 @@ def sharded_memory(
                 gradients=local * width,  # FSDP2 casts them to the shard's dtype
                 masters=local * master,
                 states=local * states,
+                host=local * (master + states) if options.get("offload") else 0,
                 gathered=largest_unit * computed if shards > 1 else 0,
                 all_gather=gathers * others * parameters * computed,
                 reduce=(scattered + reduced) * reduce_dtype.itemsize,

@@ -74,7 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         refuse_zero(self)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
-        shared = {"maximize": False, "rounding": "nearest", "seed": 0}
+        shared = {"maximize": False, "rounding": "nearest", "seed": 0, "offload": None}
         defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
         if isinstance(self.skip_norm_above, NormSpike):
             defaults["norm_history"] = (0.0,) * 4
@@ -269,7 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
         self._stepper.masters.refuse("load_state_dict()")
-        load, formats = super().load_state_dict, tuple(self._chosen)
+        load, formats = super().load_state_dict, (*self._chosen, "offload")
         load_state(self, self._stepper, formats, state_dict, load)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
@@ -286,7 +286,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         States are decoded to float32. The float32 weights themselves are the masters:
         amp_mp.float32_state_dict.
         """
-        own = {*self._chosen, "rounding", "seed"}
+        own = {*self._chosen, "rounding", "seed", "offload"}
         return torch_state_dict(self, self._group_rules(), own)
 
     def last_report(self, wait: bool = False) -> StepReport | None:

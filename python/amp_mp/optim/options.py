@@ -47,6 +47,8 @@ SHARED = """
             "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
         rounding: "nearest" or "stochastic", of parameters without a master. Default "nearest".
         seed: of stochastic rounding, in [0, 2^64); the same on all replicas. Default 0.
+        offload: "state" keeps masters and states in pinned memory of the host, where a GPU's
+            kernels step them (docs/memory.md); on a CPU it does nothing. Default None.
         foreach, fused, capturable: torch's arguments, accepted without effect.
     Every state also has step, and low-precision parameters master, remainder16 or remainder8.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
@@ -80,6 +82,7 @@ class Options(StateFormats, total=False):
     master: str | None
     rounding: str
     seed: int
+    offload: Literal["state"] | None
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -157,10 +160,17 @@ def check_group(group: Mapping[str, Any]) -> None:
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
         )
-    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+    check_choices(group)
     seed = group.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+
+
+def check_choices(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for what a param_group cannot have as rounding or offload."""
+    check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+    if group.get("offload") not in (None, "state"):
+        raise ValueError(f'offload must be None or "state", found {group["offload"]!r}')
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:

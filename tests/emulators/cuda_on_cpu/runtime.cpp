@@ -1,6 +1,9 @@
 #include "runtime.h"
 
 #include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -20,6 +23,13 @@ cuda_on_cpu::StreamId of_current_device(cudaStream_t stream) {
 }
 
 using cuda_on_cpu::noted;
+
+struct HostPieces {
+  std::mutex mutex;
+  std::map<void*, std::pair<size_t, int>> all;  // bytes and device
+  int64_t freed_too_early = 0;
+};
+HostPieces& host_pieces = *new HostPieces;  // never destroyed, as tensors may live until the end
 
 template <class Finish>
 cudaError_t synchronise(const Finish& finish) {
@@ -73,8 +83,12 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= kDevices) return noted(cudaErrorInvalidDevice);
-  if (attribute != cudaDevAttrMultiProcessorCount) return noted(cudaErrorInvalidValue);
-  *value = kMultiprocessors;
+  if (attribute == cudaDevAttrCanMapHostMemory)
+    *value = cuda_on_cpu::maps_host_memory;
+  else if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = kMultiprocessors;
+  else
+    return noted(cudaErrorInvalidValue);
   return cudaSuccess;
 }
 
@@ -97,11 +111,22 @@ cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags) {
   if (capturing() && capture_mode != cudaStreamCaptureModeRelaxed)
     return noted(cudaErrorStreamCaptureUnsupported);
   *memory = cuda_on_cpu::has_host_memory ? malloc(bytes) : nullptr;
-  return *memory || bytes == 0 ? cudaSuccess : noted(cudaErrorMemoryAllocation);
+  if (!*memory) return bytes == 0 ? cudaSuccess : noted(cudaErrorMemoryAllocation);
+  memset(*memory, 0xFF, bytes);
+  const std::lock_guard lock(host_pieces.mutex);
+  host_pieces.all[*memory] = {bytes, current_device};
+  return cudaSuccess;
 }
 
 cudaError_t cudaFreeHost(void* memory) {
   if (capturing()) return noted(cudaErrorStreamCaptureUnsupported);
+  const std::lock_guard lock(host_pieces.mutex);
+  const auto found = host_pieces.all.find(memory);
+  if (found == host_pieces.all.end()) return noted(cudaErrorInvalidValue);
+  const auto [bytes, device] = found->second;
+  host_pieces.freed_too_early += !cuda_on_cpu::is_idle(device);
+  host_pieces.all.erase(found);
+  memset(memory, 0xFF, bytes);
   free(memory);
   return cudaSuccess;
 }
@@ -119,8 +144,15 @@ cudaError_t noted(cudaError_t error) { return last_error = error; }
 
 Counts counts;
 std::atomic<int> asked_device = -1;
-std::atomic<bool> has_host_memory = true;
+std::atomic<bool> has_host_memory = true, maps_host_memory = true;
 std::atomic<int> driver_version = CUDART_VERSION;
+
+HostMemory host_memory() {
+  const std::lock_guard lock(host_pieces.mutex);
+  HostMemory found{{}, host_pieces.freed_too_early};
+  for (const auto& [memory, piece] : host_pieces.all) found.bytes.push_back(int64_t(piece.first));
+  return found;
+}
 
 void Recording::begin() {
   Recording* none = nullptr;

@@ -27,7 +27,7 @@ enum cudaStreamCaptureStatus {
 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 #define CUDART_VERSION 13000
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCanMapHostMemory = 19 };
 constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
 
 const char* cudaGetErrorString(cudaError_t error);
@@ -57,8 +57,16 @@ namespace cuda_on_cpu {
 // For a launch, or any other call: the error to return, which cudaGetLastError tells again.
 cudaError_t noted(cudaError_t error);
 
-// Whether cudaHostAlloc finds memory.
-extern std::atomic<bool> has_host_memory;
+// Whether cudaHostAlloc finds memory, and whether devices can address it.
+extern std::atomic<bool> has_host_memory, maps_host_memory;
+
+// The bytes of each piece of pinned memory that is there now; and how many pieces were freed while
+// the device that was current when they were made had work queued.
+struct HostMemory {
+  std::vector<int64_t> bytes;
+  int64_t freed_too_early;
+};
+HostMemory host_memory();
 
 // The device that was current when cudaStreamIsCapturing was last asked about a default stream.
 extern std::atomic<int> asked_device;

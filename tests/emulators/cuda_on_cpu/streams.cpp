@@ -96,6 +96,14 @@ bool is_reached(Mark mark) {
   return !all.pending.contains(mark);
 }
 
+bool is_idle(int device) {
+  Streams& all = streams();
+  const std::lock_guard lock(all.mutex);
+  for (const auto& [stream, items] : all.items)
+    if (stream.device == device) return false;
+  return true;
+}
+
 void finish(Mark mark) {
   Streams& all = streams();
   const std::lock_guard lock(all.mutex);

@@ -31,6 +31,7 @@ using Mark = uint64_t;
 Mark mark(StreamId stream);
 void wait_for(StreamId stream, Mark mark);  // what is queued from now on runs behind the mark
 bool is_reached(Mark mark);
+bool is_idle(int device);  // nothing of it is queued
 
 // The host waits: run what is necessary, and by chance other things.
 void finish(Mark mark);

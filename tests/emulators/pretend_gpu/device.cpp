@@ -122,6 +122,8 @@ struct Hooks final : at::CUDAHooksInterface {
     return device < 0 ? current() : exchangeDevice(device);
   }
   c10::Allocator* getCUDADeviceAllocator() const override { return allocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
   // Random numbers are the CPU's, from its default generator too: the same seed, the same numbers.
   const at::Generator& getDefaultGenerator(DeviceIndex) const override {

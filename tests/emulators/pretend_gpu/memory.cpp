@@ -123,6 +123,44 @@ c10::Allocator* allocator() {
   return only;
 }
 
+namespace {
+
+std::set<const void*>& pinned = *new std::set<const void*>;  // where each begins
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+    TORCH_CHECK(memory, "pretend GPU: out of memory (", bytes, " bytes)");
+    const std::lock_guard<std::mutex> lock(mutex);
+    pinned.insert(memory);
+    return {memory, memory, &free_pinned, c10::Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    memcpy(to, from, bytes);
+  }
+
+  static void free_pinned(void* memory) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    pinned.erase(memory);
+    free(memory);
+  }
+};
+
+}  // namespace
+
+c10::Allocator* pinned_allocator() {
+  static auto* const only = new PinnedAllocator;
+  return only;
+}
+
+bool is_pinned(const void* memory) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pinned.contains(memory);
+}
+
 void also_used_on(const void* memory, StreamId stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   users[memory].insert(stream);

@@ -14,6 +14,10 @@ constexpr int kPoison = 0xFF;
 
 c10::Allocator* allocator();
 
+// The host's, pinned: torch's own, for copies that the caller does not wait for.
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* memory);
+
 // Memory that is freed is handed out again at once to the stream that it was allocated on, as by
 // torch's allocator, or goes back when its own stream has come so far. With this call neither
 // happens before the given stream has come to where it was freed (torch's record_stream).

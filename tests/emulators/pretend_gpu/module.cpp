@@ -65,6 +65,17 @@ PYBIND11_MODULE(amp_mp_pretend_gpu, m) {
         return std::string(error ? error : "");
       },
       py::arg("beside_a_capture"), py::arg("has_memory"));
+  m.def(
+      "set_host_memory",
+      [](bool is_there, bool is_mapped) {
+        cuda_on_cpu::has_host_memory = is_there;
+        cuda_on_cpu::maps_host_memory = is_mapped;
+      },
+      py::arg("is_there") = true, py::arg("is_mapped") = true);
+  m.def("host_memory", [] {
+    const cuda_on_cpu::HostMemory found = cuda_on_cpu::host_memory();
+    return py::make_tuple(found.bytes, found.freed_too_early);
+  });
   m.def("device_count", [] {
     int count = 0;
     cudaGetDeviceCount(&count);

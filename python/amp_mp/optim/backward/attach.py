@@ -56,4 +56,6 @@ def attach(
         )
     if release and any(is_dtensor(p) and p in own for p in model.parameters()):
         refuse_shards(stepper, scaler, clip)
+    if release and any(group.get("offload") for group in optimizer.param_groups):
+        optimizer.init_state()  # a hook would pin memory while NCCL works
     return Release(stepper, model, scaler, clip) if release else Measure(stepper, model)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_mp import _C
 from amp_mp.optim.state.masters import first_values
 from amp_mp.optim.state.schema import CLOCK
 from amp_mp.sharding.shards import local_of
@@ -23,6 +24,7 @@ class MemoryReport:
 
     parameters: int  # elements
     bytes: dict[str, int]
+    host: dict[str, int]  # those of `bytes` that offload="state" has in memory of the host
 
     @property
     def per_parameter(self) -> dict[str, float]:
@@ -40,19 +42,24 @@ class MemoryReport:
         return sum(self.bytes.values())
 
     def __str__(self) -> str:
-        per = dict(self.per_parameter)
-        rows = [(kind, self.bytes[kind], each) for kind, each in per.items()]
-        grad = self.bytes.get("grad", 0)
-        rows += [("all", self.total, sum(per.values()))]
-        rows += [("all but grad", self.total - grad, self.bytes_per_parameter)]
-        header = ("", f"{'memory':>11}", "bytes a parameter")
-        return aligned(header, [(k, f"{size_text(n):>11}", f"{each:17.3f}") for k, n, each in rows])
+        per, host = self.per_parameter, self.host
+        rows = [(kind, n, host.get(kind, 0), per[kind]) for kind, n in self.bytes.items()]
+        grad, away = self.bytes.get("grad", 0), sum(host.values())
+        rows += [("all", self.total, away, sum(per.values()))]
+        rows += [("all but grad", self.total - grad, away, self.bytes_per_parameter)]
+        header = ("", f"{'memory':>11}", f"{'host':>11}", "bytes a parameter")
+        shown = [
+            (kind, f"{size_text(n):>11}", f"{size_text(there):>11}", f"{each:17.3f}")
+            for kind, n, there, each in rows
+        ]
+        return aligned(header, shown)
 
 
 def report_memory(optimizer: Optimizer) -> MemoryReport:
     """See FusedOptimizer.memory_report; takes any torch optimizer."""
     counted: set[int] = set()
     found: dict[str, int] = {}
+    host: dict[str, int] = {}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
@@ -65,4 +72,6 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
                 counted.add(storage.data_ptr())
                 kind = "step" if name in CLOCK else name
                 found[kind] = found.get(kind, 0) + storage.nbytes()
-    return MemoryReport(sum(local_of(p).numel() for p in params), found)
+                if _C.is_on_host(local_of(value)):
+                    host[kind] = host.get(kind, 0) + storage.nbytes()
+    return MemoryReport(sum(local_of(p).numel() for p in params), found, host)

@@ -10,8 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import KINDS, ROUNDINGS
+from amp_mp.optim.state.formats import KINDS
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
@@ -44,9 +45,14 @@ class Hooks:
         self.own_keys, self.replaced = own_keys, ReplacedCheck()
         self.process_groups: tuple[Any, ...] = ()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
+        self.offload: list[Any] = []  # the same
 
-    def check(self, rules: list[Rule], groups: list[Group]) -> None:
-        """Raises ValueError, by name, for what a script has written into param_groups."""
+    def check(self, rules: list[Rule], groups: list[Group], captured: bool = False) -> None:
+        """Raises ValueError, by name, for what a script has written into param_groups.
+
+        captured: whether a CUDA graph has captured a step of the tensors of before; RuntimeError
+        where they would move.
+        """
         self.check_replaced(groups)
         given = [group.get("memory") for group in groups]
         for rule, now, before in zip(rules, given, self.memory or given, strict=False):
@@ -57,7 +63,13 @@ class Hooks:
                 )
         for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
             check_formats(rule, group, index)
-        self.memory = given
+        offload = [group.get("offload") for group in groups]
+        if any(a != b for a, b in zip(offload, self.offload, strict=False)):
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("offload cannot change while a CUDA graph is captured")
+            if captured:
+                raise RuntimeError("offload cannot change: a captured graph holds these arrays")
+        self.memory, self.offload = given, offload
 
     def check_replaced(self, groups: list[Group]) -> None:
         """Raises ValueError where DTensors have replaced the parameters in their modules."""
@@ -264,7 +276,7 @@ class Stepper:
 def check_formats(rule: Rule, group: Group, index: int) -> None:
     """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
     try:
-        check_choice("rounding", group.get("rounding", "nearest"), ROUNDINGS)
+        check_choices(group)
         for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
             check_choice(name, group[name], KINDS[kind])
         if rule.directions is not None:
