@@ -13,7 +13,7 @@ from checkpoints import LOW, PRESETS, make, masters, network, snapshot, train
 from torch import Tensor, nn
 
 import amp_mp as amp
-from amp_mp.model.original_values import awaits_original
+from amp_mp.optim.state.original_values import awaits_original
 
 
 @pytest.mark.parametrize("before", ["fresh", "stepped", "loaded twice", "init_state"])

@@ -32,7 +32,7 @@ SHARED = {
 }  # what every room may import
 RETIRED = (
     *("Terms", "ScaleMove", "NextScale", "Place", "facade", "folded", "streak"),
-    *("originals", "outcome"),
+    *("originals", "outcome", "GradientMarks", "GradientStatistics"),
 )
 
 

@@ -175,7 +175,8 @@ class GradScaler(torch.amp.GradScaler):
     def _read(self, optimizer: Optimizer) -> tuple[list[Tensor], dict[torch.device, Tensor]] | None:
         """Gradients on this process, and all processes' totals; None if torch must handle one."""
         self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-        groups, grads = optimizer.param_groups, []
+        groups = optimizer.param_groups
+        grads = []
         for param, info in param_infos(groups):
             grad = gradients.writable_gradient(param, info.label)
             if grad is not None and not is_native(grad):
