@@ -185,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         known = self._statistics.get(optimizer)
         known = statistics_of(known, groups, self._process_groups)
         self._statistics[optimizer] = known
-        return [grad for grad in grads if grad is not None], known.totals_of(grads)
+        return [grad for grad in grads if grad is not None], known.totals_by_device(grads)
 
     def _keep(
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]
