@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import amp_mp as amp
-from amp_mp.model.original_values import awaits_original
+from amp_mp.optim.state.original_values import awaits_original
 
 
 @pytest.mark.parametrize("preset", PRESETS)

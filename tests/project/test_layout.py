@@ -40,6 +40,8 @@ RETIRED = (
     "streak",
     "originals",
     "outcome",
+    "GradientMarks",
+    "GradientStatistics",
 )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import amp_mp as amp
-from amp_mp.model.original_values import original_of, take_original
+from amp_mp.optim.state.original_values import original_of, take_original
 
 
 def shard_then_prepare() -> Found:

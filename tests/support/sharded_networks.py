@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from amp_mp.model.original_values import original_of
+from amp_mp.optim.state.original_values import original_of
 
 BF16 = torch.bfloat16
 Found = dict[str, object]

@@ -18,7 +18,7 @@ const PythonFunctions& python_functions() {
                                from(shards, "part_of_whole"),
                                from("amp_mp.sharding.gradients", "local_gradient"),
                                from("amp_mp.optim.step.params", "refuse_param"),
-                               from("amp_mp.optim.state.masters", "first_values")};
+                               from("amp_mp.optim.state", "original_values")};
   }();
   return functions;
 }

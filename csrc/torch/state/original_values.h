@@ -1,7 +1,7 @@
 #pragma once
 // The float32 values that a low-precision weight was rounded from, stored as what the weight lacks
-// (model/original_values.py). Weights and values are plain tensors, of a DTensor the part on this
-// process.
+// (optim/state/original_values.py). Weights and values are plain tensors, of a DTensor the part on
+// this process.
 #include <torch/csrc/utils/pybind.h>
 
 #include "torch/checks.h"

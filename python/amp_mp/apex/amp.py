@@ -119,7 +119,8 @@ def initialize(
         say(f"amp_mp: {chosen}")
     for model in model_list:
         _convert(model, chosen)
-    masters, is_one = bool(chosen.master_weights), isinstance(policy, Static) and policy.scale == 1
+    masters = bool(chosen.master_weights)
+    is_one = isinstance(policy, Static) and policy.scale == 1
     for inner in map(without_larc, optimizer_list):
         inner._amp_stash = Stash(inner, masters, takes_closure=is_one and not masters)
     if chosen.patch_torch_functions:
@@ -135,7 +136,8 @@ def _listed(given: Any, kind: type[Any], argument: str) -> list[Any]:
     found = list(given) if isinstance(given, list | tuple) else [given]
     for each in found:
         if not isinstance(each, kind):
-            name, other = f"{kind.__module__.removesuffix('.module')}.{kind.__name__}", type(each)
+            name = f"{kind.__module__.removesuffix('.module')}.{kind.__name__}"
+            other = type(each)
             raise TypeError(f"{argument} must be a {name} or a list, found {other.__name__}")
     return found
 
@@ -172,7 +174,8 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer], chosen: Propert
 def _begin(properties: Properties) -> None:
     if _amp_state.handle is not None:
         _amp_state.handle.deactivate()
-    _amp_state.handle, _amp_state.loss_scalers = None, []
+    _amp_state.handle = None
+    _amp_state.loss_scalers = []
     _amp_state.opt_properties = properties
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 from amp_mp.apex.missing import missing_from
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
-from amp_mp.model.original_values import take_original
+from amp_mp.optim.state.original_values import take_original
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
 from amp_mp.sharding.reduction import totals_of

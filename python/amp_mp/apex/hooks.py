@@ -12,9 +12,9 @@ from amp_mp.apex.fp16_utils import model_grads_to_master_grads, tofp16
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import have_masters
 from amp_mp.model.kept_modules import NotScriptable
-from amp_mp.model.original_values import original_of
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
+from amp_mp.optim.state.original_values import original_of
 from amp_mp.optim.step import ledger
 from amp_mp.scaling.policies import Backoff, ScalePolicy
 from amp_mp.sharding.gradients import master_params, multiply_gradients
@@ -101,7 +101,8 @@ class LossScaler(ScaledLosses):
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps since it changed had no overflow."""
-        state, unskipped = self.loss_scaler.state_dict(), 0
+        state = self.loss_scaler.state_dict()
+        unskipped = 0
         if isinstance(self.loss_scaler, Backoff):
             since = state["iteration"] - 1 - state["last_overflow"]
             unskipped = int(since % state["step_window"])

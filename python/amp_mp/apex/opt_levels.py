@@ -113,7 +113,8 @@ def _low_precision(dtype: Any, model_type: Any) -> torch.dtype:
     name, argument = os.environ.get(DTYPE) or "float16", f"the environment variable {DTYPE}"
     found: Any = getattr(torch, name, name)
     if dtype is not None or model_type in LOW_PRECISION:
-        found, argument = (model_type if dtype is None else dtype), "dtype"
+        found = model_type if dtype is None else dtype
+        argument = "dtype"
     check_dtype(found, LOW_PRECISION, argument)
     if model_type in LOW_PRECISION and model_type != found:
         raise RuntimeError(f"cast_model_type={model_type} contradicts dtype={dtype}; give one")

@@ -36,12 +36,14 @@ class UnscalingStepper(Stepper):
 
     def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
-        handed, verdict = super().run(optimizer), self.native.verdict
+        handed = super().run(optimizer)
+        verdict = self.native.verdict
         if handed.scale is None or handed.keeps or self.releases or verdict is None:
             return handed
         grads = gradients_of(master_params(optimizer))
         for device, indices in by_device(grads).items():
-            own, division = [grads[i] for i in indices], _C.decide(device, [], scale=handed.scale)
+            own = [grads[i] for i in indices]
+            division = _C.decide(device, [], scale=handed.scale)
             division[0].copy_(verdict[0])
             _C.copy_(own, own, verdict=division)
         return handed
@@ -65,12 +67,15 @@ class ApexOptimizer(FusedOptimizer):
     _arguments: ClassVar[dict[str, Any]]  # Apex's, in its order, with its defaults
     _numbers: ClassVar[tuple[str, ...]] = NUMBERS  # those that a param_group has
     _only: ClassVar[dict[str, Any]] = {}  # what the others have to be
-    set_grad_none, capturable, adam_w_mode = True, False, True
+    set_grad_none = True
+    capturable = False
+    adam_w_mode = True
     _stepper_class = UnscalingStepper
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        kind, shown = Parameter.POSITIONAL_OR_KEYWORD, signature(cls).parameters.values()
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        shown = signature(cls).parameters.values()
         own = [Parameter(name, kind, default=value) for name, value in cls._arguments.items()]
         shared = [p for p in shown if p.kind is p.KEYWORD_ONLY and p.name not in cls._arguments]
         cls.__signature__ = Signature([Parameter("params", kind), *own, *shared])  # type: ignore[assignment]

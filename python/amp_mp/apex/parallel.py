@@ -85,7 +85,8 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
-        self.module, self.grads = None, module_or_grads_list
+        self.module = None
+        self.grads = module_or_grads_list
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
             for param in self.module.parameters():
@@ -127,5 +128,6 @@ def convert_syncbn_model(
     made = convert(module, process_group)
     torchs: list[Any] = [each for each in made.modules() if type(each) is nn.SyncBatchNorm]
     for each in torchs:
-        each.__class__, each.channel_last = SyncBatchNorm, channel_last
+        each.__class__ = SyncBatchNorm
+        each.channel_last = channel_last
     return made

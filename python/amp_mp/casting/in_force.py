@@ -60,7 +60,8 @@ def begin(owner: Any, casting: Casting) -> None:
     before = tuple(map(_casting_of, DEVICES))
     casting.put_in_force()
     if not _owners.began or _owners.began[-1][0]() is None:
-        _owners.began, _owners.before = (), before
+        _owners.began = ()
+        _owners.before = before
     _owners.began += ((ref(owner), casting),)
 
 

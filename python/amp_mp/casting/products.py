@@ -37,7 +37,8 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     Raises ValueError as `check_products`.
     """
     check_products(products)
-    setting, name = os.environ.get(VARIABLE), dtype_name(dtype)
+    setting = os.environ.get(VARIABLE)
+    name = dtype_name(dtype)
     if setting in SETTINGS[:3]:
         products = "native" if setting == name else "float32"
     elif products == "auto":

@@ -13,9 +13,9 @@ from amp_mp import _C
 from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.model import original_values
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state.schema import MASTER_ENTRIES
+from amp_mp.optim.state import original_values
+from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state

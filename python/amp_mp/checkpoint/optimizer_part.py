@@ -21,7 +21,7 @@ from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
 from amp_mp.checkpoint.model_part import named_params
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state import schema
+from amp_mp.optim.state import formats
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -113,7 +113,7 @@ def templates(
 ) -> dict[str, dict[str, Any]]:
     """`template` of every parameter by name: of those that are in no group the masters alone."""
     own = {name for names in groups for name in names}
-    wanted = {name: None if name in own else schema.MASTER_ENTRIES for name in params}
+    wanted = {name: None if name in own else formats.MASTER_ENTRIES for name in params}
     return {
         name: template(contents, name, p, wanted[name], p in offloaded)
         for name, p in params.items()
@@ -136,8 +136,8 @@ def template(
     keys = {entry: key for entry, key in keys.items() if wanted is None or entry in wanted}
     found: dict[str, Any] = {}
     for entry, key in keys.items():
-        scales = contents.tensors.get(keys.get(schema.scale_name(entry), ""))
-        if key not in contents.tensors or entry in schema.CLOCK:
+        scales = contents.tensors.get(keys.get(formats.scale_name(entry), ""))
+        if key not in contents.tensors or entry in formats.CLOCK:
             found[entry] = contents.empty(key, local_of(param).device)
         elif scales is not None:
             data = contents.tensors[key]
@@ -152,17 +152,19 @@ def template(
 
 def _empty_state(contents: Contents, key: str, param: Tensor) -> Tensor | None:
     """An empty tensor for a state without groups, or for what has another shape: whole."""
-    entry, shape = contents.tensors[key], tuple(param.shape)
+    entry = contents.tensors[key]
+    shape = tuple(param.shape)
     if entry.shape == shape:
         return empty_like(param, entry)
     if entry.shape == (*shape, 2) and entry.dtype == torch.uint8:
-        return schema.as_bytes(empty_like(param, TensorInfo(shape, torch.int16)))
+        return formats.as_bytes(empty_like(param, TensorInfo(shape, torch.int16)))
     return contents.empty(key, local_of(param).device)
 
 
 def _grouped(entry: str, data: TensorInfo, scales: TensorInfo, param: Tensor) -> dict[str, Tensor]:
     """Empty codes and their scales: cut as the parameter is where that cuts between groups."""
-    local, second = local_of(param), schema.scale_name(entry)
+    local = local_of(param)
+    second = formats.scale_name(entry)
     if scales.shape == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
         own = local.new_empty(_C.scale_shape(param, local.shape), dtype=scales.dtype)
         return {entry: empty_like(param, data), second: like(own, param, scales.shape)}
@@ -202,7 +204,7 @@ def packed_state(reading: Reading, optimizer: Optimizer, strict: bool) -> dict[s
     states = {name: reading.states[name] for name in names}
     for name in reading.masters.keys() & number_of.keys():
         own = states[name].items()
-        states[name] = {entry: x for entry, x in own if entry not in schema.MASTER_ENTRIES}
+        states[name] = {entry: x for entry, x in own if entry not in formats.MASTER_ENTRIES}
     packed = {
         "state": {number_of[name]: states[name] for name in names if states[name]},
         "param_groups": [
@@ -301,16 +303,18 @@ def _needed(
 def _refuse_for_torch(
     optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str, needed: dict[str, Any]
 ) -> None:
-    shape, wrong, kind = tuple(param.shape), "", type(optimizer).__name__
+    shape = tuple(param.shape)
+    wrong = ""
+    kind = type(optimizer).__name__
     for entry, value in {**dict.fromkeys(needed), **state}.items():
         kept = needed.get(entry)
         wanted = shape if kept is None else tuple(shape[n - 2] if n > 1 else n for n in kept.shape)
         found = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if entry in schema.MASTER_ENTRIES or schema.is_coded(entry):
+        if entry in formats.MASTER_ENTRIES or formats.is_coded(entry):
             wrong = f", which {kind} does not know; load it into an optimizer of amp_mp"
         elif kept is not None and not isinstance(value, Tensor | Real):
             wrong = f" as {value!r}, and {kind} needs it: another optimizer saved it"
-        elif found != wanted and (kept is not None or (found and entry not in schema.CLOCK)):
+        elif found != wanted and (kept is not None or (found and entry not in formats.CLOCK)):
             wrong = f" of shape {found}, must have {wanted}"
         elif entry == "step" and (text := _C.wrong_clock(value, entry)):
             wrong = f", which {text}"

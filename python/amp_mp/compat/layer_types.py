@@ -118,7 +118,8 @@ def set_layer_types(
     }
     names, kinds = typed.layers_of(model), typed.kinds_of(model)
     chosen = _chosen(names, {} if layers is None else layers)
-    made, rows = [], []
+    made = []
+    rows = []
     for module, kind in kinds.items():
         label = ", ".join(names[module]) or "(the model)"
         _refuse(module, label, kind)

@@ -178,7 +178,8 @@ def mixed_precision(
         ValueError: naming the key: an unknown dtype or algorithm; a static and a dynamic scale at
             once; a dynamic one without "mixed"; an unknown loss_scaling_params key.
     """
-    name, policy = str(config.get("dtype", "float32")).removeprefix("torch."), _policy(config)
+    name = str(config.get("dtype", "float32")).removeprefix("torch.")
+    policy = _policy(config)
     if name == "mixed":
         default = "float16" if any(p.is_cuda for p in model.parameters()) else "bfloat16"
         low = str(config.get("low_precision", default)).removeprefix("torch.")

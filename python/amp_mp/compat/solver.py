@@ -79,7 +79,8 @@ class SolverTypes:
         """
         if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer class, found {optimizer!r}")
-        name, word = optimizer.__name__, TYPES[self.dtype][0]
+        name = optimizer.__name__
+        word = TYPES[self.dtype][0]
         if issubclass(optimizer, FusedOptimizer):
             if self.dtype == torch.float64:
                 raise ValueError(f"{name} has no float64 parameters; use torch.optim for {word}")

@@ -221,7 +221,9 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, compute: Compute, types: Types, inputs: int, random: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.compute, ctx.types, ctx.inputs = compute, types, inputs
+        ctx.compute = compute
+        ctx.types = types
+        ctx.inputs = inputs
         ctx.random = (torch.get_rng_state(), get_device_states(*tensors)) if random else None
         kept = [t.to(types.forward) for t in tensors[:inputs]]
         weights = [converted(t, types.forward, saturate=True) for t in tensors[inputs:]]
@@ -245,7 +247,8 @@ class _Recomputed(torch.autograd.Function):
             )
         types: Types = ctx.types
         math = types.backward_math
-        saved, n = ctx.saved_tensors, ctx.inputs
+        saved = ctx.saved_tensors
+        n = ctx.inputs
         weights = (converted(t, types.forward, math, saturate=True) for t in saved[n:])
         leaves = [t.to(math).detach() for t in (*saved[:n], *weights)]
         for leaf, needed in zip(leaves, ctx.needs_input_grad[4:], strict=True):

@@ -153,7 +153,8 @@ class TypedForward:
             return False
         if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             return False  # torch refuses it by name
-        own, types = {param.dtype for param in self.module.parameters()}, self.types
+        own = {param.dtype for param in self.module.parameters()}
+        types = self.types
         return {*own, types.forward_math, types.backward_math} != {types.forward}
 
     def _in_one_math(self, args: Args, kwargs: Kwargs) -> Any:
@@ -293,7 +294,8 @@ def _may_draw(module: nn.Module) -> bool:
 def _product(module: Any, input: Tensor, types: Types) -> Tensor:
     if isinstance(module, nn.Linear):
         return product(input, module.weight, module.bias, types, None)
-    padding, none = module.padding, (0,) * len(module.stride)
+    padding = module.padding
+    none = (0,) * len(module.stride)
     if module.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         input = functional.pad(input, module._reversed_padding_repeated_twice, mode)

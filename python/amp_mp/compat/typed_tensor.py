@@ -130,7 +130,10 @@ class _Arrays:
     def __init__(
         self, shape: torch.Size, device: torch.device, default: torch.dtype, saturate: bool
     ) -> None:
-        self.shape, self.device, self.default, self.saturate = shape, device, default, saturate
+        self.shape = shape
+        self.device = device
+        self.default = default
+        self.saturate = saturate
         self.current = _checked(default)
         self.valid: set[torch.dtype] = set()
         self._written: torch.dtype | None = None  # the valid one that the others are made from
@@ -156,5 +159,6 @@ class _Arrays:
 
     def write(self, dtype: torch.dtype | None) -> Tensor:
         array = self.read(dtype)
-        self._written, self.valid = array.dtype, {array.dtype}
+        self._written = array.dtype
+        self.valid = {array.dtype}
         return array

@@ -134,7 +134,8 @@ class ExponentHistogram:
         lost, small = below(edges.lost, at=True), below(edges.normal)
         over = count - below(edges.overflow)
         over = max(over, 1) if self.amax * scale >= edges.overflow else 0
-        n, headroom = max(1, count), _floor_log2(edges.largest, self.amax * scale)
+        n = max(1, count)
+        headroom = _floor_log2(edges.largest, self.amax * scale)
         return Diagnosis(scale, dtype, lost / n, (small - lost) / n, over / n, headroom)
 
     def largest_safe_log2_scale(self, dtype: torch.dtype = torch.float16) -> int | None:

@@ -46,7 +46,8 @@ def _draw(axes: "Axes", title: str, histogram: ExponentHistogram, report: Gradie
     shares = (100 * counts / max(1, int(counts.sum()))).tolist()
     axes.bar(EXPONENTS, shares, width=1, align="edge", color="#27408b", linewidth=0, zorder=3)
 
-    edges, shift = limits(dtype), math.log2(scale)
+    edges = limits(dtype)
+    shift = math.log2(scale)
     plain = [math.log2(edge) for edge in (edges.lost, edges.normal, edges.overflow)]
     scaled = [edge - shift for edge in plain]
     drawn = [*plain, *scaled, *(e for e, share in zip(EXPONENTS, shares, strict=True) if share)]
@@ -79,7 +80,8 @@ def plot_updates(table: UpdateTable) -> "Figure":
     if not table:
         raise ValueError("the table is empty: no step has been seen, so none can be drawn")
     figure, (left, right) = new_figure(2, height=2.0 + 0.24 * len(table), sharey=True)
-    rows, start = range(len(table)), [0.0] * len(table)
+    rows = range(len(table))
+    start = [0.0] * len(table)
     parts = (("lost", LOST, "lost"), ("between", SUBNORMAL, "depends on the weight"))
     for key, color, label in (*parts, ("kept", NORMAL, "kept")):
         part = [100 * getattr(row, key) for row in table]
@@ -94,7 +96,8 @@ def plot_updates(table: UpdateTable) -> "Figure":
     if points:
         right.plot(*zip(*points, strict=True), "o", color="#27408b")
     for dtype in sorted({row.dtype for row in table}, key=str):
-        half, color = torch.finfo(dtype).eps / 2, LOST if dtype == torch.float16 else OVERFLOW
+        half = torch.finfo(dtype).eps / 2
+        color = LOST if dtype == torch.float16 else OVERFLOW
         for edge, style, what in ((half, "-", "keeps above"), (half / 2, "--", "loses below")):
             label = f"{scale_text(edge)}: {dtype_name(dtype)} {what}"
             right.axvline(edge, color=color, linestyle=style, linewidth=1, label=label)

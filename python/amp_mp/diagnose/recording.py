@@ -41,7 +41,10 @@ class Recording:
             check_scale(scale, "scale")
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be above 0, found {steps}")
-        self._scale, self._steps, self._dtype, self.backwards = scale, steps, dtype, 0
+        self._scale = scale
+        self._steps = steps
+        self._dtype = dtype
+        self.backwards = 0
         self._scaler: Any = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

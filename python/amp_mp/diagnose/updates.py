@@ -179,7 +179,8 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
             low = old.dtype
             lost, kept = moved & (change == 0), change > 0
         else:
-            weight, eps = old.to(low).double().abs(), torch.finfo(low).eps
+            weight = old.to(low).double().abs()
+            eps = torch.finfo(low).eps
             least = limits(low).lost
             lost = moved & (change < (weight * (eps / 4)).clamp(min=least))
             kept = change > (weight * (eps / 2)).clamp(min=least)

@@ -58,7 +58,9 @@ class GradientReport(list[Row]):
         dtype: torch.dtype,
         left_out: Mapping[str, str] | None = None,
     ) -> None:
-        self.scale, self.dtype, self.left_out = scale, dtype, dict(left_out or {})
+        self.scale = scale
+        self.dtype = dtype
+        self.left_out = dict(left_out or {})
         self.weights = sum(weights.values(), ExponentHistogram())
         self.activations = sum(activations.values(), ExponentHistogram())
         seen = (("weight", weights, self.weights), ("activation", activations, self.activations))
@@ -74,7 +76,8 @@ class GradientReport(list[Row]):
     def __str__(self) -> str:
         if not self:
             return "no gradient has been seen"
-        name, scale = dtype_name(self.dtype), scale_text(self.scale)
+        name = dtype_name(self.dtype)
+        scale = scale_text(self.scale)
         header = ("gradient of", "tensor", "elements", " zero", " lost", " subnormal", " overflow")
         lines = [
             f"Gradients, and what becomes of them in {name} at loss scale {scale}",
@@ -281,7 +284,8 @@ class OverflowTracker:
     ) -> None:
         if min(patience, floor_patience) < 2:
             raise ValueError(f"patience must be 2 or more, found {patience} and {floor_patience}")
-        self._params, self._scaler = _named(params), scaler
+        self._params = _named(params)
+        self._scaler = scaler
         self._patience, self._floor_patience = patience, floor_patience
         # For each non-finite parameter the step at which that began, and the loss scale then.
         self._began: dict[str, tuple[int, float]] = {}
@@ -310,9 +314,11 @@ class OverflowTracker:
             return None
         # The parameter that has been non-finite longest; of several, the closest to the loss.
         name, (since, start) = min(reversed(self._began.items()), key=lambda item: item[1][0])
-        scale, steps = self.report.scale, self.steps - since + 1
+        scale = self.report.scale
+        steps = self.steps - since + 1
         stuck = self._watch.at_scale >= self._floor_patience
-        fell, now = scale < start, scale_text(scale)
+        fell = scale < start
+        now = scale_text(scale)
         if not stuck and not (fell and steps >= self._patience):
             return None
         trouble = f"the gradient of {name} has been inf or NaN in each of the {steps} steps since"

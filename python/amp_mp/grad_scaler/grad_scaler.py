@@ -175,7 +175,8 @@ class GradScaler(torch.amp.GradScaler):
     def _read(self, optimizer: Optimizer) -> tuple[list[Tensor], dict[torch.device, Tensor]] | None:
         """Gradients on this process, and all processes' totals; None if torch must handle one."""
         self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
-        groups, grads = optimizer.param_groups, []
+        groups = optimizer.param_groups
+        grads = []
         for param, info in param_infos(groups):
             grad = gradients.writable_gradient(param, info.label)
             if grad is not None and not is_native(grad):
@@ -184,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         known = self._statistics.get(optimizer)
         known = statistics_of(known, groups, self._process_groups)
         self._statistics[optimizer] = known
-        return [grad for grad in grads if grad is not None], known.totals_of(grads)
+        return [grad for grad in grads if grad is not None], known.totals_by_device(grads)
 
     def _keep(
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]

@@ -69,7 +69,8 @@ class ScaleUpdates:
     def for_step(self) -> _C.ScaleUpdate | None:
         """The update that the step of an iteration's only optimizer computes; None: none does."""
         numbers = self._numbers()
-        self._start, self._is_ahead = None, False
+        self._start = None
+        self._is_ahead = False
         if self._in_graph:
             return None
         self._make_reports(numbers.scale.device)
@@ -86,7 +87,8 @@ class ScaleUpdates:
 
     def stepped(self, reports: _C.StepReports | None) -> None:
         """The step with the update was queued; reports: where its device reports the decision."""
-        self._is_ahead, self._reports = self._start is not None, reports
+        self._is_ahead = self._start is not None
+        self._reports = reports
 
     def take(self, *, alone: bool) -> Pair | None:
         """The numbers computed ahead if they are valid. alone: one optimizer made the iteration."""
@@ -125,7 +127,8 @@ class ScaleUpdates:
             self._watch.count(bool(found_inf > 0))
         elif found := self._own.newest(wait=False):
             self._watch.steps, self._watch.in_a_row = found[0], found[7]
-        groups, scale = [o.param_groups for o in others], self._numbers().scale
+        groups = [o.param_groups for o in others]
+        scale = self._numbers().scale
         self._watch.warn_of_skips("GradScaler", lambda: describe_nonfinite(groups, float(scale)))
 
     def _make_reports(self, device: torch.device) -> None:

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.model import original_values
 from amp_mp.model.float32_state_dict import masters_apart
 from amp_mp.model.sharded import refuse_sharded
+from amp_mp.optim.state import original_values
 from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import refuse_swapped, swapped
 from amp_mp.optim.step.graphs import is_capturing

@@ -13,7 +13,10 @@ from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
-from amp_mp.model.original_values import (
+from amp_mp.model.selection import Kept, named_tensors, select
+from amp_mp.model.sharded import check_units, update_units
+from amp_mp.nn.functional import is_wrapper
+from amp_mp.optim.state.original_values import (
     awaits_original,
     drop_original,
     keep_original,
@@ -21,9 +24,6 @@ from amp_mp.model.original_values import (
     own_parameters,
     track,
 )
-from amp_mp.model.selection import Kept, named_tensors, select
-from amp_mp.model.sharded import check_units, update_units
-from amp_mp.nn.functional import is_wrapper
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
 from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
@@ -121,7 +121,8 @@ def _convert(
     _check(function, model)
     if _warn_without_masters not in hooks._global_optimizer_pre_hooks.values():
         hooks.register_optimizer_step_pre_hook(_warn_without_masters)
-    prepares, kept = function == "prepare", select(model, *keep)
+    prepares = function == "prepare"
+    kept = select(model, *keep)
     targets: dict[int, tuple[Tensor, torch.dtype]] = {}
     for tensor in named_tensors(model).values():
         converts = tensor.dtype in NATIVE if prepares else tensor.is_floating_point()

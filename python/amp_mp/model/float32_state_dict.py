@@ -8,11 +8,10 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.model.original_values import drop_original, original_of
-from amp_mp.model.sharded import local_part
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.masters import refuse_swapped
-from amp_mp.sharding.shards import is_dtensor, like, local_of, why_foreign
+from amp_mp.optim.state.original_values import drop_original, original_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of, local_part, why_foreign
 
 
 def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:

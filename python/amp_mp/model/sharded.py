@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import is_dtensor
 
 
 def update_units(model: nn.Module) -> None:
@@ -96,13 +96,6 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield name and "." + name, state, group
-
-
-def local_part(value: Any, param: Any) -> Tensor:
-    """The part of a whole tensor, or of a DTensor placed in any way, that a parameter has here."""
-    if is_dtensor(value) and is_dtensor(param):
-        value = value.redistribute(param.device_mesh, param.placements)
-    return local_of(value)
 
 
 def refuse_sharded(model: nn.Module, what: str) -> None:

@@ -141,7 +141,8 @@ def _may_write(weight: Any) -> bool:
     the torch version. CUDA streams that need a gradient wait for those autograd has seen, only.
     """
     grad = weight if weight.grad is None else weight.grad  # a new one has the weight's layout
-    cuda, device = torch.cuda, grad.device
+    cuda = torch.cuda
+    device = grad.device
     return (
         is_plain(grad)
         and grad.is_contiguous()

@@ -45,8 +45,7 @@ class AdamW(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "amsgrad": amsgrad, "cautious": cautious}, options)
+        super().__init__(params, locals(), options)
 
     def _rule(self) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""
@@ -81,8 +80,7 @@ class Adam(AdamW):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super(AdamW, self).__init__(params, {**defaults, "amsgrad": amsgrad}, options)
+        super(AdamW, self).__init__(params, locals(), options)
 
 
 class NAdam(FusedOptimizer):
@@ -122,9 +120,7 @@ class NAdam(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own = {"momentum_decay": momentum_decay, "decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, {**defaults, **own, "cautious": cautious}, options)
+        super().__init__(params, locals(), options)
 
 
 class RAdam(FusedOptimizer):
@@ -167,6 +163,4 @@ class RAdam(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own = {"decoupled_weight_decay": decoupled_weight_decay, "cautious": cautious}
-        super().__init__(params, {**defaults, **own}, options)
+        super().__init__(params, locals(), options)

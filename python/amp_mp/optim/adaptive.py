@@ -38,9 +38,7 @@ class Adagrad(FusedOptimizer):
         eps: float = 1e-10,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        defaults["initial_accumulator_value"] = initial_accumulator_value
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
 
 class RMSprop(FusedOptimizer):
@@ -77,13 +75,12 @@ class RMSprop(FusedOptimizer):
         centered: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        square = options.get("square_avg")
-        if centered and square not in (None, "float32"):
-            raise ValueError(f'square_avg must be "float32" if centered, found {square!r}')
         if centered:
+            if options.get("square_avg") not in (None, "float32"):
+                found = options["square_avg"]
+                raise ValueError(f'square_avg must be "float32" if centered, found {found!r}')
             options["square_avg"] = "float32"
-        defaults = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "momentum": momentum, "centered": centered}, options)
+        super().__init__(params, locals(), options)
 
     def _rule(self) -> Rule:
         """Centered or not, which must be the same in all groups; with momentum if any group has."""
@@ -124,8 +121,7 @@ class Adadelta(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
 
 class Adamax(FusedOptimizer):
@@ -156,8 +152,7 @@ class Adamax(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)
 
 
 class Lion(FusedOptimizer):
@@ -190,5 +185,4 @@ class Lion(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "cautious": cautious}
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)

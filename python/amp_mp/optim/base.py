@@ -27,9 +27,8 @@ from amp_mp.optim.options import (
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
-from amp_mp.optim.state.loading import load_state
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
-from amp_mp.optim.state.saving import shown_state, torch_state_dict
+from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.params import param_infos, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
@@ -39,6 +38,8 @@ from amp_mp.sharding.reduction import checked_groups
 # Attributes in a pickle besides torch's own.
 PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow process_groups"
 PICKLED += " _amp_scaling _own_defaults _chosen"
+# What the locals() of an optimizer's __init__ have besides the numbers of its rule.
+NO_NUMBERS = ("self", "__class__", "params", "options")
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
@@ -55,12 +56,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     __signature__ = FullSignature()
     process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+    def __init__(self, params: Any, numbers: Mapping[str, Any], options: Options) -> None:
         """Raises TypeError or ValueError naming the argument.
 
-        defaults: the rule's own numbers. options: the arguments that all fused optimizers take, and
-        how single states are stored.
+        numbers: the rule's own: a dict, or the locals() of the class's __init__. options: the
+        arguments that all fused optimizers take, and how single states are stored.
         """
+        defaults = {name: value for name, value in numbers.items() if name not in NO_NUMBERS}
         kinds = _C.kinds_of(self._rules)
         check_options(type(self).__name__, choosable_states(self._rules), options)
         check_group({n: x for n, x in {**defaults, **options}.items() if x is not required})
@@ -269,7 +271,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
         self._stepper.masters.refuse("load_state_dict()")
-        load, formats = super().load_state_dict, (*self._chosen, "offload")
+        load = super().load_state_dict
+        formats = (*self._chosen, "offload")
         load_state(self, self._stepper, formats, state_dict, load)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
@@ -315,7 +318,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def __repr__(self) -> str:
         stored = [{n: g.get(n) for n in self._chosen} for g in self.param_groups]
-        default, kinds = dict.fromkeys(self._chosen), _C.kinds_of(self._rules)
+        default = dict.fromkeys(self._chosen)
+        kinds = _C.kinds_of(self._rules)
         presets = [p for p in PRESETS if all(s == resolve(p, default, kinds) for s in stored)]
         numbers = f"memory={presets[0] if presets else 'mixed'!r}, "
         numbers += f"max_grad_norm={self.max_grad_norm}, check_overflow={self.check_overflow}"

@@ -45,9 +45,7 @@ class LAMB(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own = {"always_adapt": always_adapt, "cautious": cautious}
-        super().__init__(params, {**defaults, **own}, options)
+        super().__init__(params, locals(), options)
 
 
 class NovoGrad(FusedOptimizer):
@@ -85,6 +83,4 @@ class NovoGrad(FusedOptimizer):
         reg_inside_moment: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"grad_averaging": grad_averaging, "bias_correction": bias_correction}
-        super().__init__(params, {**defaults, "reg_inside_moment": reg_inside_moment}, options)
+        super().__init__(params, locals(), options)

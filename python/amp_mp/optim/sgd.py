@@ -54,9 +54,8 @@ class SGD(FusedOptimizer):
         if momentum_form == "scaled" and dampening != 0:
             raise ValueError(f'momentum_form="scaled" has no dampening, found {dampening=!r}')
         self.momentum_form = momentum_form
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults, options)
+        del momentum_form  # no number of a param_group
+        super().__init__(params, locals(), options)
 
     def _rule(self) -> Rule:
         """With a momentum buffer if any group has momentum, in the form of momentum_form."""
@@ -107,7 +106,4 @@ class LARS(FusedOptimizer):
         eps: float = 1e-8,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        defaults |= {"clip": clip, "eps": eps, "trust_coefficient": trust_coefficient}
-        super().__init__(params, defaults, options)
+        super().__init__(params, locals(), options)

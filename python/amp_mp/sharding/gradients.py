@@ -100,7 +100,8 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
 
     Of a sparse one, which is coalesced in place, its values; of a DTensor this process's shard.
     """
-    found, given = [], list(params)
+    found = []
+    given = list(params)
     sharded = any_dtensor(given)
     for param in given:
         grad = writable_gradient(param) if sharded else param.grad

@@ -125,9 +125,9 @@ class WholeStatistics:
         for device in {tensor.device for tensor in tensors if tensor is not None}:
             own = [t if t is not None and t.device == device else None for t in tensors]
             rows += _C.measure(own)[:-1].to(self._device)
-        return rows.view(len(lists), -1, 3).transpose(0, 1).flatten(1)
+        return rows.view(len(lists), len(lists[0]), 3).transpose(0, 1).flatten(1)
 
-    def totals_of(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
+    def totals_by_device(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
         """As gradients.measure, of all processes; where several have a part, on one device."""
         if not self.is_needed:
             return measure(grads)
@@ -226,7 +226,9 @@ def statistics_of(
 def totals_of(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """As `measure`; of DTensors over all processes, which have to pass the same parameters."""
     grads = gradient_of_each(params)
-    return WholeStatistics(params).totals_of(grads) if any_dtensor(params) else measure(grads)
+    if any_dtensor(params):
+        return WholeStatistics(params).totals_by_device(grads)
+    return measure(grads)
 
 
 def clip_gradients(

@@ -196,13 +196,15 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if closure is None:
             self._check_backward()
         self._called_backward = False
-        before, to_model = self.loss_scale, self._masters.model_param
+        before = self.loss_scale
+        to_model = self._masters.model_param
         describe = partial(describe_nonfinite, [self.param_groups], model_param=to_model)
         self._watch.update(self.loss_scaler, self.overflow, self._max_abs, describe)
         if self.overflow:
             self._report(before)
             return None
-        step, self._masters.stale = self._masters.step, True
+        step = self._masters.step
+        self._masters.stale = True
         try:
             result = step(None) if closure is None else self._step_with_closure(closure)
         except Exception:  # a step that was refused, say inside of AveragedModel.swap

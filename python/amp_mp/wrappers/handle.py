@@ -184,7 +184,8 @@ class AmpHandle:
         """
         wrapper = OptimWrapper(optimizer, self.loss_scaler, num_loss, self.device_type)
         if self._default_scaler is not None:
-            self._default_scaler, self._losses = None, []
+            self._default_scaler = None
+            self._losses = []
         self._losses += wrapper.losses
         return wrapper
 

@@ -63,7 +63,9 @@ class LARC(OptimizerAround):
                 raise ValueError(f"{name} must not be negative, found {number!r}")
         _refuse_too_late(optimizer)
         super().__init__(optimizer)
-        self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
         self._statistics: WholeStatistics | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.model.original_values import take_original
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
+from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.optim.state.masters import MasterBlocks
-from amp_mp.optim.state.schema import MASTER_ENTRIES
+from amp_mp.optim.state.original_values import take_original
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.replaced import ReplacedCheck
@@ -31,12 +31,15 @@ class Masters:
     """
 
     def __init__(self, optimizer: Optimizer, enabled: bool = True) -> None:
-        self._optimizer, self.enabled, self.stale = optimizer, enabled, False
+        self._optimizer = optimizer
+        self.enabled = enabled
+        self.stale = False
         self.blocks = MasterBlocks()
         self._low: dict[Tensor, Tensor] = {}  # each master's parameter
         self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
-        self._replaced, self._pending = ReplacedCheck(), False  # pending: .grad carries the scale
+        self._replaced = ReplacedCheck()
+        self._pending = False  # pending: .grad carries the scale
         self.refresh()
 
     def refresh(self) -> None:
@@ -67,7 +70,9 @@ class Masters:
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
             self._optimizer.state[master] = kept
-        self._low[master], self.own[param], self._rounded[master] = param, master, master._version
+        self._low[master] = param
+        self.own[param] = master
+        self._rounded[master] = master._version
         return master
 
     def label_of(self, param: Tensor) -> str:
@@ -105,7 +110,8 @@ class Masters:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        low, kind = self._low, torch.float32
+        low = self._low
+        kind = torch.float32
         return [
             [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
             for params in self.groups()
@@ -133,7 +139,8 @@ class Masters:
         own = [] if self._pending else list(chain(*self.fp32_from_fp32_groups))
         if not collects:
             gradients.multiply_gradients(own, scale)
-            self._pending, own = True, []
+            self._pending = True
+            own = []
         before = self._pending
         with gradients.set_aside(own):
             self._pending = True
@@ -306,7 +313,9 @@ class FusedMasters(Masters):
 
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
-        self._max_norm, self._scale, self._measured = None, scale, None
+        self._max_norm = None
+        self._scale = scale
+        self._measured = None
         if not checks:
             return False, 0.0
         self._measured = stepper_of(self._optimizer).measure()
@@ -330,7 +339,8 @@ class FusedMasters(Masters):
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""
-        groups, scale = super().gradients(), self._scale
+        groups = super().gradients()
+        scale = self._scale
         return [[None if g is None else g.float() / scale for g in group] for group in groups]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:

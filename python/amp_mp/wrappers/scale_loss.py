@@ -2,18 +2,18 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
 from amp_mp.casting.autocast import steps_taken
@@ -41,7 +41,8 @@ class Iteration:
     steps: int = field(default_factory=steps_taken)  # of all optimizers
     overflow: bool = False
     max_abs: float = 0.0  # the largest true |g|
-    params: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    noted: bool = False  # whether a loss has left gradients
     skipped: list[Optimizer] = field(default_factory=list)  # whose next step does nothing
 
     def has_stepped(self) -> bool:
@@ -50,7 +51,7 @@ class Iteration:
 
     def is_gone(self) -> bool:
         """Whether no gradient is left without a step: dropped, or applied by hand."""
-        return not self.params or ledger.are_gone(self.params)
+        return self.noted and ledger.are_gone(all_parameters(self.optimizers))
 
 
 class SkippedSteps:
@@ -93,7 +94,8 @@ class ScaledLosses:
 
     def __init__(self, policy: ScalePolicy, device_type: str, skips: SkippedSteps) -> None:
         self.loss_scaler = policy
-        self._device_type, self._skips = device_type, skips
+        self._device_type = device_type
+        self._skips = skips
         self._watch = OverflowWatch()
         self._iteration: Iteration | None = None
 
@@ -109,7 +111,8 @@ class ScaledLosses:
         aside: the parameters whose gradients are true already, default all; the others' carry the
         scale from before.
         """
-        optimizers, policy = _checked(optimizer), self.loss_scaler
+        optimizers = _checked(optimizer)
+        policy = self.loss_scaler
         with torch.autocast(self._device_type, enabled=False):
             if isinstance(policy, Static) and policy.scale == 1:
                 yield loss
@@ -126,11 +129,11 @@ class ScaledLosses:
                 yield loss.float() * scale
                 overflow, max_abs = gradients.overflow_in(totals_of(params), scale)
                 carried = _unscale(params, folding, scale)
-            ledger.note(params)
+            iteration.optimizers.update(optimizers)
+            iteration.noted |= ledger.note(params)
             # From now until gradients are cleared these optimizers know what scale they carry.
             for own, kept in carried.items():
                 stepper_of(own).left = _C.StepInputs(kept, measure=kept != scale)
-            iteration.params.update(dict.fromkeys(params))
             is_first = overflow and not iteration.overflow
             self._update(iteration, overflow, max_abs, optimizers)
         if is_first:
@@ -175,7 +178,7 @@ class ScaledLosses:
         self._watch.update(self.loss_scaler, iteration.overflow, iteration.max_abs, describe)
 
 
-def all_parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+def all_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
     return list(dict.fromkeys(chain(*map(gradients.master_params, optimizers))))
 
@@ -241,9 +244,11 @@ def _unscale(params: list[Tensor], folding: list[Any], scale: float) -> dict[Any
     Returns these optimizers with the scale that is kept: an earlier loss's, or this one's where any
     gradient is float16.
     """
-    carried, true = {}, dict.fromkeys(params)
+    carried = {}
+    true = dict.fromkeys(params)
     for each in folding:
-        own, left = all_parameters([each]), stepper_of(each).left
+        own = all_parameters([each])
+        left = stepper_of(each).left
         if left is not None:
             carried[each] = float(left.scale or 1.0)
         elif any(p.grad is not None and p.grad.dtype == torch.float16 for p in own):
@@ -277,9 +282,11 @@ class OptimWrapper:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"num_loss must be a whole number above 0, found {num_loss!r}")
         (self.optimizer,) = _checked([optimizer])
-        skips, each = SkippedSteps(), range(num_loss)
+        skips = SkippedSteps()
+        each = range(num_loss)
         self.losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
+        self._noted = False  # whether the last loss has left gradients
 
     @property
     def loss_scalers(self) -> list[ScalePolicy]:
@@ -288,8 +295,8 @@ class OptimWrapper:
 
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
-        params = all_parameters([self.optimizer])
-        if self._next and ledger.are_gone(params):  # the last losses were given up without a step
+        # Or the last losses were given up without a step.
+        if self._noted and ledger.are_gone(all_parameters([self.optimizer])):
             self._next = 0
             for losses in self.losses:
                 losses.give_up()
@@ -305,7 +312,7 @@ class OptimWrapper:
     def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:
         with losses.block(loss, self.optimizer) as scaled:
             yield scaled
-        ledger.note(all_parameters([self.optimizer]))
+        self._noted = ledger.note(all_parameters([self.optimizer]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""

@@ -100,7 +100,8 @@ class Release(Attachment):
         bucket.find_gradients()
         measured = bucket.measure() if self._measures() else None
         max_norm = None if measured is None else optimizer.max_grad_norm
-        scale, total = self._scale(device), None
+        scale = self._scale(device)
+        total = None
         if measured is not None and max_norm is not None and self._previous.is_there():
             total = self._previous.statistics(measured.rows[1], scale, is_shard)
         bucket.step(optimizer.param_groups, measured, scale, max_norm, total)
@@ -128,7 +129,8 @@ class Release(Attachment):
     # Where things are.
 
     def _bucket(self, param: Tensor, info: ParamInfo) -> _C.Bucket:
-        optimizer, bucket = self._optimizer, self._buckets.get(param)
+        optimizer = self._optimizer
+        bucket = self._buckets.get(param)
         rules, groups, states = self._stepper.group_rules(), optimizer.param_groups, optimizer.state
         if bucket is None or not bucket.is_of(rules, groups, states):
             self._stepper.hooks.check(rules, groups)

@@ -110,6 +110,9 @@ class Muon(FusedOptimizer):
         split: Mapping[str, int | Sequence[int]] | None = None,
         **options: Unpack[Options],
     ) -> None:
+        own = dict(locals())
+        for name in ("others", "matrices", "not_matrices", "split"):
+            del own[name]
         self._others = {**OTHERS, **(others or {})}
         if weight_decay == 0 and "weight_decay" not in (others or {}):
             self._others["weight_decay"] = 0.0
@@ -126,25 +129,7 @@ class Muon(FusedOptimizer):
                 "matrices, not_matrices and split are patterns over a model's names; pass the "
                 "model in place of its parameters, or set use_muon and split in param_groups"
             )
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "ns_gram": ns_gram,
-            "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": True,
-            "split": 1,
-            "flatten": False,
-            "normalize": normalize,
-            "beta2": beta2,
-            "cautious": cautious,
-        }
-        super().__init__(params, defaults, options)
+        super().__init__(params, {**own, "use_muon": True, "split": 1, "flatten": False}, options)
 
     def _own_keys(self) -> frozenset[str]:
         return super()._own_keys() | self._others.keys()
@@ -163,7 +148,8 @@ class Muon(FusedOptimizer):
         Where other groups have names, as those of a model, parameters without get some, too:
         "group2.0" is the first of group 2.
         """
-        own, named = dict(param_group), any("param_names" in g for g in self.param_groups)
+        own = dict(param_group)
+        named = any("param_names" in g for g in self.param_groups)
         params = own.get("params")
         if named and not isinstance(params, set | dict | None):
             listed = [params] if isinstance(params, Tensor) else list(params)

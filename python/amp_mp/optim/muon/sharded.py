@@ -57,7 +57,8 @@ def make_updates(members: Members) -> MakeUpdates:
 
 def _group_of_rows(param: Any) -> Any:
     """The process group over which the first dimension alone is split; None for other splits."""
-    mesh, found = param.device_mesh, None
+    mesh = param.device_mesh
+    found = None
     for dim, placement in enumerate(param.placements):
         if mesh.size(dim) == 1 or placement.is_replicate():
             continue
@@ -90,7 +91,9 @@ class Matrix(NamedTuple):
 def _matrices(param: Tensor, group: Group, member: int, ranks: int) -> Iterator[Matrix]:
     """Those that a parameter consists of, in the order of their elements."""
     rows, row = param.shape[0], prod(param.shape[1:])
-    chunk, total, end = -(-rows // ranks) * row, rows * row, 0  # as torch splits rows
+    chunk = -(-rows // ranks) * row  # as torch splits rows
+    total = rows * row
+    end = 0
     shapes = [
         (b.rows, b.columns, b.factor) for b in blocks_of(group, param) for _ in range(b.number)
     ]
@@ -117,7 +120,9 @@ class Exchange:
         self, members: Members, offsets: list[int], indices: list[int], group: Any
     ) -> None:
         """indices: of the members that are split over the process group."""
-        self._group, ranks, self._rank = group, group.size(), group.rank()
+        self._group = group
+        ranks = group.size()
+        self._rank = group.rank()
         matrices = [m for i in indices for m in _matrices(*members[i], i, ranks)]
         owners = self._owners(matrices)
         # What this process sends, in the order of owners, and gets, in the order of senders; each

@@ -1,7 +1,8 @@
 """An optimizer's state: how masters and states are stored, saved and loaded.
 
-`formats` knows what each stored format looks like, `schema` names a state's entries,
-`masters` gives low-precision parameters their float32 values back, `saving` writes state dicts,
-`check_loadable` and `loading` read them, `memory_report` counts bytes. All of it takes a `Rule` and
-param_groups, no optimizer class. State is made in csrc/torch/state/live_state.cpp.
+`formats` knows what each stored format looks like and names a state's entries, `original_values`
+keeps the float32 values that `prepare` rounds, `masters` has the blocks that edit masters,
+`state_dicts` loads and shows state dicts, `check_loadable` checks them, `memory_report` counts
+bytes. All of it takes a `Rule` and param_groups, no optimizer class. State is made in
+csrc/torch/state/live_state.cpp.
 """

@@ -1,12 +1,14 @@
-"""How masters and states may be stored: the formats' names, dtypes and presets."""
+"""How masters and states may be stored: the formats' names, dtypes, presets and entries."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.sharding.shards import like, local_of
 from amp_mp.text_table import dtype_name
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
@@ -25,8 +27,7 @@ SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 # What a master, and a state of each kind (rule.py, State), may be stored as.
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
 KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
-# The dtype of a state's data, and of a split master's remainders with its name.
-DTYPES = {name: f["dtype"] for name, f in _STATES.items()}
+# By the dtype of its remainders, a split master's format.
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
 # Formats whose elements share scales, which are an entry of their own.
 GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
@@ -41,6 +42,11 @@ PRESETS = {
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
     "micro": {"master": "split24", "moment": "m8", "square": "log8"},
 }
+
+# Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
+CLOCK = _C.clock_entries()  # the numbers that a parameter's clock consists of
+MASTER_ENTRIES = _C.master_entries()  # their dtypes, by name
+CODED = tuple(_C.coded_endings())
 
 Chosen = Mapping[str, str | None]  # formats by "master" or a state's name
 Kinds = Mapping[str, str]  # of states, by name
@@ -81,3 +87,19 @@ def native_name(format: str) -> str:
 def split_name(format: str, dtype: torch.dtype) -> str:
     """The kernels' name of a master's format beside weights of a dtype."""
     return f"{dtype_name(dtype)}_{format}"
+
+
+def scale_name(entry: str) -> str:
+    """The entry that holds the scales of a grouped format's entry."""
+    return f"{entry}_scale"
+
+
+def is_coded(entry: str) -> bool:
+    """Whether an entry has the name of codes, of any state."""
+    return entry.endswith(CODED)
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    """A tensor's bytes, uint8 [*shape, bytes per element], in the same memory and placements."""
+    shown = local_of(value).unsqueeze(-1).view(torch.uint8)
+    return like(shown, value, (*value.shape, shown.shape[-1]))

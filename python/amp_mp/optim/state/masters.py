@@ -1,8 +1,7 @@
-"""Float32 masters of low-precision parameters: where they begin, and blocks that edit them."""
+"""Blocks that edit float32 masters, and parameters that hold averages meanwhile."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,23 +10,6 @@ from torch import Tensor
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
 
-
-@dataclass
-class FirstValues:
-    """What amp_mp.model keeps of prepared parameters.
-
-    This package does not import that one, which puts its functions here when it is imported.
-    find: a parameter's float32 values, of a DTensor this process's part; None: its own are all.
-    drop: frees them; after its state has the master, so that an interrupt loses nothing.
-    tensors_of: what is kept for it until then.
-    """
-
-    find: Callable[[Tensor], Tensor | None]
-    drop: Callable[[Tensor], None]
-    tensors_of: Callable[[Tensor], tuple[Tensor, ...]]
-
-
-first_values = FirstValues(lambda param: None, lambda param: None, lambda param: ())
 swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 

@@ -1,42 +1,32 @@
-"""The ledger of gradients: those that parameters had when a loss was scaled, and their versions.
+"""The ledger of gradients: those that losses have left, each with its version at that moment.
 
-Who scales losses notes the gradients that a loss has left, and asks here whether they were written,
-replaced, set to None or to 0 since. The ledger keeps neither parameters nor gradients alive. What
-scale they carry is told by what the next step is handed (Stepper.left).
+Who scales losses notes the gradients, and asks here whether they were written, replaced, set to
+None or to 0 since. The ledger keeps no gradient alive, and no reference to a parameter. What scale
+gradients carry is told by what the next step is handed (Stepper.left).
 """
 
 from collections.abc import Iterable, MutableMapping
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.sharding.gradients import local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 
-# By parameter: its gradient when it was noted last, and the gradient's version then.
-_noted: MutableMapping[Tensor, tuple[TensorWeakRef, int]] = WeakTensorKeyDictionary()
+_versions: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
-def note(params: Iterable[Tensor]) -> None:
-    """Writes down the parameters' gradients as they are now."""
-    for param in params:
-        if param.grad is None:
-            _noted.pop(param, None)
-        else:
-            _noted[param] = TensorWeakRef(param.grad), param.grad._version
+def note(params: Iterable[Tensor]) -> bool:
+    """Writes down the parameters' gradients as they are now; returns whether there are any."""
+    grads = [param.grad for param in params if param.grad is not None]
+    _versions.update({grad: grad._version for grad in grads})
+    return bool(grads)
 
 
 def kept(params: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters whose gradients are the same tensors, unchanged."""
-    found = set()
-    for param in params:
-        grad, noted = param.grad, _noted.get(param)
-        if grad is None or noted is None:
-            continue
-        of_then, version = noted
-        if of_then() is grad and grad._version == version:
-            found.add(param)
-    return found
+    """The parameters whose gradients are noted ones, unchanged."""
+    given = [(param, param.grad) for param in params if param.grad is not None]
+    return {param for param, grad in given if _versions.get(grad) == grad._version}
 
 
 def changed(params: Iterable[Tensor]) -> list[Tensor]:
@@ -44,15 +34,15 @@ def changed(params: Iterable[Tensor]) -> list[Tensor]:
 
     Reads the gradients that were, and only those; waits for their device.
     """
-    given = [param for param in params if param.grad is not None]
+    given = list(params)
     same = kept(given)
     return nonzero([param for param in given if param not in same])
 
 
 def are_gone(params: Iterable[Tensor]) -> bool:
-    """Whether gradients were noted, and all of them have been set to None or to 0."""
-    noted = [param for param in params if param in _noted]
-    return bool(noted) and not kept(noted) and not changed(noted)
+    """Whether all noted gradients of the parameters have been set to None or to 0."""
+    given = list(params)
+    return not kept(given) and not changed(given)
 
 
 def nonzero(params: Iterable[Tensor]) -> list[Tensor]:

@@ -42,7 +42,8 @@ class Hooks:
 
     def __init__(self, own_keys: frozenset[str]) -> None:
         """own_keys: the entries of param_groups that are the optimizer's."""
-        self.own_keys, self.replaced = own_keys, ReplacedCheck()
+        self.own_keys = own_keys
+        self.replaced = ReplacedCheck()
         self.process_groups: tuple[Any, ...] = ()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
         self.offload: list[Any] = []  # the same
@@ -115,12 +116,15 @@ class Stepper:
         group_rules: the optimizer's method that gives the rule of each group now. It keeps the
         optimizer no longer than others do. own_keys: the entries of a group that are its own.
         """
-        self._optimizer, self._group_rules = weakref.ref(optimizer), weakref.WeakMethod(group_rules)
-        self.rules, self.rules_of = rules, rules_of
+        self._optimizer = weakref.ref(optimizer)
+        self._group_rules = weakref.WeakMethod(group_rules)
+        self.rules = rules
+        self.rules_of = rules_of
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
         self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.masters, self.hooks = MasterBlocks(), Hooks(own_keys)
+        self.masters = MasterBlocks()
+        self.hooks = Hooks(own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
         self._kept: list[RemovableHandle] = []
@@ -163,7 +167,8 @@ class Stepper:
         replaced = self.hooks.replaced
         if replaced.seen != replaced.assignments:
             self.hooks.check_replaced(optimizer.param_groups)
-        handed, attachment = self._handed_now(optimizer), self.attachment
+        handed = self._handed_now(optimizer)
+        attachment = self.attachment
         if attachment is not None and attachment.releases:
             if replaced.is_due():
                 self.hooks.check_replaced(optimizer.param_groups)
@@ -260,7 +265,8 @@ class Stepper:
             return
         optimizer, watch = self.optimizer, self._watch
         watch.steps, watch.in_a_row, scale, norm, is_spike = skipped
-        name, limit = type(optimizer).__name__, optimizer.raise_after_skips
+        name = type(optimizer).__name__
+        limit = optimizer.raise_after_skips
         what = "gradients are inf or NaN"
         if is_spike:
             what = f"the gradients' norm, now {norm:g}, is above skip_norm_above"

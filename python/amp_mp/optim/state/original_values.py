@@ -17,10 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.model.sharded import local_part
-from amp_mp.optim.state.masters import first_values
 from amp_mp.sharding.replaced import ReplacedCheck, assigned
-from amp_mp.sharding.shards import is_dtensor, local_of
+from amp_mp.sharding.shards import is_dtensor, local_of, local_part
 
 SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
 
@@ -101,7 +99,8 @@ def _put_values(
         _sharded.setdefault(owner, {})[id(param)] = found
     elif found is None:
         found = _plain[param] = Waiting()
-    found.values, found.mark.has_values = values, values is not None
+    found.values = values
+    found.mark.has_values = values is not None
     return found
 
 
@@ -115,7 +114,8 @@ def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None)
     weight, version = _weight(param)
     kept = None
     if param.requires_grad and not weight.is_meta:
-        own, by_place = local_of(values).detach(), version == SHARD
+        own = local_of(values).detach()
+        by_place = version == SHARD
         checksum, tensors = _C.encode_original(weight, own, by_place)
         kept = OriginalValues(version, checksum, tuple(tensors))
     _put_values(param, kept, owner)
@@ -131,15 +131,19 @@ def copy_values(
 def drop_original(param: Tensor, forget: bool = False) -> None:
     """Frees a parameter's values. forget: and keeps no others that are loaded later."""
     if forget:
-        _forget(param)
+        drop(param)
     elif (found := _waiting(param)) is not None:
-        found.values, found.mark.has_values = None, False
+        found.values = None
+        found.mark.has_values = False
 
 
-def _forget(param: Tensor) -> None:
+def drop(param: Tensor) -> None:
+    """Frees a parameter's values for good; the native code after the state has the master."""
     if (found := _waiting(param)) is None:
         return
-    found.values, found.mark.has_values, found.mark.waits = None, False, False
+    found.values = None
+    found.mark.has_values = False
+    found.mark.waits = False
     for own in _sharded.values():
         own.pop(id(param), None)
     if found.dtensor is None:
@@ -177,13 +181,16 @@ def take_original(param: Tensor) -> Tensor:
     Raises RuntimeError for a DTensor whose values were lost: fully_shard and parallelize_module
     make new Parameters. A state dict that is loaded after it brings values.
     """
-    values = _find(param)
+    values = find(param)
     drop_original(param, forget=True)
     return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
 
 
-def _find(param: Tensor) -> Tensor | None:
-    """As take_original; None where nothing is kept and the parameter's own values are all."""
+def find(param: Tensor) -> Tensor | None:
+    """As take_original, but keeps them; None where the parameter's own values are all.
+
+    The native code asks where it makes a master.
+    """
     if not _plain and not is_dtensor(param):
         return None
     if (found := _waiting(param)) is None:
@@ -203,9 +210,9 @@ def _find(param: Tensor) -> Tensor | None:
     return _C.decode_original(weight, found.values.tensors)
 
 
-first_values.find = _find
-first_values.drop = _forget
-first_values.tensors_of = lambda param: getattr(values_of(param), "tensors", ())
+def tensors_of(param: Tensor) -> tuple[Tensor, ...]:
+    """What is kept for a parameter until its state has a master."""
+    return getattr(values_of(param), "tensors", ())
 
 
 def _mark_owner(module: nn.Module, params: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,129 @@
+"""State dicts: loaded with the precision that they were saved with, shown, and in torch's form."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_mp import _C
+from amp_mp.optim.rule import Rule
+from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts
+from amp_mp.optim.state.formats import as_bytes
+
+
+@contextmanager
+def own_hook(
+    hooks: OrderedDict[Any, Any], hook: Callable[..., Any], last: bool = False
+) -> Iterator[None]:
+    """Has an optimizer call a hook in the block, before the user's or as the last.
+
+    It has a key of its own: what an interrupt leaves there the next call replaces.
+    """
+    hooks["amp_mp"] = hook
+    hooks.move_to_end("amp_mp", last)
+    try:
+        yield
+    finally:
+        hooks.pop("amp_mp", None)
+
+
+def load_state(
+    optimizer: Optimizer,
+    stepper: Any,
+    formats: tuple[str, ...],
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+) -> None:
+    """Runs torch's `load` for everything but the parameters' states, which torch would round.
+
+    The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
+    after everything: they see the final state. stepper: the optimizer's (step/stepper.py). formats:
+    the group's entries that say how something is stored; they stay the optimizer's.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    own = [{name: g[name] for name in formats} for g in groups]
+    before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
+    made: list[dict[str, Any] | None] = []  # of each parameter
+    undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
+
+    def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        check_parts(found, groups)
+        found = by_names(found, groups)
+        check_loadable(found, params, stepper)
+        entries = _C.SavedEntries(stepper.rules)
+        seed = optimizer.defaults["seed"]
+        made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))
+        own_numbers = {number for group in found["param_groups"] for number in group["params"]}
+        others = {k: v for k, v in found["state"].items() if k not in own_numbers}
+        return {**found, "state": others}
+
+    def restore(_: Any) -> None:
+        for group, stored in zip(optimizer.param_groups, own, strict=True):
+            group.update(stored)  # the file's entries say how the file stores
+        for param, state in zip(params, made, strict=True):
+            if state is not None:
+                optimizer.state[param] = state
+        try:
+            stepper.group_rules()  # settings that all groups have to share
+        except ValueError as error:
+            raise ValueError(f"state_dict: {error}; nothing was loaded") from None
+
+    before_load = own_hook(optimizer._optimizer_load_state_dict_pre_hooks, check, last=True)
+    try:
+        with before_load, own_hook(optimizer._optimizer_load_state_dict_post_hooks, restore):
+            load(state_dict)
+    except BaseException:
+        vars(optimizer).update(before)
+        with torch.no_grad():
+            for weight, values in undo:
+                weight.copy_(values)
+        raise
+
+
+def shown_state(
+    optimizer: Optimizer, rules: tuple[Rule, ...], show: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """torch's state dict, from `show`, with bytes in place of 16-bit integers.
+
+    The tensors share the state's memory, as torch's do. The user's post-hooks see them so.
+    """
+    in_bytes = _C.SavedEntries(rules).in_bytes()
+
+    def as_shown(_: Any, found: dict[str, Any]) -> None:
+        for param, state in found["state"].items():
+            if isinstance(state, dict):  # a new one: this one is the optimizer's own
+                held = {n: v for n, v in state.items() if n in in_bytes and isinstance(v, Tensor)}
+                shown = {name: as_bytes(value) for name, value in held.items()}
+                found["state"][param] = {**state, **shown}
+
+    with own_hook(optimizer._optimizer_state_dict_post_hooks, as_shown):
+        return show()
+
+
+def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
+    """See FusedOptimizer.torch_state_dict. rules, own: each group's, and entries of ours alone."""
+    packed = optimizer.state_dict()
+    state = {}
+    groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)
+    for rule, group, shown in groups:
+        for param, number in zip(group["params"], shown["params"], strict=True):
+            if optimizer.state.get(param):
+                state[number] = _torch_state(param, rule, optimizer.state[param])
+    kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
+    return {"state": state, "param_groups": kept}
+
+
+def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, Tensor]:
+    clock = {"step": state["step"]}
+    if (own := _C.own_number(rule)) is not None:
+        name, start = own
+        clock[name] = state.get(name, start)
+    shown = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
+    return shown | _C.decoded_states(rule, param, state)
