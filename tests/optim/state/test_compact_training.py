@@ -159,7 +159,7 @@ def test_memory_is_what_the_storages_take(device: str, memory: str | None, wante
     assert report.total == sum(storages.values())
     assert report.parameters == param.numel()
     lines = [line.split() for line in str(report).splitlines()]
-    assert ["weight", "2.00", "MiB", "2.000"] in lines
+    assert ["weight", "2.00", "MiB", "0", "B", "2.000"] in lines
     assert lines[-1][-1] == f"{report.bytes_per_parameter:.3f}"
     assert {len(line) for line in str(report).splitlines()[1:]} == {
         len(str(report).splitlines()[0])
