@@ -1,16 +1,11 @@
 // Matrix products in low precision, compiled once for each instruction set as loops.cpp, but with
 // fused multiply-adds: no other device has to give the same bits.
-#include "cpu/multiply.h"
+#include "cpu/multiply_store.h"
 
 #include "cpu/kernels.h"
 
 namespace amp_mp::cpu::AMP_MP_ISA {
 namespace {
-
-template <class Low>
-AMP_MP_BOTH const Low* at(const Matrix& m, int64_t i, int64_t j) {
-  return static_cast<const Low*>(m.data) + i * m.row + j * m.column;
-}
 
 // Calls f with the first row of each tile, and with the number of its rows as a constant.
 template <class F>
@@ -102,36 +97,15 @@ struct Part {
     }
   }
 
-  // Rounds alpha * sums + beta * c into `to`, a pack at a time.
+  // Rounds the sums into `to`, a pack at a time.
   AMP_MP_BOTH void round(bool in_packs) const {
+    const bool plain = is_plain(p);
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < columns; i += kPack) {
-        const int n = columns - i < kPack ? columns - i : kPack;
         const float* sum = sums + r * kPanel + i;
         Lane half[2] = {load_lane(sum), load_lane(sum + kLanes)};
         if (!in_packs) order_pack<Low>(sum, half[0], half[1]);
-        Low own[kPack] = {};
-        if (p.c.data) {
-          const Low* added = at<Low>(p.c, row + r, column + i);
-          if (n < kPack || p.c.column != 1) {
-            for (int j = 0; j < n; ++j) own[j] = added[j * p.c.column];
-            added = own;
-          }
-          Lane first, second;
-          unpack(added, first, second);
-          half[0] = p.alpha * half[0] + p.beta * first;
-          half[1] = p.alpha * half[1] + p.beta * second;
-        } else if (p.alpha != 1.0f) {
-          half[0] *= p.alpha;
-          half[1] *= p.alpha;
-        }
-        Low* to = const_cast<Low*>(at<Low>(p.to, row + r, column + i));
-        if (n == kPack && p.to.column == 1) {
-          pack(half[0], half[1], to);
-        } else {
-          pack(half[0], half[1], own);
-          for (int j = 0; j < n; ++j) to[j * p.to.column] = own[j];
-        }
+        round_pack<Low>(p, plain, row + r, column + i, columns - i, half);
       }
   }
 };
@@ -148,6 +122,53 @@ AMP_MP_BOTH void turn(const Product& p, int64_t column, int columns, Low* to) {
       }
 }
 
+// Depth up to which sums stay in registers: with more, AVX2 reads the numbers of b too often.
+constexpr int kShallowest = kLanes == 16 ? kStreams : 4;
+
+// At most kShallowest rows of b, such as in the gradient of a weight by few rows: their float32
+// numbers stay in the cache, and sums in registers.
+template <class Low>
+AMP_MP_OWN void multiply_shallow(const Product& product, int64_t begin, int64_t end) {
+  const Product p = product;  // which what is written cannot change
+  alignas(64) float b[kShallowest * kPanel];
+  const int depth = int(p.depth);
+  const bool plain = is_plain(p);
+  for (int64_t column = begin; column < end; column += kPanel) {
+    const int columns = int(end - column < kPanel ? end - column : kPanel);
+    for (int k = 0; k < depth; ++k)
+      for (int i = 0; i < columns; i += kPack) {
+        Low own[kPack] = {};
+        const int n = columns - i < kPack ? columns - i : kPack;
+        memcpy(own, at<Low>(p.b, k, column + i), size_t(n) * sizeof(Low));
+        Lane first, second;
+        unpack(own, first, second);
+        store_lane(first, b + k * kPanel + i);
+        store_lane(second, b + k * kPanel + i + kLanes);
+      }
+    for (int64_t row = 0; row < p.rows; row += kTileRows) {
+      const int rows = int(p.rows - row < kTileRows ? p.rows - row : kTileRows);
+      float a[kTileRows][kShallowest];
+      for (int r = 0; r < kTileRows; ++r)
+        for (int k = 0; k < depth; ++k)
+          a[r][k] = r < rows ? decode(*at<Low>(p.a, row + r, k)) : 0.0f;
+      for (int i = 0; i < columns; i += kPack) {
+        Lane sum[kTileRows][2];  // `= {}` would be slow instructions for strings
+        for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = Lane{};
+        for (int k = 0; k < depth; ++k) {
+          const Lane first = load_lane(b + k * kPanel + i),
+                     second = load_lane(b + k * kPanel + i + kLanes);
+          for (int r = 0; r < kTileRows; ++r) {
+            sum[r][0] += a[r][k] * first;
+            sum[r][1] += a[r][k] * second;
+          }
+        }
+        for (int r = 0; r < rows; ++r)
+          round_pack<Low>(p, plain, row + r, column + i, columns - i, sum[r]);
+      }
+    }
+  }
+}
+
 template <class Low>
 AMP_MP_OWN void multiply_as(const Product& p, int64_t begin, int64_t end) {
   const bool dense_columns = p.b.row == 1 && (p.b.column != 1 || p.columns == 1);
@@ -155,6 +176,7 @@ AMP_MP_OWN void multiply_as(const Product& p, int64_t begin, int64_t end) {
   const bool turns =
       dense_columns && (p.depth < 2 * kPack || (p.rows > kRows && p.depth <= kShallow));
   const bool in_packs = turns || !dense_columns;
+  if (!dense_columns && p.depth <= kShallowest) return multiply_shallow<Low>(p, begin, end);
   Low turned[kShallow * kTurnedRow];
   for (int64_t column = begin; column < end; column += kPanel) {
     if (turns) turn<Low>(p, column, int(end - column < kPanel ? end - column : kPanel), turned);

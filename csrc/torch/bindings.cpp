@@ -88,13 +88,7 @@ PYBIND11_MODULE(_C, m) {
   auto p = m.def_submodule("products");
   p.def("choose", &products::choose, py::arg("dtype"), py::arg("in_float32"));
   p.def("choice", &products::choice, py::arg("dtype"));
-  p.def(
-      "rms_norm",
-      [](const at::Tensor& x, const std::vector<int64_t>& shape,
-         const std::optional<at::Tensor>& weight,
-         std::optional<double> eps) { return products::rms_norm(x, shape, weight, eps); },
-      py::arg("x"), py::arg("shape"), py::arg("weight"), py::arg("eps"),
-      py::call_guard<py::gil_scoped_release>());
+  p.def("fuse_norms", &products::fuse_norms);
   p.def("seconds", &products::seconds_of_product, py::arg("dtype"), py::arg("size"),
         py::arg("least_runs"), py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
 

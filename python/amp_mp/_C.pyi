@@ -519,9 +519,7 @@ class products:  # noqa: N801 (a submodule)
     @staticmethod
     def choice(dtype: torch.dtype) -> str: ...
     @staticmethod
-    def rms_norm(
-        x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
-    ) -> Tensor: ...
+    def fuse_norms() -> None: ...
     @staticmethod
     def seconds(
         dtype: torch.dtype, size: int, least_runs: int, limit_s: float

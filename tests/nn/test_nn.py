@@ -15,7 +15,6 @@ from torch.autograd import gradcheck
 
 import amp_mp as amp
 from amp_mp import nn as amp_nn
-from amp_mp.casting import products
 
 LOW = [torch.float16, torch.bfloat16]
 OPS = "layer_norm group_norm rms_norm softmax _softmax log_softmax _log_softmax"
@@ -92,9 +91,9 @@ def make_norm(name: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn
 def assert_like_float32(norm: nn.Module, twin: nn.Module, x: Tensor, y: Tensor) -> None:
     """y = norm(x) and its gradients are torch's of float32, rounded once.
 
-    No bit differs, but on a CPU of an RMS norm, and of a layer norm after a choice of products,
-    whose sums have another order: a sum of 64 numbers is off by 64 * 2^-24 of the largest at most,
-    so a few are rounded to the neighbour.
+    No bit differs, but on a CPU of an RMS norm, and of a layer norm of low precision, whose sums
+    have another order: a sum of 64 numbers is off by 64 * 2^-24 of the largest at most, so a few
+    are rounded to the neighbour.
     """
     x32 = x.detach().float().requires_grad_()
     y32 = twin(x32)
@@ -102,8 +101,8 @@ def assert_like_float32(norm: nn.Module, twin: nn.Module, x: Tensor, y: Tensor) 
     y.backward(upstream)
     y32.backward(upstream.float())
     assert y.dtype == x.dtype
-    chosen = isinstance(norm, nn.LayerNorm) and x.dtype in products.CHOSEN
-    fused = not x.is_cuda and (chosen or isinstance(norm, nn.RMSNorm))
+    is_layer = isinstance(norm, nn.LayerNorm) and x.dtype in LOW
+    fused = not x.is_cuda and (is_layer or isinstance(norm, nn.RMSNorm))
 
     def assert_rounded(found: Tensor, exact: Tensor) -> None:
         if not fused:

@@ -78,7 +78,8 @@ std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& w
     ratios = ratios * kept;
   }
   ratios = ratios.to(at::kFloat);
-  for (size_t i = 0; i < own.size(); ++i) {
+  // Backwards: what was measured last, and what the step reads first, is still in the cache.
+  for (size_t i = own.size(); i-- > 0;) {
     const at::Tensor& grad = own[i];
     if (!grad.defined()) continue;
     const at::Tensor& weight = held[i];

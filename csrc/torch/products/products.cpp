@@ -1,7 +1,6 @@
 #include "torch/products/products.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
@@ -58,23 +57,21 @@ bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k) {
 
 using c10::DispatchKey;
 
+void fuse_norms() {
+  replace_kernels<replace_norms>({DispatchKey::CPU});
+  replace_kernels<replace_rms_norm>({DispatchKey::AutogradCPU, DispatchKey::CPU});
+}
+
 void choose(at::ScalarType low, bool in_float32) {
   std::atomic<Choice>& own = chosen(low);
-  replace_kernels<replace_embeddings, replace_norms, replace_products>({DispatchKey::CPU});
-  replace_kernels<replace_fused_norm>({DispatchKey::CPU});
-  replace_kernels<replace_rms_norm>({DispatchKey::AutogradCPU, DispatchKey::CPU});
+  fuse_norms();
+  replace_kernels<replace_embeddings, replace_products>({DispatchKey::CPU});
   if (in_float32) {
     replace_kernels<replace_convolution, replace_attention, replace_recurrent_layers>(
         {DispatchKey::CPU});
     replace_kernels<replace_recurrent>({DispatchKey::AutogradCPU, DispatchKey::CPU});
   }
   own = in_float32 ? float32 : native;
-}
-
-at::Tensor rms_norm(const at::Tensor& x, at::IntArrayRef shape,
-                    const std::optional<at::Tensor>& weight, std::optional<double> eps) {
-  replace_kernels<replace_fused_norm>({DispatchKey::CPU});
-  return std::get<0>(at::_fused_rms_norm(x, shape, weight, eps));
 }
 
 std::string choice(at::ScalarType low) {

@@ -19,10 +19,9 @@ bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 // those of convolution, attention and recurrent layers, and of their derivatives.
 void choose(at::ScalarType low, bool in_float32);
 
-// x / sqrt(mean(x^2) + eps) * weight of a CPU's float32, float16 or bfloat16 x, in one pass over
-// it, also before a choice.
-at::Tensor rms_norm(const at::Tensor& x, at::IntArrayRef shape,
-                    const std::optional<at::Tensor>& weight, std::optional<double> eps);
+// Replaces torch's layer norms of low-precision tensors and gives `_fused_rms_norm` kernels on the
+// CPU; a choice does it, too.
+void fuse_norms();
 
 // "native", "float32", or "undecided" before the first choice.
 std::string choice(at::ScalarType low);
@@ -63,7 +62,6 @@ void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);
 void replace_embeddings(torch::Library& aten);
 void replace_norms(torch::Library& aten);
-void replace_fused_norm(torch::Library& aten);
 void replace_rms_norm(torch::Library& aten);
 void replace_recurrent(torch::Library& aten);
 void replace_recurrent_layers(torch::Library& aten);

@@ -187,9 +187,6 @@ Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeT
 void replace_norms(torch::Library& aten) {
   aten.impl("native_layer_norm", layer_norm);
   aten.impl("native_layer_norm_backward", layer_norm_backward);
-}
-
-void replace_fused_norm(torch::Library& aten) {
   aten.impl("_fused_rms_norm", fused_rms_norm);
   aten.impl("_fused_rms_norm_backward", fused_rms_norm_backward);
 }

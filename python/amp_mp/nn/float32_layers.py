@@ -148,8 +148,10 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
     dtype = _compute_dtype("x", x)
     with autocast_off(x):
         if _is_fused(function, x, *args):
+            if not torch.compiler.is_compiling():
+                _C.products.fuse_norms()
             is_rms = function is functional.rms_norm
-            return _C.products.rms_norm(x, *args) if is_rms else function(x, *args)
+            return torch.ops.aten._fused_rms_norm(x, *args)[0] if is_rms else function(x, *args)
         args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
         return function(x.to(dtype), *args).to(x.dtype)
 
@@ -159,11 +161,13 @@ def _is_fused(function: Callable[..., Tensor], x: Tensor, *args: Any) -> bool:
     weights = {arg.dtype for arg in args if isinstance(arg, Tensor)}
     if x.device.type != "cpu" or not weights <= {x.dtype, torch.float32}:
         return False
+    is_low, compiling = x.dtype in LOW_PRECISION, torch.compiler.is_compiling()
     if function is functional.rms_norm:
-        return x.dtype in NATIVE and not torch.compiler.is_compiling()
+        return x.dtype in NATIVE and not compiling
     if function is functional.group_norm:  # torch sums gradients of low-precision weights in these
-        return x.dtype in LOW_PRECISION and weights == {torch.float32}
-    return function is functional.layer_norm and x.dtype in products.CHOSEN
+        return is_low and weights == {torch.float32}
+    chosen = x.dtype in products.CHOSEN or not compiling
+    return function is functional.layer_norm and is_low and chosen
 
 
 def _compute_dtype(name: str, tensor: Tensor) -> torch.dtype:
