@@ -9,6 +9,7 @@ float32 weights too, and the masters of bfloat16 weights as each format stores t
 from __future__ import annotations
 
 import argparse
+import time
 
 import torch
 from timing import Candidate, in_place, medians, show
@@ -74,7 +75,9 @@ def main() -> None:
             *(ours(sizes, arguments.device, master) for master in (None, *FORMATS)),
             in_place(sum(sizes), arguments.device),
         ]
-        show(title, candidates, medians(candidates, rounds, arguments.device), base.name)
+        clock = time.process_time if arguments.device == "cpu" else time.perf_counter
+        seconds = medians(candidates, rounds, arguments.device, clock=clock)
+        show(title, candidates, seconds, base.name)
 
 
 if __name__ == "__main__":

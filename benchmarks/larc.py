@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 python benchmarks/larc.py
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,8 @@ def main() -> None:
             for name, (make, moved) in STEPS.items()
         ]
         candidates.append(in_place(sum(sizes), arguments.device))
-        seconds = medians(candidates, arguments.rounds, arguments.device)
+        clock = time.process_time if arguments.device == "cpu" else time.perf_counter
+        seconds = medians(candidates, arguments.rounds, arguments.device, clock=clock)
         show(title, candidates, seconds, TORCH)
 
 

@@ -99,6 +99,7 @@ def main(quick: bool) -> None:
         (dtype, name): samples([Candidate("t", torchs, 1)], rounds, clock=time.process_time)["t"]
         for dtype, pairs in of_dtypes.items()
         for name, (_, torchs) in pairs.items()
+        if dtype != torch.float32
     }
     for dtype, found in of_dtypes.items():
         for label, sizes in ((f"{len(large)} large", large), (f"{len(small)} small", small)):

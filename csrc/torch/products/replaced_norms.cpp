@@ -16,6 +16,7 @@
 #include <limits>
 
 #include "cpu/kernels.h"
+#include "torch/checks.h"
 #include "torch/products/products.h"
 
 namespace amp_mp::products {
@@ -177,7 +178,8 @@ Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeT
                     std::optional<double> eps) {
   const auto sizes = c10::asIntArrayRefSlowOpt(shape);
   if (!sizes) return at::compositeimplicitautograd::rms_norm_symint(input, shape, weight, eps);
-  if (is_low_norm(input) && is_rms_norm(input, *sizes, weight))
+  const bool plain = !is_subclass(input) && !(weight && is_subclass(*weight));  // or a DTensor
+  if (plain && is_low_norm(input) && is_rms_norm(input, *sizes, weight))
     return std::get<0>(at::_fused_rms_norm(input, *sizes, weight, eps));
   return std::get<0>(at::compositeimplicitautograd::_fused_rms_norm(input, *sizes, weight, eps));
 }

@@ -13,8 +13,7 @@ from amp_mp.nested import map_tensors, tensors_in
 from amp_mp.nn import float32_layers
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
-# the casts. Before a choice of products LayerNorm sums its weights' gradients in low precision, and
-# RMSNorm is many operators.
+# the casts; the first ones are fused after a choice of products.
 CHOSEN_FIRST = (nn.LayerNorm, nn.RMSNorm)
 MIXING = (*CHOSEN_FIRST, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

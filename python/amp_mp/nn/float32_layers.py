@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from amp_mp import _C
@@ -148,7 +149,7 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
     dtype = _compute_dtype("x", x)
     with autocast_off(x):
         if _is_fused(function, x, *args):
-            if not torch.compiler.is_compiling():
+            if not is_compiling():
                 _C.products.fuse_norms()
             is_rms = function is functional.rms_norm
             return torch.ops.aten._fused_rms_norm(x, *args)[0] if is_rms else function(x, *args)
@@ -158,12 +159,13 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
 
 def _is_fused(function: Callable[..., Tensor], x: Tensor, *args: Any) -> bool:
     """Whether a norm computes in float32 by itself, without an activation in float32."""
-    weights = {arg.dtype for arg in args if isinstance(arg, Tensor)}
+    tensors, compiling = [arg for arg in args if isinstance(arg, Tensor)], is_compiling()
+    weights, is_low = {tensor.dtype for tensor in tensors}, x.dtype in LOW_PRECISION
     if x.device.type != "cpu" or not weights <= {x.dtype, torch.float32}:
         return False
-    is_low, compiling = x.dtype in LOW_PRECISION, torch.compiler.is_compiling()
     if function is functional.rms_norm:
-        return x.dtype in NATIVE and not compiling
+        plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *tensors))
+        return plain and x.dtype in NATIVE and not compiling
     if function is functional.group_norm:  # torch sums gradients of low-precision weights in these
         return is_low and weights == {torch.float32}
     chosen = x.dtype in products.CHOSEN or not compiling
