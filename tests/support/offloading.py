@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,17 @@ def pinned() -> list[int]:
 def adamw(params: Any = None, offload: Any = "state", **more: Any) -> Any:
     given = params_of() if params is None else params
     return amp.optim.AdamW(given, lr=1e-2, max_grad_norm=1.0, offload=offload, **more)
+
+
+def saved(optimizer: Any) -> Any:
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def captured(optimizer: Any) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph
 
 
 @contextmanager

@@ -117,7 +117,8 @@ size_t lacking(const Member& member) {
   const auto add = [&](const py::object& entry, at::ScalarType dtype, int64_t count) {
     PyObject* const found = item_of(member.state.ptr(), entry.ptr());
     const at::Tensor held = is_tensor(found) ? local_of(found) : local;
-    if (held.scalar_type() != dtype || !is_on_host(held)) bytes += host_bytes(count, dtype);
+    const bool is_there = is_on_host(held) && held.device() == local.device();
+    if (held.scalar_type() != dtype || !is_there) bytes += host_bytes(count, dtype);
   };
   for (const KeptState& kept : member.layout->states) {
     if (kept.of_rows) continue;

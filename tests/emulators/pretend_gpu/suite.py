@@ -59,7 +59,7 @@ FILES = {
     "optim/step/test_measure": 20,
     "grad_scaler/test_next_scale": 24,
     "optim/state/test_masters": 60,
-    "optim/state/test_offload": 87,
+    "optim/state/test_offload": 88,
     "optim/test_qk_clip": 20,
     "optim/step/test_cuda_edited_masters": 16,
     "optim/test_optim": 50,

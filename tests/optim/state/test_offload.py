@@ -25,6 +25,7 @@ from offloading import (
     arrays,
     backward,
     both,
+    captured,
     fill,
     held,
     misplaced,
@@ -32,6 +33,7 @@ from offloading import (
     params_in,
     params_of,
     pinned,
+    saved,
     train,
     without_memory,
 )
@@ -123,10 +125,6 @@ def test_ledger_of_a_step_is_that_without() -> None:
             seen.append((found.kernels, found.others, found.waits))
         assert seen[0] == seen[1]
         assert seen[0][2] == 0
-
-
-def saved(optimizer: Any) -> Any:
-    return copy.deepcopy(optimizer.state_dict())
 
 
 def after_load(optimizer: Any) -> Any:
@@ -230,6 +228,21 @@ def test_device_bytes_are_pinned_in_one_piece_of_the_exact_size(loads: bool) -> 
     assert pinned() == before
 
 
+@emulated
+def test_device_bytes_follow_parameters_to_other_devices() -> None:
+    """In one piece for each device, which goes when they leave it."""
+    before = pinned()
+    ours, plain = both(amp.optim.AdamW, lr=0.01, memory="tiny")
+    for device, pieces in (("cpu", 0), ("cuda:1", 1), ("cuda:0", 1)):
+        for optimizer in (ours, plain):
+            for param in params_in(optimizer):
+                param.grad, param.data = None, param.data.to(device)
+            train(optimizer, range(3))
+        assert held(ours) == held(plain)
+        assert all(str(t.device) == device for n, t in arrays(ours) if t.numel() >= LEAST)
+        assert len(pinned()) - len(before) == pieces
+
+
 @pytest.mark.parametrize(("first", "second"), [("state", None), (None, "state"), ("state",) * 2])
 @pytest.mark.parametrize("preset", STORAGES)
 def test_switch_by_a_file_goes_on_bit_for_bit(first: Any, second: Any, preset: str) -> None:
@@ -247,29 +260,15 @@ def test_switch_by_a_file_goes_on_bit_for_bit(first: Any, second: Any, preset: s
 
 def test_switch_by_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """amp_mp.checkpoint, which reads into the host what will lie there."""
-
-    def made(offload: Any) -> tuple[nn.Module, Any]:
-        torch.manual_seed(1)
-        model = amp.prepare(nn.Linear(64, 96).to(DEVICE), LOW)
-        return model, adamw(model.parameters(), offload=offload, memory="lean")
-
-    model, optimizer = made("state")
+    model, optimizer = models()[0]
     for step in range(3):
         fill(model.parameters(), step)
         optimizer.step()
     amp.checkpoint.save(tmp_path / "step", model, optimizer)
-    for offload in ("state", None):
-        other, resumed = made(offload)
+    for other, resumed in models():
         amp.checkpoint.load(tmp_path / "step", other, resumed)
-        assert not misplaced(resumed, offload=offload is not None)
+        assert not misplaced(resumed, offload=resumed.param_groups[0]["offload"] == "state")
         assert held(resumed) == held(optimizer)
-
-
-def captured(optimizer: Any) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    return graph
 
 
 def test_graph_replays_are_eager_steps() -> None:
