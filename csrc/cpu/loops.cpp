@@ -51,8 +51,11 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
     const int n = int(end - i < kTile ? end - i : kTile);
     const float* from = open_tile(t.from, i, x, n);
     float* to = is_whole ? at_element<float>(t.to.data, i) : y;
-#pragma GCC ivdep  // `to` is `from` or another array
-    for (int k = 0; k < n; ++k) to[k] = from[k] * multiplier;
+    // In place has a loop of its own: beside another array the compiler asks whether they overlap.
+    if (from == to)
+      for (int k = 0; k < n; ++k) to[k] *= multiplier;
+    else
+      for (int k = 0; k < n; ++k) to[k] = from[k] * multiplier;
     if (is_whole) continue;
     if (clamp)
       for (int k = 0; k < n; ++k) y[k] = saturate(y[k]);
