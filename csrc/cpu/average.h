@@ -13,8 +13,11 @@ AMP_MP_BOTH void average_elements(To to, From from, Averaging averaging, int n) 
 template <class To, class From>
 AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averaging averaging) {
   alignas(64) float old[kTile], x[kTile];
-  for (int64_t i = begin; i < end; i += kTile) {
-    const int n = int(end - i < kTile ? end - i : kTile);
+  // Without a tile the loop is long, and its constants are loaded once.
+  constexpr bool has_tile = __is_same(To, Floats) || __is_same(From, Floats);
+  constexpr int64_t kPiece = has_tile ? kTile : 1 << 20;
+  for (int64_t i = begin; i < end; i += kPiece) {
+    const int n = int(end - i < kPiece ? end - i : kPiece);
     const To to = open<To>(t.to, i, old, n);
     if (t.to.format == Format::float16_split32) {
       const int16_t* rest = at_element<int16_t>(t.to.rest, i);
