@@ -5,14 +5,6 @@ namespace amp_mp {
 
 using Like = SavedEntry::Like;
 
-namespace {
-
-std::string wrong_format(const std::string& format, const std::string& can) {
-  return "is stored as '" + format + "', but can be " + can + " only";
-}
-
-}  // namespace
-
 SavedEntries::SavedEntries(const py::iterable& rules) {
   for (const RuleLayout& rule : declared_rules())
     for (const py::object& name : {rule.step, rule.powers, rule.own})
@@ -42,7 +34,8 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
         if (stored.entry.is(kept.name)) continue;
         const std::string format = kFormats[int(stored.format)].name;
         if (!kept.may_be(stored.format)) {
-          refused_[text_of(stored.entry)] = wrong_format(format, can);
+          const std::string wrong = "is stored as '" + format + "', but can be " + can + " only";
+          refused_[text_of(stored.entry)] = wrong;
           continue;
         }
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
