@@ -1,4 +1,5 @@
-// amp_C's functions that read or write tensors without a rule, and the clipping of apex.contrib.
+// amp_C as Python sees it, _C.amp_C: names and order of the arguments are Apex's. Its functions
+// without a rule, and the clipping of apex.contrib; steps.cpp has the others.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -208,26 +209,39 @@ at::Tensor clip_grad_norm_(const py::sequence& parameters, double max_norm,
   return norm.to(at::kFloat);
 }
 
+constexpr const char* kModule = R"(Apex's functions over lists of tensors, by the native passes.
+
+chunk_size has no effect. noop_flag, int32 [1], becomes 1 where an input is inf or NaN, and is never
+cleared; the host does not wait for it. tensor_lists: lists of float32, float16 or bfloat16 tensors,
+also mixed in a list, dense in any layout, and all on one device; results that share memory
+otherwise than as a whole are a ValueError. Computed in float32 and rounded once; empty lists and
+tensors are skipped. ValueError where lists differ in length or shapes, before anything is written.
+)";
+
 }  // namespace
 
-void bind_passes(py::module_& m) {
+void bind_amp_c(py::module_& m) {
   using py::arg;
+  bind_larc(m);
+  m.def("clip_grad_norm_", &clip_grad_norm_, arg("parameters"), arg("max_norm"),
+        arg("error_if_nonfinite"), kClip);
+  py::module_ a = m.def_submodule("amp_C", kModule);
   const auto chunk = arg("chunk_size"), flag = arg("noop_flag"), lists = arg("tensor_lists");
-  m.def("multi_tensor_scale", &multi_tensor_scale, chunk, flag, lists, arg("scale"), kScale);
-  m.def("multi_tensor_axpby", &multi_tensor_axpby, chunk, flag, lists, arg("a"), arg("b"),
+  a.def("multi_tensor_scale", &multi_tensor_scale, chunk, flag, lists, arg("scale"), kScale);
+  a.def("multi_tensor_axpby", &multi_tensor_axpby, chunk, flag, lists, arg("a"), arg("b"),
         arg("arg_to_check") = -1, kAxpby);
-  m.def("multi_tensor_l2norm", &multi_tensor_l2norm, chunk, flag, lists, arg("per_tensor") = false,
+  a.def("multi_tensor_l2norm", &multi_tensor_l2norm, chunk, flag, lists, arg("per_tensor") = false,
         kNorm);
-  m.def("multi_tensor_unscale_l2norm", &multi_tensor_unscale_l2norm, chunk, flag, lists,
+  a.def("multi_tensor_unscale_l2norm", &multi_tensor_unscale_l2norm, chunk, flag, lists,
         arg("inv_scale"), arg("per_tensor") = false, kUnscaleNorm);
-  m.def("update_scale_hysteresis", &update_scale_hysteresis, arg("current_scale"),
+  a.def("update_scale_hysteresis", &update_scale_hysteresis, arg("current_scale"),
         arg("growth_tracker"), arg("hysteresis_tracker"), arg("found_inf"), arg("growth_factor"),
         arg("backoff_factor"), arg("growth_interval"), arg("hysteresis"), kHysteresis);
-}
-
-void bind_clipping(py::module_& m) {
-  m.def("clip_grad_norm_", &clip_grad_norm_, py::arg("parameters"), py::arg("max_norm"),
-        py::arg("error_if_nonfinite"), kClip);
+  bind_steps(a);
+  py::list names;
+  for (const auto& [name, function] : py::dict(a.attr("__dict__")))
+    if (py::isinstance<py::function>(function)) names.append(name);
+  a.attr("__all__") = names;
 }
 
 }  // namespace amp_mp::apex

@@ -6,6 +6,7 @@ namespace amp_mp {
 using Like = SavedEntry::Like;
 
 SavedEntries::SavedEntries(const py::iterable& rules) {
+  const auto add = [&](const SavedEntry& entry) { entries_.insert_or_assign(entry.name, entry); };
   for (const RuleLayout& rule : declared_rules())
     for (const py::object& name : {rule.step, rule.powers, rule.own})
       add({text_of(name), "step", "", Like::number, {}});
@@ -43,11 +44,6 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
         if (!scale.empty()) add({scale, name, format, Like::scale, rest_dtype_of(stored.format)});
       }
     }
-}
-
-void SavedEntries::add(SavedEntry entry) {
-  const std::string name = entry.name;
-  entries_.insert_or_assign(name, std::move(entry));
 }
 
 const SavedEntry* SavedEntries::find(const std::string& name) const {

@@ -5,14 +5,15 @@
 #include "torch/device.h"
 
 namespace amp_mp {
+
 Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
                    const py::object& hooks) {
-  const std::vector<Member> members = members_of(rules, groups, states);
+  std::vector<Member> members = members_of(rules, groups, states);
   refuse_new_state(members);
   std::vector<std::pair<Layout, at::Device>> kinds;  // one bucket each
   std::vector<Member> active;
   bool any_dtensor = false;
-  for (const Member& member : members) {
+  for (Member& member : members) {
     params_.push_back(member.param);
     any_dtensor = any_dtensor || member.is_dtensor;
     const py::object& directions = member.layout->directions;
@@ -20,7 +21,7 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
     const std::pair kind(member.layout, member.local.device());
     if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
     if (py::len(member.state) > 0 || tensor_of(member.param).grad().defined())
-      active.push_back(member);
+      active.push_back(std::move(member));
     else
       dormant_.push_back(member.param);
   }
@@ -34,7 +35,8 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
       own.push_back(member);
       if (py::len(member.state) == 0) states[member.param] = member.state;
     }
-    buckets_.push_back(std::make_shared<Bucket>(layout, device, own, hooks.attr("own_keys")));
+    buckets_.push_back(
+        std::make_shared<Bucket>(layout, device, std::move(own), hooks.attr("own_keys")));
     held.emplace_back(device, std::vector<int64_t>());
     for (const Member& member : buckets_.back()->members())
       held.back().second.push_back(member.tensor_index);
