@@ -477,7 +477,7 @@ class Stepper:
         inputs: StepInputs,
         read: Callable[[Bucket], Measurement] | None = None,
     ) -> Skipped | None:
-        """One step; returns what `log.skipped` does. read: reads a bucket's gradients in its place."""
+        """One step; returns what `log.skipped` does. read: reads a bucket's gradients for it."""
 
     # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
     norm_history: tuple[float, float, float, float] | None
