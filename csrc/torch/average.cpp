@@ -1,6 +1,5 @@
 // The averaging pass on lists of tensors.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty_strided.h>
 
 #include "cpu/passes.h"
 #include "torch/bind.h"
@@ -15,28 +14,22 @@ Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
              const Label& rest_label) {
   const Array alone = array_of(data, label);
   if (!rest.defined()) return alone;
-  const std::optional<Format> format = format_of_master(data, rest);
-  TORCH_CHECK_TYPE(format, "amp_mp: ", rest_label.text(), " (", describe(rest),
+  const std::optional<ArrayTensors> master = master_in(data, rest);
+  TORCH_CHECK_TYPE(master, "amp_mp: ", rest_label.text(), " (", describe(rest),
                    ") does not go with ", label.text(), " (", describe(data), ")");
-  void* const second = const_cast<void*>(rest.const_data_ptr());
-  const bool is_whole = rest.scalar_type() == at::kFloat;  // then the weight comes second
-  return {is_whole ? second : alone.data, *format, is_whole ? alone.data : second};
-}
-
-// `t` where `like` is: itself, or a copy of its device and layout that `kept` holds.
-const at::Tensor& beside(const at::Tensor& t, const at::Tensor& like, Tensors& kept) {
-  if (t.device() == like.device() && same_layout(t, like) && !t.is_neg()) return t;
-  const auto options = t.options().device(like.device());
-  kept.push_back(at::empty_strided(like.sizes(), like.strides(), options).copy_(t));
-  return kept.back();
+  return {const_cast<void*>(master->data.const_data_ptr()), master->format,
+          const_cast<void*>(master->rest.const_data_ptr())};
 }
 
 // Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
 // number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
 // master); the list of rests is undefined for the others. `from` may have another dtype, layout and
 // device than `to`. decay 0 copies.
-void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
-              const Tensors& from_rests, double decay) {
+void average_(const py::sequence& to_list, const py::sequence& to_rest_list,
+              const py::sequence& from_list, const py::sequence& from_rest_list, double decay) {
+  const Tensors to = unpack(to_list, "to"), to_rests = unpack(to_rest_list, "to_rests"),
+                from = unpack(from_list, "from"), from_rests = unpack(from_rest_list, "from_rests");
+  const py::gil_scoped_release release;
   const size_t count = to.size();
   for (const Tensors* list : {&to_rests, &from, &from_rests})
     TORCH_CHECK_VALUE(list->size() == count, "amp_mp: `to` has ", count,
@@ -53,12 +46,6 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
     const auto index = int64_t(i);
     const Label to_label{"to", index}, to_rest_label{"to_rests", index}, label{"from", index},
         rest_label{"from_rests", index};
-    const auto check_beside = [&](const at::Tensor& t, const Label& own, const at::Tensor& like,
-                                  const Label& like_label) {
-      check_plain(t, own);
-      TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", own.text(), " has shape ", t.sizes(),
-                        ", but ", like_label.text(), " has shape ", like.sizes());
-    };
     const auto check_written = [&](const at::Tensor& t, const Label& own) {
       check_writable(t, own);
       check_device(t, device, own);
@@ -70,15 +57,17 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
       check_same_layout(to_rests[i], to[i], to_rest_label, to_label);
       check_written(to_rests[i], to_rest_label);
     }
-    check_beside(from[i], label, to[i], to_label);
+    check_plain(from[i], label);
+    check_same_sizes(from[i], to[i], label, to_label);
     at::Tensor rest = from_rests[i];
     if (rest.defined()) {
-      check_beside(rest, rest_label, from[i], label);
-      rest = beside(rest, to[i], kept);
+      check_plain(rest, rest_label);
+      check_same_sizes(rest, from[i], rest_label, label);
+      rest = laid_out_as(to[i], rest, kept);
     }
     transfers.push_back({to[i].numel(),
                          stored(to[i], to_rests[i], to_label, to_rest_label),
-                         stored(beside(from[i], to[i], kept), rest, label, rest_label),
+                         stored(laid_out_as(to[i], from[i], kept), rest, label, rest_label),
                          true,
                          {}});
   }
@@ -93,17 +82,8 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
 }  // namespace
 
 void bind_average(py::module_& m) {
-  m.def(
-      "average_",
-      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
-         const py::sequence& from_rests, double decay) {
-        const Tensors averages = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
-                      values = unpack(from, "from"), rests = unpack(from_rests, "from_rests");
-        const py::gil_scoped_release release;
-        average_(averages, own_rests, values, rests, decay);
-      },
-      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
-      py::arg("decay"));
+  m.def("average_", &average_, py::arg("to"), py::arg("to_rests"), py::arg("from_"),
+        py::arg("from_rests"), py::arg("decay"));
 }
 
 }  // namespace amp_mp

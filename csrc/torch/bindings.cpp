@@ -43,7 +43,6 @@ PYBIND11_MODULE(_C, m) {
         "unset it to let amp_mp choose");
   m.def("build_info", build_info);
   bind_tables(m);
-  m.def("same_items", &same_items, py::arg("lists"), py::arg("items"));
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
   bind_step(m);

@@ -1,6 +1,7 @@
 #include "torch/checks.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -89,13 +90,13 @@ at::ScalarType rest_dtype_of(Format format) {
   return dtypes[size_t(format)];
 }
 
-std::optional<Format> format_of_master(const at::Tensor& param, const at::Tensor& second) {
+std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& second) {
   const bool is_whole = second.scalar_type() == at::kFloat;
-  const at::ScalarType data = (is_whole ? second : param).scalar_type(),
-                       rest = (is_whole ? param : second).scalar_type();
+  const at::Tensor &data = is_whole ? second : param, &rest = is_whole ? param : second;
   for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data && rest_dtype_of(Format(f)) == rest)
-      return Format(f);
+    if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data.scalar_type() &&
+        rest_dtype_of(Format(f)) == rest.scalar_type())
+      return ArrayTensors{data, Format(f), rest};
   return std::nullopt;
 }
 
@@ -135,17 +136,31 @@ void check_dtype(const at::Tensor& t, at::ScalarType dtype, const Label& label) 
 }
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() &&
-         (a.strides() == b.strides() || (a.is_contiguous() && b.is_contiguous()));
+  if (a.sizes() != b.sizes()) return false;
+  if (a.strides() == b.strides() || a.numel() == 0) return true;
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
 }
 
 void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
                        const Label& like_label) {
-  TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", label.text(), " has shape ", t.sizes(),
-                    ", but ", like_label.text(), " has shape ", like.sizes());
+  check_same_sizes(t, like, label, like_label);
   TORCH_CHECK_VALUE(same_layout(t, like), "amp_mp: ", label.text(), " has strides ", t.strides(),
                     ", but ", like_label.text(), " has strides ", like.strides(),
                     "; create it with torch.empty_like(..., memory_format=torch.preserve_format)");
+}
+
+void check_same_sizes(const at::Tensor& t, const at::Tensor& like, const Label& label,
+                      const Label& like_label) {
+  TORCH_CHECK_VALUE(t.sizes() == like.sizes(), "amp_mp: ", label.text(), " has shape ", t.sizes(),
+                    ", but ", like_label.text(), " has shape ", like.sizes());
+}
+
+const at::Tensor& laid_out_as(const at::Tensor& like, const at::Tensor& t, Tensors& kept) {
+  if (t.device() == like.device() && same_layout(t, like) && !t.is_neg()) return t;
+  const auto options = t.options().device(like.device());
+  return kept.emplace_back(at::empty_strided(like.sizes(), like.strides(), options).copy_(t));
 }
 
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) {

@@ -46,9 +46,16 @@ void check_plain(const at::Tensor& t, const Label& label);
 at::ScalarType dtype_of(Format format);
 at::ScalarType rest_dtype_of(Format format);
 
-// The format that a parameter and a second tensor, its master or remainders, are a master in; none
-// if their dtypes do not go together.
-std::optional<Format> format_of_master(const at::Tensor& param, const at::Tensor& second);
+// An Array as tensors; rest is undefined for a format of one array.
+struct ArrayTensors {
+  at::Tensor data;
+  Format format;
+  at::Tensor rest;
+};
+
+// What a parameter and a second tensor, its float32 master or remainders, are together: the master;
+// none if their dtypes do not go together.
+std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& second);
 
 // The tensor's format, float32, float16 or bfloat16; raises for other dtypes.
 Format check_format(const at::Tensor& t, const Label& label);
@@ -67,6 +74,11 @@ void check_dtype(const at::Tensor& t, at::ScalarType dtype, const Label& label);
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 void check_same_layout(const at::Tensor& t, const at::Tensor& like, const Label& label,
                        const Label& like_label);
+void check_same_sizes(const at::Tensor& t, const at::Tensor& like, const Label& label,
+                      const Label& like_label);
+
+// `t` where `like` is: itself, or a copy of its device and layout, which `kept` holds.
+const at::Tensor& laid_out_as(const at::Tensor& like, const at::Tensor& t, Tensors& kept);
 
 // Raises if two of the tensors share memory.
 void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written);

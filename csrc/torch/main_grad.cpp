@@ -18,15 +18,20 @@ namespace {
 // cublasGemmEx of the cuBLAS that torch has loaded, found by name, so that building needs neither
 // its headers nor the library. The signature is the documented one with ints for the enums;
 // matrices are column-major.
-class Gemm {
- public:
+struct Gemm {
   using Function = int (*)(void* handle, int transa, int transb, int m, int n, int k,
                            const void* alpha, const void* a, int a_type, int lda, const void* b,
                            int b_type, int ldb, const void* beta, void* c, int c_type, int ldc,
                            int compute_type, int algorithm);
 
   // library: a name such as "libcublas.so.13"; raises if it is not loaded.
-  explicit Gemm(const std::string& library);
+  explicit Gemm(const std::string& library) {
+    // Never closed: torch keeps the library loaded for the life of the process anyway.
+    void* found = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_NOW);
+    function = found ? reinterpret_cast<Function>(dlsym(found, "cublasGemmEx")) : nullptr;
+    TORCH_CHECK(function, "amp_mp: library ", library,
+                found ? " has no cublasGemmEx" : " is not loaded in this process");
+  }
 
   Function function;
 };
@@ -125,14 +130,6 @@ void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor
                 ", ", in, "] += [", count, ", ", out, "]^T [", count, ", ", in, "] of ",
                 left.scalar_type(), " on ", sum.device());
   }
-}
-
-Gemm::Gemm(const std::string& library) {
-  // Never closed: torch keeps the library loaded for the life of the process anyway.
-  void* found = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_NOW);
-  function = found ? reinterpret_cast<Function>(dlsym(found, "cublasGemmEx")) : nullptr;
-  TORCH_CHECK(function, "amp_mp: library ", library,
-              found ? " has no cublasGemmEx" : " is not loaded in this process");
 }
 
 // grad_weight += grad_output^T input over all rows; float32 products and sums.

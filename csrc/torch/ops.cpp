@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -83,28 +82,25 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
   std::vector<Transfer> transfers;
   std::vector<std::pair<at::Tensor, Label>> written;
   Tensors kept;
+  kept.reserve(2 * to.size());  // references into it stay good
   for (size_t i = 0; i < to.size(); ++i) {
     const Label to_label{"to", int64_t(i)}, from_label{"from", int64_t(i)};
     check_writable(to[i], to_label);
     check_device(to[i], device, to_label);
-    const at::Tensor given = with_memory(from[i]), *source = &given;
-    if (!given.is_same(from[i])) kept.push_back(given);
+    const at::Tensor& given = kept.emplace_back(with_memory(from[i]));
     check_plain(given, from_label);
     check_device(given, device, from_label);
-    if (given.sizes() != to[i].sizes()) check_same_layout(given, to[i], from_label, to_label);
-    if (!same_layout(*source, to[i]) || source->is_neg()) {
-      kept.push_back(at::empty_like(to[i], source->options()).copy_(*source));
-      source = &kept.back();
-    }
+    check_same_sizes(given, to[i], from_label, to_label);
+    const at::Tensor& source = laid_out_as(to[i], given, kept);
     written.emplace_back(to[i], to_label);
-    const bool in_place = to[i].numel() > 0 && source->const_data_ptr() == to[i].const_data_ptr();
-    if (!in_place) written.emplace_back(*source, from_label);
-    TORCH_CHECK_VALUE(!in_place || source->scalar_type() == to[i].scalar_type(),
+    const bool in_place = to[i].numel() > 0 && source.const_data_ptr() == to[i].const_data_ptr();
+    if (!in_place) written.emplace_back(source, from_label);
+    TORCH_CHECK_VALUE(!in_place || source.scalar_type() == to[i].scalar_type(),
                       "amp_mp: ", to_label.text(), " and ", from_label.text(),
                       " are the same memory with different dtypes");
     transfers.push_back({to[i].numel(),
                          {to[i].mutable_data_ptr(), check_format(to[i], to_label)},
-                         array_of(*source, from_label),
+                         array_of(source, from_label),
                          saturate,
                          {}});
   }

@@ -26,13 +26,4 @@ at::Tensor combine(const at::Tensor& rows);
 void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tensor>& verdict,
            double multiplier, bool saturate);
 
-// Stores x, float32, in a format: fills `data`, and `rest` for a format of two arrays. Random bits
-// are those of tensor `tensor_index` at `step`, of which x is the whole or a shard.
-void encode_(const at::Tensor& x, const at::Tensor& data, const std::optional<at::Tensor>& rest,
-             Format format, uint64_t seed, int64_t step, int64_t tensor_index,
-             const Origin& origin);
-
-// The opposite: float32 numbers of data's shape.
-at::Tensor decode(const at::Tensor& data, const std::optional<at::Tensor>& rest, Format format);
-
 }  // namespace amp_mp

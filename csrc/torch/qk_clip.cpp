@@ -38,9 +38,11 @@ std::vector<int64_t> rows_of(const Tensors& params) {
 
 // QK-Clip, optim/qk_clip.py: gamma of each query head, and the factors of all rows of the queries'
 // weights and of the keys', float32. max_logits [query heads]; queries, keys: weights and biases.
-std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double threshold,
-                                          double alpha, const Tensors& queries,
-                                          const Tensors& keys) {
+std::array<at::Tensor, 3> qk_clip_factors(const py::object& given, double threshold, double alpha,
+                                          const Tensors& queries, const Tensors& keys) {
+  if (!is_tensor(given))
+    throw py::type_error("max_logits must be a tensor, found " + repr_of(given));
+  const at::Tensor max_logits = whole_of(given);
   check_plain(max_logits, {"max_logits"});
   TORCH_CHECK_VALUE(threshold > 0 && std::isfinite(threshold),
                     "threshold must be finite and above 0, found ", threshold);
@@ -71,18 +73,8 @@ std::array<at::Tensor, 3> qk_clip_factors(const at::Tensor& max_logits, double t
 }  // namespace
 
 void bind_qk_clip(py::module_& m) {
-  m.def(
-      "qk_clip_factors",
-      [](const py::object& max_logits, double threshold, double alpha, const Tensors& queries,
-         const Tensors& keys) {
-        if (!is_tensor(max_logits.ptr()))
-          throw py::type_error("max_logits must be a tensor, found " + repr_of(max_logits));
-        const bool sharded = is_dtensor(max_logits.ptr());
-        const py::object whole = sharded ? max_logits.attr("full_tensor")() : max_logits;
-        return qk_clip_factors(THPVariable_Unpack(whole.ptr()), threshold, alpha, queries, keys);
-      },
-      py::arg("max_logits"), py::arg("threshold"), py::arg("alpha"), py::arg("queries"),
-      py::arg("keys"));
+  m.def("qk_clip_factors", &qk_clip_factors, py::arg("max_logits"), py::arg("threshold"),
+        py::arg("alpha"), py::arg("queries"), py::arg("keys"));
 }
 
 }  // namespace amp_mp

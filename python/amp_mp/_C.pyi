@@ -270,9 +270,6 @@ def update_scale_(
 ) -> None:
     """Moves a loss scale after a step; found_inf and max_abs float64 [1]."""
 
-def same_items(lists: Sequence[Sequence[object]], items: Sequence[object]) -> bool:
-    """Whether the lists, one after the other, hold exactly these objects."""
-
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as a step does, where a weight cannot be written or two of them share memory."""
 
@@ -342,11 +339,10 @@ class EditedMasters:
         rules: list[Any],
         groups: Groups,
         states: States,
-        params: list[Any],
-        names: list[str],
+        params: list[tuple[str, Any]],
         open: list[EditedMasters],
     ) -> None:
-        """names: of the parameters, for messages. open: the blocks that have not ended."""
+        """params: each with its name for messages. open: the blocks that have not ended."""
 
     @property
     def masters(self) -> list[Tensor]:
@@ -439,10 +435,9 @@ class StepInputs:
     norm_limit: float
     spike: tuple[float, float]
 
-class Stepper:
-    """The door of an optimizer's step: csrc/torch/step/stepper.h."""
+class StepLog:
+    """The decisions of an optimizer's steps: csrc/torch/step/stepper.h."""
 
-    def __init__(self, hooks: object) -> None: ...
     @property
     def count(self) -> int:
         """Steps so far."""
@@ -451,6 +446,25 @@ class Stepper:
         """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
     @property
     def reports(self) -> StepReports | None: ...
+    def decide(
+        self, device: torch.device, totals: list[Tensor], scale: Tensor | float | None
+    ) -> Tensor:
+        """A verdict from float64 [3] of each device, which becomes the last step's."""
+
+    def forget(self) -> None:
+        """Drops the last step's verdict."""
+    def newest(self, wait: bool) -> tuple[Any, ...] | None:
+        """A StepReport's fields, of the last step that the host knows."""
+
+    def skipped(self) -> Skipped | None:
+        """Where the last step on the host was skipped: what was."""
+
+class Stepper:
+    """The door of an optimizer's step: csrc/torch/step/stepper.h."""
+
+    def __init__(self, hooks: object) -> None: ...
+    @property
+    def log(self) -> StepLog: ...
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph has captured a step of the tensors that there are now."""
@@ -463,7 +477,7 @@ class Stepper:
         inputs: StepInputs,
         read: Callable[[Bucket], Measurement] | None = None,
     ) -> Skipped | None:
-        """One step; returns what `skipped` does. read: reads a bucket's gradients in its place."""
+        """One step; returns what `log.skipped` does. read: reads a bucket's gradients for it."""
 
     # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
     norm_history: tuple[float, float, float, float] | None
@@ -475,20 +489,12 @@ class Stepper:
         states: States,
         read: Callable[[Bucket], Measurement] | None = None,
     ) -> Measured: ...
-    def decide(
-        self, device: torch.device, totals: list[Tensor], scale: Tensor | float | None
-    ) -> Tensor:
-        """A verdict from float64 [3] of each device, which becomes the last step's."""
-
-    def forget_report(self) -> None: ...
-    def report(self, wait: bool) -> tuple[Any, ...] | None:
-        """A StepReport's fields, of the last step that the host knows."""
-
-    def skipped(self) -> Skipped | None:
-        """Where the last step on the host was skipped: what was."""
 
 def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
     """A group's parameters; TypeError for what is not a sequence."""
+
+def have_params(groups: Groups, params: Sequence[Tensor]) -> bool:
+    """Whether the groups hold exactly these parameters."""
 
 def count_sharded_modules() -> int:
     """How many modules of fully_shard there are."""

@@ -74,7 +74,7 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
                 "rules": rules,
                 "groups": optimizer_groups,
                 "states": states,
-                "params": fuzz.random.choice([None, list(states)[:1], list(states)]),
+                "params": [("w", param) for param in list(states)[: fuzz.random.choice([0, 1, 9])]],
                 "open": [],
             },
         ),
@@ -88,6 +88,6 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
                 "keys": [fuzz.tensor((2, 8))],
             },
         ),
-        (_C.same_items, {"lists": [[1, 2], (3,)], "items": [1, 2, 3]}),
+        (_C.have_params, {"groups": optimizer_groups, "params": list(states)}),
     ]
     return fuzz.random.choice(calls)

@@ -234,8 +234,8 @@ class Fuzz:
                 "totals": [self.doubles(3) for _ in range(self.random.choice([0, 1, 2]))],
                 "scale": self.maybe(self.tensor((1,))),
             }
-            stepper.decide(**self.changed(given))
-            stepper.report(True)
+            stepper.log.decide(**self.changed(given))
+            stepper.log.newest(True)
             return
         if act == "init_states":
             _C.init_states(**self.changed(arguments))
@@ -270,7 +270,7 @@ class Fuzz:
         for name, value in asked.items():
             setattr(inputs, name, value)
         stepper.step(**self.changed(arguments | {"inputs": inputs}))
-        stepper.report(True)
+        stepper.log.newest(True)
 
     def plain_call(self) -> Call:
         low = self.tensor((2, 32), torch.bfloat16)

@@ -25,9 +25,7 @@ inline at::Tensor field(const at::Tensor& numbers, size_t offset) {
   return numbers.select(0, int64_t(offset / sizeof(double)));
 }
 
-void bind_passes(py::module_& m);
 void bind_steps(py::module_& m);
-void bind_clipping(py::module_& m);
 void bind_larc(py::module_& m);
 void bind_amp_c(py::module_& m);  // all of these
 

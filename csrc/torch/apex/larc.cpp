@@ -30,11 +30,11 @@ void adapt_(const at::Tensor& grad, const at::Tensor& weight, float inverse, flo
 
 // Changes gradients as LARC does (wrappers/larc.py), in place, without waiting for the device.
 // roots: float64 [n, 4], of which columns 0 and 3 are the 2-norms of gradients and weights. scale:
-// what the gradients carry. Returns the scale that they keep with `keeps`, else none.
-std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& weights,
-                                const at::Tensor& roots, const std::vector<py::dict>& groups,
-                                double trust_coefficient, bool clip, double eps,
-                                const std::optional<Number>& scale, bool keeps) {
+// what the gradients carry. Returns the scale that they keep with `keeps`, else an undefined
+// tensor.
+at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const at::Tensor& roots,
+                 const std::vector<py::dict>& groups, double trust_coefficient, bool clip,
+                 double eps, const std::optional<Number>& scale, bool keeps) {
   const Tensors own = unpack(grads, "grads"), held = unpack(weights, "weights");
   TORCH_CHECK_VALUE(roots.dim() == 2 && roots.size(1) >= 4 && held.size() == own.size() &&
                         roots.size(0) >= int64_t(own.size()),
@@ -66,7 +66,7 @@ std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& w
     ratio_parts.push_back(at::where(adapts, ratio, 1.0));
     decay_parts.push_back(adapts.to(at::kFloat) * decay);
   }
-  if (first == 0) return std::nullopt;
+  if (first == 0) return {};
   at::Tensor ratios = at::cat(ratio_parts), kept;
   const at::Tensor decays = at::cat(decay_parts);
   if (scale && keeps) {
@@ -98,7 +98,7 @@ std::optional<at::Tensor> larc_(const py::sequence& grads, const py::sequence& w
     scaled.mul_(here(ratios[int64_t(i)]));
     if (!scaled.is_same(grad)) grad.copy_(scaled);
   }
-  return kept.defined() ? std::optional(kept) : std::nullopt;
+  return kept;
 }
 
 }  // namespace

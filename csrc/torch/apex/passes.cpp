@@ -1,4 +1,5 @@
-// amp_C's functions that read or write tensors without a rule, and the clipping of apex.contrib.
+// amp_C as Python sees it, _C.amp_C: names and order of the arguments are Apex's. Its functions
+// without a rule, and the clipping of apex.contrib; steps.cpp has the others.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -57,12 +58,6 @@ at::Tensor norms_of(const at::Tensor& rows) {
   return rows.select(1, 0).sqrt().masked_fill_(rows.select(1, 2).gt(0), HUGE_VAL);
 }
 
-std::pair<at::Tensor, at::Tensor> as_float(const at::Tensor& norms, bool per_tensor) {
-  const at::Tensor rounded = norms.to(at::kFloat);
-  const int64_t count = rounded.size(0) - 1;
-  return {rounded.narrow(0, count, 1).clone(), rounded.narrow(0, 0, per_tensor ? count : 0)};
-}
-
 Tensors as_float(const Tensors& tensors) {
   Tensors converted;
   for (const at::Tensor& t : tensors) converted.push_back(t.to(at::kFloat));
@@ -114,31 +109,36 @@ void multi_tensor_axpby(int64_t, const at::Tensor& noop_flag, const py::sequence
   copy_(lists[2], sums, std::nullopt, 1.0, false);
 }
 
+using Norms = std::pair<at::Tensor, at::Tensor>;
+
+Norms norms_in(const py::sequence& tensor_lists, const at::Tensor& noop_flag, bool per_tensor,
+               const std::optional<at::Tensor>& inv_scale) {
+  const TensorLists lists = unpack_lists(tensor_lists, {1});
+  const py::gil_scoped_release release;
+  const at::NoGradGuard no_grad;
+  at::Tensor norms = norms_of(measure_and_flag(noop_flag, lists[0]));
+  if (inv_scale) norms = norms.mul(inv_scale->abs());
+  const at::Tensor rounded = norms.to(at::kFloat);
+  const int64_t count = rounded.size(0) - 1;
+  return {rounded.narrow(0, count, 1).clone(), rounded.narrow(0, 0, per_tensor ? count : 0)};
+}
+
 constexpr const char* kNorm = R"(The 2-norm of all tensors, and with per_tensor of each.
 
 Returns float32 [1] and [n], without per_tensor, the default, [0]. Summed in double where float32
 would overflow: finite elements have a finite norm below 2^128; inf where an element is inf or NaN.
 )";
-std::pair<at::Tensor, at::Tensor> multi_tensor_l2norm(int64_t, const at::Tensor& noop_flag,
-                                                      const py::sequence& tensor_lists,
-                                                      bool per_tensor) {
-  const TensorLists lists = unpack_lists(tensor_lists, {1});
-  const py::gil_scoped_release release;
-  const at::NoGradGuard no_grad;
-  return as_float(norms_of(measure_and_flag(noop_flag, lists[0])), per_tensor);
+Norms multi_tensor_l2norm(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
+                          bool per_tensor) {
+  return norms_in(tensor_lists, noop_flag, per_tensor, std::nullopt);
 }
 
 constexpr const char* kUnscaleNorm =
     "multi_tensor_l2norm of the tensors times |inv_scale|, a tensor of one element.";
-std::pair<at::Tensor, at::Tensor> multi_tensor_unscale_l2norm(int64_t, const at::Tensor& noop_flag,
-                                                              const py::sequence& tensor_lists,
-                                                              const at::Tensor& inv_scale,
-                                                              bool per_tensor) {
-  const TensorLists lists = unpack_lists(tensor_lists, {1});
-  const py::gil_scoped_release release;
-  const at::NoGradGuard no_grad;
-  const at::Tensor norms = norms_of(measure_and_flag(noop_flag, lists[0]));
-  return as_float(norms.mul(inv_scale.abs()), per_tensor);
+Norms multi_tensor_unscale_l2norm(int64_t, const at::Tensor& noop_flag,
+                                  const py::sequence& tensor_lists, const at::Tensor& inv_scale,
+                                  bool per_tensor) {
+  return norms_in(tensor_lists, noop_flag, per_tensor, inv_scale);
 }
 
 constexpr const char* kHysteresis =
@@ -185,20 +185,20 @@ Returns the norm, float32 of no dimension; or None, with nothing done, where the
 or only torch's function takes them: sparse, DTensors, float64, on several devices, with gaps.
 error_if_nonfinite: RuntimeError for an inf or NaN, for which the host waits.
 )";
-std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double max_norm,
-                                          bool error_if_nonfinite) {
+at::Tensor clip_grad_norm_(const py::sequence& parameters, double max_norm,
+                           bool error_if_nonfinite) {
   const Tensors params = unpack(parameters, "parameters");
   const py::gil_scoped_release release;
   const at::NoGradGuard no_grad;
   Tensors grads;
   for (const at::Tensor& param : params) {
-    if (!param.defined()) return std::nullopt;
+    if (!param.defined()) return {};
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;
-    if (!is_native(grad, (grads.empty() ? grad : grads[0]).device())) return std::nullopt;
+    if (!is_native(grad, (grads.empty() ? grad : grads[0]).device())) return {};
     grads.push_back(grad);
   }
-  if (grads.empty()) return std::nullopt;
+  if (grads.empty()) return {};
   const at::Tensor norm = norms_of(measure(grads)).select(0, -1);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm.item<double>()),
               "The total norm of order 2.0 for gradients is non-finite");
@@ -209,26 +209,39 @@ std::optional<at::Tensor> clip_grad_norm_(const py::sequence& parameters, double
   return norm.to(at::kFloat);
 }
 
+constexpr const char* kModule = R"(Apex's functions over lists of tensors, by the native passes.
+
+chunk_size has no effect. noop_flag, int32 [1], becomes 1 where an input is inf or NaN, and is never
+cleared; the host does not wait for it. tensor_lists: lists of float32, float16 or bfloat16 tensors,
+also mixed in a list, dense in any layout, and all on one device; results that share memory
+otherwise than as a whole are a ValueError. Computed in float32 and rounded once; empty lists and
+tensors are skipped. ValueError where lists differ in length or shapes, before anything is written.
+)";
+
 }  // namespace
 
-void bind_passes(py::module_& m) {
+void bind_amp_c(py::module_& m) {
   using py::arg;
+  bind_larc(m);
+  m.def("clip_grad_norm_", &clip_grad_norm_, arg("parameters"), arg("max_norm"),
+        arg("error_if_nonfinite"), kClip);
+  py::module_ a = m.def_submodule("amp_C", kModule);
   const auto chunk = arg("chunk_size"), flag = arg("noop_flag"), lists = arg("tensor_lists");
-  m.def("multi_tensor_scale", &multi_tensor_scale, chunk, flag, lists, arg("scale"), kScale);
-  m.def("multi_tensor_axpby", &multi_tensor_axpby, chunk, flag, lists, arg("a"), arg("b"),
+  a.def("multi_tensor_scale", &multi_tensor_scale, chunk, flag, lists, arg("scale"), kScale);
+  a.def("multi_tensor_axpby", &multi_tensor_axpby, chunk, flag, lists, arg("a"), arg("b"),
         arg("arg_to_check") = -1, kAxpby);
-  m.def("multi_tensor_l2norm", &multi_tensor_l2norm, chunk, flag, lists, arg("per_tensor") = false,
+  a.def("multi_tensor_l2norm", &multi_tensor_l2norm, chunk, flag, lists, arg("per_tensor") = false,
         kNorm);
-  m.def("multi_tensor_unscale_l2norm", &multi_tensor_unscale_l2norm, chunk, flag, lists,
+  a.def("multi_tensor_unscale_l2norm", &multi_tensor_unscale_l2norm, chunk, flag, lists,
         arg("inv_scale"), arg("per_tensor") = false, kUnscaleNorm);
-  m.def("update_scale_hysteresis", &update_scale_hysteresis, arg("current_scale"),
+  a.def("update_scale_hysteresis", &update_scale_hysteresis, arg("current_scale"),
         arg("growth_tracker"), arg("hysteresis_tracker"), arg("found_inf"), arg("growth_factor"),
         arg("backoff_factor"), arg("growth_interval"), arg("hysteresis"), kHysteresis);
-}
-
-void bind_clipping(py::module_& m) {
-  m.def("clip_grad_norm_", &clip_grad_norm_, py::arg("parameters"), py::arg("max_norm"),
-        py::arg("error_if_nonfinite"), kClip);
+  bind_steps(a);
+  py::list names;
+  for (const auto& [name, function] : py::dict(a.attr("__dict__")))
+    if (py::isinstance<py::function>(function)) names.append(name);
+  a.attr("__all__") = names;
 }
 
 }  // namespace amp_mp::apex

@@ -66,7 +66,7 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
     each.name = "tensor_lists[1][" + std::to_string(i) + "]";
     for (size_t k = 0; k < size_t(state_count<Rule>); ++k) {
       const at::Tensor& data = lists[k + 2][i];
-      each.states.push_back({data, {}, check_format(data, {"the state", int64_t(i), &each.name})});
+      each.states.push_back({data, check_format(data, {"the state", int64_t(i), &each.name}), {}});
     }
     each.clock = clocks[int64_t(i)];
     each.tensor_index = int64_t(i);

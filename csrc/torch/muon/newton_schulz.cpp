@@ -1,11 +1,11 @@
 #include "torch/muon/newton_schulz.h"
 
-#include <c10/util/Exception.h>
-
 #include <cmath>
 #include <map>
 #include <optional>
 #include <string>
+
+#include "torch/python/objects.h"
 
 namespace amp_mp::muon {
 namespace {
@@ -92,14 +92,13 @@ std::vector<Polynomial> listed(const py::object& coefficients) {
   for (const auto& [name, set] : named()) names += "'" + name + "', ";
   TORCH_CHECK_VALUE(false, "ns_coefficients must be ", names,
                     "three finite numbers, or a list of such threes; found ",
-                    py::cast<std::string>(py::repr(coefficients)));
+                    repr_of(coefficients));
 }
 
 double gram_from(const py::object& found) {
   if (py::isinstance<py::bool_>(found)) return py::cast<bool>(found) ? 1 : INFINITY;
   const bool is_auto = py::isinstance<py::str>(found) && py::cast<std::string>(found) == "auto";
-  TORCH_CHECK_VALUE(is_auto, "ns_gram must be True, False or 'auto', found ",
-                    py::cast<std::string>(py::repr(found)));
+  TORCH_CHECK_VALUE(is_auto, "ns_gram must be True, False or 'auto', found ", repr_of(found));
   return kGramFrom;
 }
 
@@ -113,7 +112,7 @@ std::vector<Polynomial> iterations_of(const py::object& coefficients, const py::
   const long long count = is_whole ? PyLong_AsLongLongAndOverflow(steps.ptr(), &overflow) : -1;
   TORCH_CHECK_VALUE(count >= 0 && count < kMostSteps && !overflow,
                     "ns_steps must be None or a whole number of [0, ", kMostSteps, "), found ",
-                    py::cast<std::string>(py::repr(steps)));
+                    repr_of(steps));
   found.resize(size_t(count), found.back());
   return found;
 }
@@ -129,7 +128,7 @@ NewtonSchulz newton_schulz_of(const py::dict& group) {
     products = caster.load(dtype, true) ? at::ScalarType(caster) : at::ScalarType::Undefined;
   TORCH_CHECK_VALUE(products == at::kBFloat16 || products == at::kHalf || products == at::kFloat,
                     "ns_dtype must be torch.bfloat16, torch.float16 or torch.float32, found ",
-                    py::cast<std::string>(py::repr(dtype)));
+                    repr_of(dtype));
   return {
       iterations_of(entry("ns_coefficients", py::str("quintic")), entry("ns_steps", py::none())),
       py::cast<double>(entry("eps", py::float_(0.0))), products,

@@ -30,16 +30,15 @@ at::Tensor mean_squares(const at::Tensor& rows) {
 
 // The numbers of every process, of numbers for each row here: [rows, 2].
 at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& member) {
-  if (!is_dtensor(member.param.ptr())) return rows;
+  if (!is_dtensor(member.param)) return rows;
   const auto with_two = [](at::IntArrayRef sizes) {
     std::vector<int64_t> two = sizes.slice(0, sizes.size() - 1).vec();
     two.push_back(2);
     return two;
   };
-  const at::Tensor own = rows.view(with_two(local_of(member.moment.ptr()).sizes()));
-  const at::IntArrayRef sizes = THPVariable_Unpack(member.moment.ptr()).sizes();
-  const py::object placed = like(own, member.param.ptr(), py::cast(with_two(sizes)));
-  return py::cast<at::Tensor>(python_functions().whole(placed)).reshape({-1, 2});
+  const at::Tensor own = rows.view(with_two(local_of(member.moment).sizes()));
+  const at::IntArrayRef sizes = tensor_of(member.moment).sizes();
+  return whole_of(like(own, member.param, with_two(sizes))).reshape({-1, 2});
 }
 
 // The rows of the blocks that keep their norms; equal blocks are matrices like any others.
@@ -50,7 +49,7 @@ std::vector<int64_t> blocks_of(const RowNorms::Member& member) {
 }
 
 void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::Tensor& keeps) {
-  const at::Tensor held = local_of(member.moment.ptr()), moment = held.view({-1, 1});
+  const at::Tensor held = local_of(member.moment), moment = held.view({-1, 1});
   const auto beta2 = py::cast<double>(member.group["beta2"]);
   const at::Tensor square = mean_squares(rows);
   const at::Tensor moved = moment * beta2 + square.to(at::kFloat) * (1 - beta2);
@@ -69,10 +68,9 @@ void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::T
     ratios.push_back(found.unsqueeze(1).expand({-1, block.size(1)}));
   }
   at::Tensor ratio = at::cat(ratios, 1).reshape({-1, 1});
-  if (is_dtensor(member.param.ptr())) {
-    const at::Tensor whole = ratio.view(THPVariable_Unpack(member.moment.ptr()).sizes());
-    const py::object part = python_functions().part_of_whole(whole, member.param);
-    ratio = py::cast<at::Tensor>(part).reshape({-1, 1});
+  if (is_dtensor(member.param)) {
+    const at::Tensor whole = ratio.view(tensor_of(member.moment).sizes());
+    ratio = part_of_whole(whole, member.param).reshape({-1, 1});
   }
   rows.mul_(scale * ratio);
   moment.copy_(next);
@@ -95,10 +93,10 @@ void RowNorms::normalise(const at::Tensor& updates, const at::Tensor& verdict,
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
     const at::Tensor& local = member.local;
-    if (!has_gradient[i] && !is_dtensor(member.param.ptr())) continue;
+    if (!has_gradient[i] && !is_dtensor(member.param)) continue;
     at::Tensor own = updates.slice(0, member.begin, member.begin + local.numel());
     if (!local.is_contiguous()) own = own.as_strided(local.sizes(), local.strides());
-    const int64_t count = local_of(member.moment.ptr()).numel();
+    const int64_t count = local_of(member.moment).numel();
     const at::Tensor rows = own.reshape({count, count > 0 ? local.numel() / count : 0});
     normalise_rows(rows, member, has_gradient[i] ? skips : always);
     if (rows.const_data_ptr() != own.const_data_ptr()) own.copy_(rows.view(own.sizes()));

@@ -2,103 +2,111 @@
 
 namespace amp_mp {
 
-const PythonFunctions& python_functions() {
-  static const PythonFunctions& functions = *[] {
-    const auto from = [](const char* module, const char* name) -> py::object {
-      return py::module_::import(module).attr(name);
-    };
-    constexpr const char* shards = "amp_mp.sharding.shards";
-    return new PythonFunctions{from(shards, "is_dtensor"),
-                               from(shards, "like"),
-                               from(shards, "origin_of"),
-                               from(shards, "shards_of"),
-                               from(shards, "is_placed_as"),
-                               from(shards, "whole"),
-                               from(shards, "part"),
-                               from(shards, "part_of_whole"),
-                               from("amp_mp.sharding.gradients", "local_gradient"),
-                               from("amp_mp.optim.step.params", "refuse_param"),
-                               from("amp_mp.optim.state", "original_values")};
-  }();
-  return functions;
+py::object package(const char* module) {
+  return py::module_::import((std::string("amp_mp.") + module).c_str());
 }
 
-PyObject* item_of(PyObject* dict, PyObject* key) {
-  if (!PyDict_Check(dict)) throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
-  PyObject* found = PyDict_GetItemWithError(dict, key);
+py::handle item_of(py::handle dict, py::handle key) {
+  if (!PyDict_Check(dict.ptr()))
+    throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
+  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (!found && PyErr_Occurred()) throw py::error_already_set();
   return found == Py_None ? nullptr : found;
 }
 
-py::object fast_sequence(PyObject* object) {
+py::object got(py::handle dict, py::handle key) {
+  const py::handle found = item_of(dict, key);
+  return found ? py::reinterpret_borrow<py::object>(found) : py::none();
+}
+
+py::object fast_sequence(py::handle given) {
+  PyObject* const object = given.ptr();
   if (PyList_Check(object) || PyTuple_Check(object))
-    return py::reinterpret_borrow<py::object>(object);
+    return py::reinterpret_borrow<py::object>(given);
   const bool is_sequence = PySequence_Check(object) && !PyUnicode_Check(object) &&
-                           !PyBytes_Check(object) && !is_tensor(object);
+                           !PyBytes_Check(object) && !is_tensor(given);
   return is_sequence ? owned(PySequence_List(object)) : py::object();
 }
 
-void set_item(PyObject* dict, const py::object& key, const py::object& value) {
-  if (PyDict_SetItem(dict, key.ptr(), value.ptr()) < 0) throw py::error_already_set();
+void set_item(py::handle dict, py::handle key, const py::object& value) {
+  if (PyDict_SetItem(dict.ptr(), key.ptr(), value.ptr()) < 0) throw py::error_already_set();
 }
 
-void drop_item(PyObject* dict, const py::object& key) {
-  if (PyDict_GetItemWithError(dict, key.ptr())) PyDict_DelItem(dict, key.ptr());
+void drop_item(py::handle dict, py::handle key) {
+  if (PyDict_GetItemWithError(dict.ptr(), key.ptr())) PyDict_DelItem(dict.ptr(), key.ptr());
 }
 
-double number_in(PyObject* object) {
-  if (is_plain(object)) {
-    return doubles_on_host(THPVariable_Unpack(object)).item<double>();
-  }
-  const double number = PyFloat_AsDouble(object);
+double number_in(py::handle object) {
+  if (is_plain(object)) return doubles_on_host(tensor_of(object)).item<double>();
+  const double number = PyFloat_AsDouble(object.ptr());
   if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
   return number;
 }
 
-PyObject* number_of(PyObject* group, PyObject* key) {
-  if (!PyDict_Check(group))
+py::handle number_of(py::handle group, py::handle key) {
+  if (!PyDict_Check(group.ptr()))
     throw py::type_error("a param_group must be a dict, found " + repr_of(group));
-  PyObject* found = PyDict_GetItemWithError(group, key);
+  PyObject* found = PyDict_GetItemWithError(group.ptr(), key.ptr());
   if (!found && PyErr_Occurred()) throw py::error_already_set();
   if (!found) throw py::key_error(text_of(key));
   return found;
 }
 
-bool truth_of(PyObject* value, PyObject* key) {
-  const int truth = PyObject_IsTrue(value);
+bool truth_of(py::handle value, py::handle key) {
+  const int truth = PyObject_IsTrue(value.ptr());
   if (truth >= 0) return truth == 1;
   PyErr_Clear();
   throw py::value_error(text_of(key) + " must be True or False, found " + repr_of(value));
 }
 
-py::object number_at(PyObject* value, int64_t index, PyObject* key) {
-  if (PyObject* found = PySequence_GetItem(value, Py_ssize_t(index)))
+py::object number_at(py::handle value, int64_t index, py::handle key) {
+  if (PyObject* found = PySequence_GetItem(value.ptr(), Py_ssize_t(index)))
     return py::reinterpret_steal<py::object>(found);
   PyErr_Clear();
   throw py::value_error(text_of(key) + " must be two numbers, found " + repr_of(value));
 }
 
-bool is_plain(PyObject* object) {
-  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+bool is_plain(py::handle object) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
   return type == THPVariableClass || type == ParameterClass;
 }
 
-bool is_dtensor(PyObject* object) {
-  return !is_plain(object) && py::cast<bool>(python_functions().is_dtensor(py::handle(object)));
+bool is_dtensor(py::handle object) {
+  if (is_plain(object)) return false;
+  static const auto& asked = *new py::object(package("sharding.shards").attr("is_dtensor"));
+  return py::cast<bool>(asked(object));
 }
 
-bool is_tensor(PyObject* object) { return object && THPVariable_Check(object); }
+bool is_tensor(py::handle object) { return object && THPVariable_Check(object.ptr()); }
 
-at::Tensor local_of(PyObject* tensor) {
+at::Tensor local_of(py::handle tensor) {
   if (!is_tensor(tensor))
     throw py::type_error("amp_mp: a tensor is needed, found " + repr_of(tensor));
-  if (!is_dtensor(tensor)) return THPVariable_Unpack(tensor);
-  return THPVariable_Unpack(py::handle(tensor).attr("_local_tensor").ptr());
+  return is_dtensor(tensor) ? py::cast<at::Tensor>(tensor.attr("_local_tensor"))
+                            : tensor_of(tensor);
 }
 
-py::object like(const at::Tensor& local, PyObject* param, const py::object& shape) {
+py::object like(const at::Tensor& local, py::handle param,
+                const std::optional<std::vector<int64_t>>& shape) {
   const py::object plain = wrapped(local);
-  return is_dtensor(param) ? python_functions().like(plain, py::handle(param), shape) : plain;
+  return is_dtensor(param) ? package("sharding.shards").attr("like")(plain, param, shape) : plain;
+}
+
+at::Tensor whole_of(py::handle value) {
+  if (is_plain(value)) return tensor_of(value).detach();
+  return py::cast<at::Tensor>(package("sharding.shards").attr("whole")(value));
+}
+
+at::Tensor part_of_whole(const at::Tensor& value, py::handle param) {
+  return py::cast<at::Tensor>(package("sharding.shards").attr("part_of_whole")(value, param));
+}
+
+bool is_placed_as(py::handle value, py::handle param) {
+  return py::cast<bool>(package("sharding.shards").attr("is_placed_as")(value, param));
+}
+
+std::vector<int64_t> shards_of(py::handle tensor) {
+  return py::cast<std::vector<int64_t>>(package("sharding.shards").attr("shards_of")(tensor));
 }
 
 int64_t count_sharded_modules() {
@@ -117,6 +125,5 @@ std::string shape_text(at::IntArrayRef sizes) {
 
 std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }
 std::string repr_of(const py::handle& object) { return py::cast<std::string>(py::repr(object)); }
-std::string quoted(PyObject* name) { return repr_of(py::handle(name)); }
 
 }  // namespace amp_mp

@@ -4,8 +4,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "torch/checks.h"
 
@@ -13,14 +14,9 @@ namespace py = pybind11;
 
 namespace amp_mp {
 
-// Functions of the Python package that the native step calls for what is rare: DTensors, parameters
-// that it refuses, and values that `prepare` has kept.
-struct PythonFunctions {
-  py::object is_dtensor, like, origin_of, shards_of, is_placed_as;  // sharding
-  py::object whole, part, part_of_whole, local_gradient;
-  py::object refuse_param, first_values;
-};
-const PythonFunctions& python_functions();
+// A module of the Python package, "sharding.shards", which the native code calls for what is rare:
+// DTensors, parameters that it refuses, and values that `prepare` has kept.
+py::object package(const char* module);
 
 // A new reference's owner; throws the Python error where there is none.
 inline py::object owned(PyObject* object) {
@@ -30,38 +26,48 @@ inline py::object owned(PyObject* object) {
 
 inline py::object wrapped(const at::Tensor& t) { return owned(THPVariable_Wrap(t)); }
 
-// dict.get(key): a borrowed reference, null where it is absent or None.
-PyObject* item_of(PyObject* dict, PyObject* key);
+inline const at::Tensor& tensor_of(py::handle object) { return THPVariable_Unpack(object.ptr()); }
+
+// dict.get(key): null where it is absent or None. got: None instead, and with an owner.
+py::handle item_of(py::handle dict, py::handle key);
+py::object got(py::handle dict, py::handle key);
 
 // A list or tuple as it is; of another sequence (nn.ParameterList), no tensor and no str, a list.
 // Null for anything else.
-py::object fast_sequence(PyObject* object);
+py::object fast_sequence(py::handle object);
 
-void set_item(PyObject* dict, const py::object& key, const py::object& value);
-void drop_item(PyObject* dict, const py::object& key);  // if it is there
+void set_item(py::handle dict, py::handle key, const py::object& value);
+void drop_item(py::handle dict, py::handle key);  // if it is there
 
 // A Python number, or a tensor of one element, as a double.
-double number_in(PyObject* object);
+double number_in(py::handle object);
 
 // group[key], borrowed; KeyError where it is absent.
-PyObject* number_of(PyObject* group, PyObject* key);
+py::handle number_of(py::handle group, py::handle key);
 
 // Whether a param_group's value is true, and one of several numbers in it. ValueError, by its key,
 // for a value that cannot say so, or holds no such number.
-bool truth_of(PyObject* value, PyObject* key);
-py::object number_at(PyObject* value, int64_t index, PyObject* key);
+bool truth_of(py::handle value, py::handle key);
+py::object number_at(py::handle value, int64_t index, py::handle key);
 
 // Whether the object is a plain torch.Tensor or nn.Parameter, no subclass.
-bool is_plain(PyObject* object);
-bool is_dtensor(PyObject* object);
-bool is_tensor(PyObject* object);
+bool is_plain(py::handle object);
+bool is_dtensor(py::handle object);
+bool is_tensor(py::handle object);
 
 // A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
-at::Tensor local_of(PyObject* tensor);
+at::Tensor local_of(py::handle tensor);
 
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: of
 // the whole tensor, by default the parameter's.
-py::object like(const at::Tensor& local, PyObject* param, const py::object& shape = py::none());
+py::object like(const at::Tensor& local, py::handle param,
+                const std::optional<std::vector<int64_t>>& shape = {});
+
+// As in sharding/shards.py.
+at::Tensor whole_of(py::handle value);
+at::Tensor part_of_whole(const at::Tensor& value, py::handle param);
+bool is_placed_as(py::handle value, py::handle param);
+std::vector<int64_t> shards_of(py::handle tensor);
 
 // How many modules of fully_shard there are.
 int64_t count_sharded_modules();
@@ -69,6 +75,5 @@ int64_t count_sharded_modules();
 std::string shape_text(at::IntArrayRef sizes);  // "(2, 3)", as Python prints a tuple
 std::string text_of(const py::handle& object);  // str()
 std::string repr_of(const py::handle& object);  // repr()
-std::string quoted(PyObject* name);             // repr() of a str
 
 }  // namespace amp_mp

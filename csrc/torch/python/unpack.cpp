@@ -15,7 +15,7 @@ Tensors unpack(const py::sequence& list, const char* argument) {
     if (item.is_none()) {
       tensors.emplace_back();
     } else if (THPVariable_Check(item.ptr())) {
-      tensors.push_back(THPVariable_Unpack(item.ptr()));
+      tensors.push_back(tensor_of(item));
     } else {
       throw py::type_error(std::string("amp_mp: ") + argument + " holds a " +
                            std::string(py::str(py::type::of(item))) +
@@ -43,22 +43,6 @@ void check_weights(const py::sequence& weights, const std::vector<std::string>& 
     written.emplace_back(list[i], label);
   }
   check_no_overlap(written);
-}
-
-bool same_items(const py::list& lists, const py::list& items) {
-  Py_ssize_t at = 0;
-  const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
-  for (const py::handle given : lists) {
-    const py::object list = fast_sequence(given.ptr());
-    if (!list)
-      throw py::type_error("amp_mp: lists must hold lists or tuples, found " + repr_of(given));
-    const Py_ssize_t length = PySequence_Fast_GET_SIZE(list.ptr());
-    if (at + length > count) return false;
-    for (Py_ssize_t i = 0; i < length; ++i)
-      if (PySequence_Fast_GET_ITEM(list.ptr(), i) != PyList_GET_ITEM(items.ptr(), at++))
-        return false;
-  }
-  return at == count;
 }
 
 }  // namespace amp_mp

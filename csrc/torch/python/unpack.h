@@ -19,7 +19,4 @@ Format format_named(const std::string& name);
 // use their names.
 void check_weights(const py::sequence& weights, const std::vector<std::string>& names);
 
-// Whether the lists, one after the other, hold exactly these objects.
-bool same_items(const py::list& lists, const py::list& items);
-
 }  // namespace amp_mp

@@ -1,6 +1,6 @@
 #include "torch/state/arrays.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -8,15 +8,40 @@
 
 #include <algorithm>
 
-#include "torch/ops.h"
+#include "cpu/passes.h"
+#include "torch/device.h"
 
 namespace amp_mp {
 namespace {
 
-at::Tensor flat(const at::Tensor& t) { return t.as_strided({t.numel()}, {1}); }
+// The memory of tensors. Raises unless they are dense, and as wide and as many as the format says.
+Array memory_of(const ArrayTensors& tensors) {
+  const auto& [data, format, rest] = tensors;
+  check_writable(data, {"data"});
+  const FormatInfo& info = kFormats[int(format)];
+  TORCH_CHECK_VALUE(data.element_size() == info.width, "amp_mp: ", "data (", describe(data),
+                    ") must be contiguous, ", info.width, " bytes an element");
+  const bool groups = info.is(kGrouped), two = info.rest_width > 0;
+  TORCH_CHECK_VALUE(rest.defined() == two, "amp_mp: format ", info.name,
+                    two ? " has two arrays" : " has one array", ", ", two ? "one" : "two",
+                    " given");
+  if (!two) return {data.mutable_data_ptr(), format};
+  check_writable(rest, {"rest"});
+  check_device(rest, data.device(), {"rest"});
+  const int64_t count = groups ? data.numel() / kGroup : data.numel();
+  TORCH_CHECK_VALUE(!groups || data.numel() % kGroup == 0, "amp_mp: ", info.name,
+                    " stores groups of ", kGroup, "; data (", describe(data),
+                    ") has another number of elements");
+  TORCH_CHECK_VALUE(rest.numel() == count && rest.element_size() == info.rest_width,
+                    "amp_mp: rest (", describe(rest), ") must have ", count, " elements of ",
+                    info.rest_width, " bytes for data of ", data.numel());
+  return {data.mutable_data_ptr(), format, rest.mutable_data_ptr()};
+}
 
-std::optional<at::Tensor> flat_rest(const at::Tensor& rest) {
-  return rest.defined() ? std::optional(flat(rest)) : std::nullopt;
+void transfer(const Transfer& t, const at::Device& device) {
+  on(
+      device, [&] { cpu::copy(&t, 1, 1.0, at::get_num_threads()); },
+      AMP_MP_CUDA(copy(&t, 1, nullptr, 1.0, stream)));
 }
 
 int64_t count_of(at::IntArrayRef sizes) {
@@ -32,13 +57,12 @@ Format without_groups(Format format) {
 
 }  // namespace
 
-bool has_groups(PyObject* param) {
+bool has_groups(py::handle param) {
   std::vector<int64_t> strides = local_of(param).strides().vec();
-  const at::Tensor& whole = THPVariable_Unpack(param);  // a DTensor's sizes are the whole tensor's
+  const at::Tensor& whole = tensor_of(param);  // a DTensor's sizes are the whole tensor's
   const at::IntArrayRef sizes = whole.sizes();
   if (is_dtensor(param)) {
-    const auto counts =
-        py::cast<std::vector<int64_t>>(python_functions().shards_of(py::handle(param)));
+    const std::vector<int64_t> counts = shards_of(param);
     const auto cuts = [](int64_t count) { return count > 1; };
     if (std::any_of(counts.begin(), counts.end(), cuts)) {  // shards are row-major
       for (size_t d = 0; d < sizes.size(); ++d) strides[d] = count_of(sizes.slice(d + 1));
@@ -56,9 +80,10 @@ bool has_groups(PyObject* param) {
   return dims > 1 && whole.numel() > 0 && longest % kGroup == 0;
 }
 
-std::vector<int64_t> scale_shape(PyObject* param, const std::optional<std::vector<int64_t>>& part) {
+std::vector<int64_t> scale_shape(py::handle param,
+                                 const std::optional<std::vector<int64_t>>& part) {
   const at::Tensor local = local_of(param);
-  const at::IntArrayRef sizes = THPVariable_Unpack(param).sizes();
+  const at::IntArrayRef sizes = tensor_of(param).sizes();
   std::vector<int64_t> shape = part.value_or(sizes.vec());
   TORCH_CHECK_VALUE(shape.size() == sizes.size(), "amp_mp: part (", shape, ") must have ",
                     sizes.size(), " dimensions, as the parameter has");
@@ -73,7 +98,7 @@ std::vector<int64_t> scale_shape(PyObject* param, const std::optional<std::vecto
   return {count_of(shape) / kGroup};
 }
 
-Format format_beside(Format declared, PyObject* param) {
+Format format_beside(Format declared, py::handle param) {
   const bool grouped = kFormats[int(declared)].is(kGrouped);
   return grouped && !has_groups(param) ? without_groups(declared) : declared;
 }
@@ -82,25 +107,18 @@ Format native(Format format) {
   return format == Format::bfloat16 ? Format::bfloat16_stochastic : format;
 }
 
-Origin origin_of(PyObject* dtensor) {
-  const py::object origin = python_functions().origin_of(py::handle(dtensor));
-  const auto [first, length, stride] =
-      py::cast<std::tuple<int64_t, int64_t, int64_t>>(py::tuple(origin));
+Origin origin_of(py::handle dtensor) {
+  const py::object origin = package("sharding.shards").attr("origin_of")(dtensor);
+  const auto [first, length, stride] = py::cast<std::tuple<int64_t, int64_t, int64_t>>(origin);
   return {first, length, stride};
 }
 
-Origin origin_for(PyObject* param, Format format) {
+Origin origin_for(py::handle param, Format format) {
   return is_stochastic(format) && is_dtensor(param) ? origin_of(param) : Origin{};
 }
 
-bool lies_like(const at::Tensor& a, const at::Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d)
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
-  return true;
-}
-
 at::Tensor placed(const at::Tensor& value, const at::Tensor& param) {
-  if (value.device() == param.device() && lies_like(value, param)) return value;
+  if (value.device() == param.device() && same_layout(value, param)) return value;
   return at::empty_like(param, param.options().dtype(value.scalar_type())).copy_(value);
 }
 
@@ -112,61 +130,70 @@ at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tens
   return made;
 }
 
-at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format) {
-  // The result is its memory's only owner, so it is not a view that autograd would have to know.
-  const at::AutoDispatchBelowADInplaceOrView plain_views;
-  const at::Tensor values = decode(flat(data), flat_rest(rest), format);
-  return values.as_strided(data.sizes(), data.strides());
+at::Tensor values_of(const ArrayTensors& from) {
+  const Array stored = memory_of(from);
+  at::Tensor values = at::empty_like(from.data, from.data.options().dtype(at::kFloat));
+  const Array to = {values.mutable_data_ptr(), Format::float32};
+  transfer({values.numel(), to, stored, false, {}}, values.device());
+  return values;
 }
 
-void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
-                  Format format, uint64_t seed, int64_t tensor_index, const Origin& origin,
-                  int64_t step) {
+void store_values(const at::Tensor& values, const ArrayTensors& to, uint64_t seed,
+                  int64_t tensor_index, const Origin& origin, int64_t step) {
   const at::NoGradGuard no_grad;
-  const bool as_it_is = values.scalar_type() == at::kFloat && values.device() == data.device() &&
-                        values.strides() == data.strides();
-  at::Tensor given = as_it_is ? values : copy_as(values, at::kFloat, data);
+  const bool as_it_is = values.scalar_type() == at::kFloat && values.device() == to.data.device() &&
+                        values.strides() == to.data.strides();
+  at::Tensor x = as_it_is ? values : copy_as(values, at::kFloat, to.data);
   // These formats have no sign: -0.0 would become a NaN.
-  if (format == Format::ue8m8 || format == Format::log8) given = given.add(0.0);
-  encode_(flat(given), flat(data), flat_rest(rest), format, seed, step, tensor_index, origin);
+  if (to.format == Format::ue8m8 || to.format == Format::log8) x = x.add(0.0);
+  check_plain(x, {"x"});
+  const Array stored = memory_of(to);
+  TORCH_CHECK_VALUE(x.numel() == to.data.numel(), "amp_mp: x (", describe(x),
+                    ") must be contiguous and have as many elements as data");
+  const RandomStream random = random_stream(seed, double(step), uint32_t(tensor_index), false);
+  transfer({x.numel(), stored, array_of(x, {"x"}), saturates(to.format), random, origin},
+           x.device());
+  bump_version(to.data);
+  if (to.rest.defined()) bump_version(to.rest);
 }
 
-Arrays new_arrays(Format format, PyObject* param) {
+ArrayTensors new_arrays(Format format, py::handle param) {
   const FormatInfo& info = kFormats[int(format)];
   const at::Tensor local = local_of(param);
   const at::Tensor data = at::zeros_like(local, local.options().dtype(dtype_of(format)));
-  if (info.rest_width == 0) return {data, {}};
+  if (info.rest_width == 0) return {data, format, {}};
   const auto options = local.options().dtype(rest_dtype_of(format));
-  if (!info.is(kGrouped)) return {data, at::zeros_like(local, options)};
-  return {data, at::zeros(scale_shape(param, local.sizes().vec()), options)};
+  if (!info.is(kGrouped)) return {data, format, at::zeros_like(local, options)};
+  return {data, format, at::zeros(scale_shape(param, local.sizes().vec()), options)};
 }
 
-Arrays encoded(const at::Tensor& values, Format format, PyObject* param, uint64_t seed,
-               int64_t tensor_index, int64_t step) {
+ArrayTensors encoded(const at::Tensor& values, Format format, py::handle param, uint64_t seed,
+                     int64_t tensor_index, int64_t step) {
   const at::NoGradGuard no_grad;
-  const Arrays arrays = new_arrays(format, param);
-  store_values(values, arrays.first, arrays.second, format, seed, tensor_index,
-               origin_for(param, format), step);
+  const ArrayTensors arrays = new_arrays(format, param);
+  store_values(values, arrays, seed, tensor_index, origin_for(param, format), step);
   return arrays;
 }
 
-std::pair<Format, Arrays> converted(PyObject* param, Format declared, Format format,
-                                    const at::Tensor& data, const at::Tensor& scales, uint64_t seed,
-                                    int64_t tensor_index) {
+ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& given, uint64_t seed,
+                       int64_t tensor_index) {
+  const auto& [data, format, scales] = given;
   const at::Tensor local = local_of(param);
   const Format wanted = format_beside(declared, param);
   // Groups are of neighbours in memory, so another layout has other groups.
-  const bool keeps_groups = !scales.defined() || lies_like(data, local);
+  const bool keeps_groups = !scales.defined() || same_layout(data, local);
   const bool is_wanted = format == wanted && keeps_groups;
   const bool copies = is_wanted || !scales.defined();
   const at::Tensor own = copies ? copy_as(data, dtype_of(format), local) : data;
   if (!is_wanted) {
-    const at::Tensor values = values_of(own, scales, native(format));
-    return {wanted, encoded(values, native(wanted), param, seed, tensor_index)};
+    ArrayTensors made =
+        encoded(values_of({own, format, scales}), native(wanted), param, seed, tensor_index);
+    made.format = wanted;
+    return made;
   }
-  if (!scales.defined()) return {wanted, {own, {}}};
+  if (!scales.defined()) return {own, wanted, {}};
   const at::Tensor moved = scales.detach().to(local.device(), scales.scalar_type(), false, true);
-  return {wanted, {own, moved.reshape(scale_shape(param, local.sizes().vec()))}};
+  return {own, wanted, moved.reshape(scale_shape(param, local.sizes().vec()))};
 }
 
 }  // namespace amp_mp

@@ -1,6 +1,6 @@
 #pragma once
 // The arrays of a format as whole tensors: made beside a parameter, filled and read. Tensors here
-// are plain and dense, of a DTensor the part on this process. What takes a PyObject needs the GIL.
+// are plain and dense, of a DTensor the part on this process. What takes a handle needs the GIL.
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,32 +10,27 @@
 
 namespace amp_mp {
 
-using Arrays = std::pair<at::Tensor, at::Tensor>;  // the data, and the rest or an undefined tensor
-
 // Whether groups fit into a parameter's rows as they lie in memory. A group must not reach from one
 // row into the next, whose gradients have another size. A tensor of one dimension (a bias, a norm's
 // weight) has no rows: its neighbours are unrelated. Of a DTensor the whole tensor's rows count, so
 // that all processes agree, and it must be cut between groups.
-bool has_groups(PyObject* param);
+bool has_groups(py::handle param);
 
 // The shape of the groups' scales: one that can be split over processes as the parameter is. Where
 // groups do not lie along the last dimension, nor within the rows of the first, it is flat. `part`:
 // the shape of a shard; gives the shape of its scales.
-std::vector<int64_t> scale_shape(PyObject* param,
+std::vector<int64_t> scale_shape(py::handle param,
                                  const std::optional<std::vector<int64_t>>& part = {});
 
 // The format in which a state of the declared format is stored for this parameter.
-Format format_beside(Format declared, PyObject* param);
+Format format_beside(Format declared, py::handle param);
 
 // The kernels' form of a state's format: bfloat16 states are always rounded stochastically.
 Format native(Format format);
 
 // Where a DTensor's shard begins. origin_for: as far as the format's random bits depend on it.
-Origin origin_of(PyObject* dtensor);
-Origin origin_for(PyObject* param, Format format);
-
-// Whether elements of equal index have equal offsets in memory; the shapes are equal.
-bool lies_like(const at::Tensor& a, const at::Tensor& b);
+Origin origin_of(py::handle dtensor);
+Origin origin_for(py::handle param, Format format);
 
 // The value where its parameter is: itself, or a copy of the parameter's layout and device.
 at::Tensor placed(const at::Tensor& value, const at::Tensor& param);
@@ -44,25 +39,24 @@ at::Tensor placed(const at::Tensor& value, const at::Tensor& param);
 // of 16-bit integers becomes these; other numbers are converted.
 at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tensor& local);
 
-// The values of an array of a format, float32 in the layout of `data`.
-at::Tensor values_of(const at::Tensor& data, const at::Tensor& rest, Format format);
+// The values of an array, float32 in the layout of its data.
+at::Tensor values_of(const ArrayTensors& from);
 
-// Stores values of the shape of `data`. Random bits are those of a seed, a step and a tensor.
-void store_values(const at::Tensor& values, const at::Tensor& data, const at::Tensor& rest,
-                  Format format, uint64_t seed = 0, int64_t tensor_index = 0,
-                  const Origin& origin = {}, int64_t step = 0);
+// Stores values of the data's shape. Random bits are those of a seed, a step and a tensor, of which
+// the data is the whole or a shard.
+void store_values(const at::Tensor& values, const ArrayTensors& to, uint64_t seed = 0,
+                  int64_t tensor_index = 0, const Origin& origin = {}, int64_t step = 0);
 
 // Zeros of a format for a parameter.
-Arrays new_arrays(Format format, PyObject* param);
+ArrayTensors new_arrays(Format format, py::handle param);
 
 // New arrays of a format beside a parameter, which hold these values.
-Arrays encoded(const at::Tensor& values, Format format, PyObject* param, uint64_t seed = 0,
-               int64_t tensor_index = 0, int64_t step = 0);
+ArrayTensors encoded(const at::Tensor& values, Format format, py::handle param, uint64_t seed = 0,
+                     int64_t tensor_index = 0, int64_t step = 0);
 
-// A state of a file as the parameter's group stores it, in new tensors. `data`, `scales`: what the
-// parameter has of it, in `format`.
-std::pair<Format, Arrays> converted(PyObject* param, Format declared, Format format,
-                                    const at::Tensor& data, const at::Tensor& scales, uint64_t seed,
-                                    int64_t tensor_index);
+// A state of a file as the parameter's group stores it, in new tensors. given: what the parameter
+// has of it.
+ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& given, uint64_t seed,
+                       int64_t tensor_index);
 
 }  // namespace amp_mp

@@ -8,18 +8,14 @@
 namespace amp_mp {
 namespace {
 
-std::optional<at::Tensor> maybe(const at::Tensor& t) {
-  return t.defined() ? std::optional(t) : std::nullopt;
-}
-
 void bind_masters(py::module_& m) {
   m.def(
       "set_master",
       [](const std::string& format, const py::object& param, const py::dict& state,
          const py::object& values, const py::dict& group) {
-        const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values.ptr());
-        set_master(format, param.ptr(), state.ptr(), given);
-        settle(group.ptr(), local_of(param.ptr()), state.ptr());
+        const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values);
+        set_master(format, param, state, given);
+        settle(group, local_of(param), state);
       },
       py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none(),
       py::arg("group") = py::dict());
@@ -27,15 +23,15 @@ void bind_masters(py::module_& m) {
   m.def(
       "master_of",
       [](const py::object& param, const py::dict& state) -> py::object {
-        const at::Tensor found = master_values(local_of(param.ptr()).detach(), state.ptr());
-        return found.defined() ? like(found, param.ptr()) : py::none();
+        const at::Tensor found = master_values(local_of(param).detach(), state);
+        return found.defined() ? like(found, param) : py::none();
       },
       py::arg("param"), py::arg("state"));
   m.def(
       "master_beside",
       [](const py::object& param, const py::dict& state) {
-        const at::Tensor weight = local_of(param.ptr());
-        return maybe(is_low_precision(weight) ? master_beside(weight, state.ptr()) : at::Tensor());
+        const at::Tensor weight = local_of(param);
+        return is_low_precision(weight) ? master_beside(weight, state) : at::Tensor();
       },
       py::arg("param"), py::arg("state"));
 }
@@ -51,13 +47,11 @@ void bind_saved(py::module_& m) {
 }
 
 void bind_arrays(py::module_& m) {
-  m.def(
-      "has_groups", [](const py::object& param) { return has_groups(param.ptr()); },
-      py::arg("param"));
+  m.def("has_groups", &has_groups, py::arg("param"));
   m.def(
       "scale_shape",
       [](const py::object& param, const std::optional<std::vector<int64_t>>& part) {
-        return py::tuple(py::cast(scale_shape(param.ptr(), part)));
+        return py::tuple(py::cast(scale_shape(param, part)));
       },
       py::arg("param"), py::arg("part") = py::none());
   m.def(
@@ -70,16 +64,16 @@ void bind_arrays(py::module_& m) {
       "encode",
       [](const py::object& values, const std::string& format, uint64_t seed, int64_t step,
          int64_t tensor_index) {
-        const auto [data, rest] = encoded(local_of(values.ptr()), format_named(format),
-                                          values.ptr(), seed, tensor_index, step);
-        return std::pair(data, maybe(rest));
+        const ArrayTensors made =
+            encoded(local_of(values), format_named(format), values, seed, tensor_index, step);
+        return std::pair(made.data, made.rest);
       },
       py::arg("values"), py::arg("format"), py::kw_only(), py::arg("seed") = 0, py::arg("step") = 0,
       py::arg("tensor_index") = 0);
   m.def(
       "decode",
       [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
-        return values_of(data, rest.value_or(at::Tensor()), format_named(format));
+        return values_of({data, format_named(format), rest.value_or(at::Tensor())});
       },
       py::arg("data"), py::arg("rest"), py::arg("format"));
   m.def(
@@ -87,11 +81,10 @@ void bind_arrays(py::module_& m) {
       [](const py::object& rule, const py::object& param, const py::dict& state) {
         py::dict found;
         for (const KeptState& kept : layout_of(rule)->states) {
-          const std::optional<HeldState> held = held_state(kept, state.ptr());
+          const std::optional<HeldState> held = held_state(kept, state);
           if (!held || !held->stored || kept.of_rows) continue;
-          const at::Tensor values =
-              values_of(held->data.detach(), held->scales, native(held->stored->format));
-          found[kept.name] = like(values, param.ptr());
+          const ArrayTensors arrays = {held->data.detach(), held->stored->format, held->scales};
+          found[kept.name] = like(values_of(arrays), param);
         }
         return found;
       },

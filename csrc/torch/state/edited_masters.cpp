@@ -16,11 +16,11 @@ namespace amp_mp {
 namespace {
 
 py::dict state_in(const py::dict& states, const py::object& param) {
-  PyObject* found = item_of(states.ptr(), param.ptr());
+  const py::handle found = item_of(states, param);
   return found ? py::reinterpret_borrow<py::dict>(found) : py::dict();
 }
 
-at::Tensor values_in(const py::object& edited) { return local_of(edited.ptr()).detach(); }
+at::Tensor values_in(const py::object& edited) { return local_of(edited).detach(); }
 
 }  // namespace
 
@@ -36,37 +36,33 @@ bool EditedMasters::Seen::is_still(const at::Tensor& now) const {
 }
 
 EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
-                             const py::list& params, const std::vector<std::string>& names,
+                             const Named& params,
                              const std::vector<std::shared_ptr<EditedMasters>>& open)
-    : states_(states), params_(params) {
+    : states_(states) {
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
               "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
               "use torch.no_grad()");
   static PyObject* const master = PyUnicode_InternFromString("master");
   std::unordered_map<PyObject*, size_t> places;  // of each parameter in edits_
-  for (const py::handle param : params_) places.emplace(param.ptr(), SIZE_MAX);
-  std::vector<Member> members = members_of(layouts_of(rules), groups, &places);
+  for (const auto& [name, param] : params) places.emplace(param.ptr(), SIZE_MAX);
+  std::vector<Member> members = members_of(layouts_of(rules), groups, states, &places);
   for (size_t i = 0; i < members.size(); ++i) places[members[i].param.ptr()] = i;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (!is_tensor(params_[i].ptr()))
+  for (const auto& [name, param] : params) {
+    if (!is_tensor(param))
       throw py::type_error(
-          names.at(i) + " must be one of the optimizer's parameters, found " + repr_of(params_[i]) +
+          name + " must be one of the optimizer's parameters, found " + repr_of(param) +
           "; pass a parameter, or a list or dict of them: dict(model.named_parameters())");
-    TORCH_CHECK_VALUE(places[params_[i].ptr()] < members.size(), names.at(i),
-                      ", a tensor of shape ",
-                      shape_text(THPVariable_Unpack(params_[i].ptr()).sizes()),
+    TORCH_CHECK_VALUE(places[param.ptr()] < members.size(), name, ", a tensor of shape ",
+                      shape_text(tensor_of(param).sizes()),
                       ", is not one of this optimizer's parameters");
   }
   for (const auto& block : open)
     for (const Edit& other : block->edits_)
       TORCH_CHECK(!places.contains(other.member.param.ptr()), other.member.label,
                   " is in a block of masters() that has not ended; write it there");
-  const bool any_sharded = count_sharded_modules() > 0;
+  check_members(members);
   for (Member& member : members) {
-    member.state = state_in(states, member.param);
-    refuse_param(member, any_sharded);
-    refuse_state(member);
-    const auto format = py::cast<std::string>(py::handle(number_of(member.group.ptr(), master)));
+    const auto format = py::cast<std::string>(number_of(member.group, master));
     const bool has_master = format != "none" && is_low_precision(member.local);
     edits_.push_back({std::move(member), {}, has_master, {}, {}, {}});
   }
@@ -74,24 +70,25 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
     edit.weight = Seen(edit.member.local);
     edit.beside = Seen(beside(edit));
     edit.before = Seen(read(edit));
-    edit.values = like(edit.before.tensor, edit.member.param.ptr());
+    edit.values = like(edit.before.tensor, edit.member.param);
   }
-  for (const py::handle param : params_) masters_.append(edits_[places[param.ptr()]].values);
+  for (const auto& [name, param] : params) masters_.append(edits_[places[param.ptr()]].values);
 }
 
 at::Tensor EditedMasters::beside(const Edit& edit) const {
   if (!edit.has_master) return {};
-  return master_beside(edit.member.local, state_in(states_, edit.member.param).ptr());
+  return master_beside(edit.member.local, state_in(states_, edit.member.param));
 }
 
 at::Tensor EditedMasters::read(const Edit& edit) const {
   const at::NoGradGuard no_grad;
   const py::object& param = edit.member.param;
-  const at::Tensor weight = local_of(param.ptr()).detach();
+  const at::Tensor weight = local_of(param).detach();
   if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
-  const at::Tensor found = master_values(weight, state_in(states_, param).ptr());
+  const at::Tensor found = master_values(weight, state_in(states_, param));
   if (found.defined()) return found;
-  const auto kept = py::cast<Tensors>(python_functions().first_values.attr("tensors_of")(param));
+  const py::object kept_of = package("optim.state.original_values").attr("tensors_of");
+  const auto kept = py::cast<Tensors>(kept_of(param));
   for (const at::Tensor& each : kept) used_on_current_stream(each);
   return kept.empty() ? copy_as(weight, at::kFloat, weight) : decode_original(weight, kept);
 }
@@ -106,7 +103,7 @@ at::Tensor EditedMasters::changes(const Edit& edit) const {
 // made in vain, do the bits tell there, too.
 bool EditedMasters::is_written(const Edit& edit, const at::Tensor& changed) const {
   if (changed.is_cpu()) return changed.any().item<bool>();
-  if (!edit.before.is_still(local_of(edit.values.ptr()))) return true;
+  if (!edit.before.is_still(local_of(edit.values))) return true;
   return needs_state(edit) && changed.any().item<bool>();
 }
 
@@ -115,7 +112,7 @@ bool EditedMasters::needs_state(const Edit& edit) const {
 }
 
 void EditedMasters::check(const Edit& edit) const {
-  const at::Tensor local = local_of(edit.member.param.ptr());
+  const at::Tensor local = local_of(edit.member.param);
   const std::string& label = edit.member.label;
   TORCH_CHECK(edit.weight.is_still(local) && edit.beside.is_still(beside(edit)), label,
               " or its state was written inside of a block of masters(); write the master alone, "
@@ -134,11 +131,11 @@ void EditedMasters::store() {
   for (const Edit& edit : edits_) check(edit);
   for (Edit& edit : edits_) {  // making state may raise, so it comes before anything is stored
     if (!needs_state(edit) || !is_written(edit, changes(edit))) continue;
-    refuse_new_state({edit.member.local.device()});
-    if (!item_of(states_.ptr(), edit.member.param.ptr()))
-      states_[edit.member.param] = edit.member.state;
-    const HostRoom room = room_for({edit.member});
-    clocks_of({edit.member});
+    const std::vector<Member> alone = {edit.member};
+    refuse_new_state(alone);
+    if (!item_of(states_, edit.member.param)) states_[edit.member.param] = edit.member.state;
+    const HostRoom room = room_for(alone);
+    clocks_of(alone);
     init_state(edit.member);
   }
   for (Edit& edit : edits_) store(edit);
@@ -162,26 +159,23 @@ void EditedMasters::store(Edit& edit) const {
     put(weight, rounded);
   } else {
     const py::dict state = state_in(states_, edit.member.param);
-    follow_master(edit.member.param.ptr(), weight, state.ptr());
-    const at::Tensor second = master_beside(weight, state.ptr());
+    follow_master(edit.member.param, weight, state);
+    const at::Tensor second = master_beside(weight, state);
     const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(second);
-    const bool whole = second.scalar_type() == at::kFloat;
-    store_values(values, whole ? rest : rounded, whole ? rounded : rest,
-                 *format_of_master(weight, second));
+    store_values(values, *master_in(rounded, rest));
     put(weight, rounded);
     put(second, rest);
   }
   if (written && edit.member.is_dtensor)
-    bump_version(THPVariable_Unpack(edit.member.param.ptr()));  // its shard has advanced alone
+    bump_version(tensor_of(edit.member.param));  // its shard has advanced alone
 }
 
 void bind_edited_masters(py::module_& m) {
   py::class_<EditedMasters, std::shared_ptr<EditedMasters>>(m, "EditedMasters")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::list&,
-                    const std::vector<std::string>&,
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditedMasters::Named&,
                     const std::vector<std::shared_ptr<EditedMasters>>&>(),
            py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"),
-           py::arg("names"), py::arg("open"))
+           py::arg("open"))
       .def_property_readonly("masters", &EditedMasters::masters)
       .def("store", py::overload_cast<>(&EditedMasters::store));
 }

@@ -7,12 +7,13 @@ namespace amp_mp {
 
 class EditedMasters {
  public:
-  // Reads the masters of these parameters. Changes nothing. names: for messages. open: the blocks
-  // that have not ended. Raises TypeError or ValueError for what is no parameter of the groups or
-  // none that can be stepped, RuntimeError for one of an open block, and in torch.inference_mode.
+  using Named = std::vector<std::pair<std::string, py::object>>;  // names are for messages
+
+  // Reads the masters of these parameters. Changes nothing. open: the blocks that have not ended.
+  // Raises TypeError or ValueError for what is no parameter of the groups or none that can be
+  // stepped, RuntimeError for one of an open block, and in torch.inference_mode.
   EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
-                const py::list& params, const std::vector<std::string>& names,
-                const std::vector<std::shared_ptr<EditedMasters>>& open);
+                const Named& params, const std::vector<std::shared_ptr<EditedMasters>>& open);
 
   // Float32 tensors for the parameters, in their order, placed as they are.
   const py::list& masters() const { return masters_; }
@@ -50,7 +51,7 @@ class EditedMasters {
   void store(Edit& edit) const;
 
   py::dict states_;
-  py::list params_, masters_;
+  py::list masters_;
   std::vector<Edit> edits_;
 };
 

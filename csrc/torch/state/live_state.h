@@ -12,15 +12,16 @@ struct HeldState {
   const StoredFormat* stored;  // null: the tensor under the plain name has a dtype of no format
   at::Tensor data, scales;     // scales: undefined without groups
 };
-std::optional<HeldState> held_state(const KeptState& kept, PyObject* state);
+std::optional<HeldState> held_state(const KeptState& kept, py::handle state);
 
-bool is_held(const KeptState& kept, PyObject* state);
+bool is_held(const KeptState& kept, py::handle state);
 
 // Whether a state has the shape that it needs beside a parameter.
 bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows);
 
-// Raises ValueError for state of another shape or placing, held twice, or lost after steps.
-void refuse_state(const Member& member);
+// Raises unless a step can update each of the parameters; ValueError for state of another shape or
+// placing, held twice, or lost after steps.
+void check_members(const std::vector<Member>& members);
 
 // Brings the state to the parameter's present dtype, layout and device, and to the formats and the
 // place that the group names. A master is dropped where the dtype has changed; other values stay.
@@ -34,14 +35,14 @@ Format format_of(const KeptState& kept, const Member& member);
 
 // Float32 masters of low-precision parameters. What makes the parameter a master: a float32 master
 // or remainders; undefined for neither.
-at::Tensor master_beside(const at::Tensor& weight, PyObject* state);
+at::Tensor master_beside(const at::Tensor& weight, py::handle state);
 // The parameter's master in float32, a new tensor of its layout; undefined where it has none.
-at::Tensor master_values(const at::Tensor& weight, PyObject* state);
+at::Tensor master_values(const at::Tensor& weight, py::handle state);
 // Gives the parameter a master of the format, holding `values` if they are defined. Without them an
 // existing master is kept, or converted; "none" drops it. The parameter becomes the rounded values.
-void set_master(const std::string& format, PyObject* param, PyObject* state, at::Tensor values);
+void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values);
 // Brings its master to the parameter's present dtype, layout and device.
-void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state);
+void follow_master(py::handle param, const at::Tensor& weight, py::handle state);
 
 // The clocks of parameters, float64 [4] (core/rules/base.h). One is rebuilt where the state's three
 // entries do not lie side by side in memory (after loading, copying or an assignment), or where a
@@ -52,9 +53,9 @@ Tensors clocks_of(const std::vector<Member>& members);
 // raises.
 HostRoom room_for(const std::vector<Member>& members);
 // Whether the group has a parameter's arrays on the host, those that are not small.
-bool offloads(PyObject* group, const at::Tensor& local);
+bool offloads(py::handle group, const at::Tensor& local);
 // Moves a state's arrays to where the group has them.
-void settle(PyObject* group, const at::Tensor& local, PyObject* state);
+void settle(py::handle group, const at::Tensor& local, py::handle state);
 
 bool is_low_precision(const at::Tensor& t);
 

@@ -11,10 +11,9 @@
 
 namespace amp_mp {
 
-bool is_held(const KeptState& kept, PyObject* state) {
-  return std::any_of(kept.formats.begin(), kept.formats.end(), [&](const StoredFormat& f) {
-    return item_of(state, f.entry.ptr()) != nullptr;
-  });
+bool is_held(const KeptState& kept, py::handle state) {
+  return std::any_of(kept.formats.begin(), kept.formats.end(),
+                     [&](const StoredFormat& f) { return bool(item_of(state, f.entry)); });
 }
 
 bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows) {
@@ -23,14 +22,16 @@ bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows) {
          sizes == at::IntArrayRef(muon::row_sizes(param, true));
 }
 
-void refuse_state(const Member& member) {
+namespace {
+
+void check_state(const Member& member) {
   const RuleLayout& layout = *member.layout;
-  PyObject* state = member.state.ptr();
-  if (PyDict_Size(state) == 0) return;
+  const py::object& state = member.state;
+  if (PyDict_Size(state.ptr()) == 0) return;
   const auto check = [&](const py::object& entry, bool of_rows) {
-    PyObject* held = item_of(state, entry.ptr());
+    const py::handle held = item_of(state, entry);
     if (!is_tensor(held)) return;
-    const at::Tensor &t = THPVariable_Unpack(held), &param = THPVariable_Unpack(member.param.ptr());
+    const at::Tensor &t = tensor_of(held), &param = tensor_of(member.param);
     TORCH_CHECK_VALUE(
         has_shape_of(t.sizes(), param.sizes(), of_rows), member.label, " has shape ",
         shape_text(param.sizes()), ", but its ", text_of(entry), " has shape ",
@@ -38,35 +39,27 @@ void refuse_state(const Member& member) {
         ": a parameter of another shape starts from the beginning; drop its state with "
         "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
-    const bool placed_alike =
-        plain || py::cast<bool>(python_functions().is_placed_as(py::handle(held), member.param));
-    TORCH_CHECK_VALUE(placed_alike, member.label, " and its ", text_of(entry),
+    TORCH_CHECK_VALUE(plain || is_placed_as(held, member.param), member.label, " and its ",
+                      text_of(entry),
                       " are not split over processes in the same way; put the state in with "
                       "load_state_dict, which moves it to where the parameter is");
   };
-  for (const KeptState& kept : layout.states) {
-    PyObject* first = nullptr;
-    for (const StoredFormat& stored : kept.formats) {
-      if (!item_of(state, stored.entry.ptr()) || stored.entry.ptr() == first) continue;
-      TORCH_CHECK_VALUE(!first, "the state of ", member.label, " holds ", quoted(kept.name.ptr()),
-                        " twice, as ", quoted(first), " and as ", quoted(stored.entry.ptr()),
-                        "; remove one of them");
-      first = stored.entry.ptr();
-    }
-  }
   for (const MasterEntry& master : master_entries()) check(master.entry, false);
-  for (const KeptState& kept : layout.states) {
-    PyObject* last = nullptr;
-    for (const StoredFormat& stored : kept.formats)
-      if (stored.entry.ptr() != last)
-        check(py::reinterpret_borrow<py::object>(last = stored.entry.ptr()), kept.of_rows);
-  }
-  PyObject* step = item_of(state, layout.step.ptr());
   std::vector<std::string> missing;
-  for (const KeptState& kept : layout.states)
-    if (!kept.late && !is_held(kept, state)) missing.push_back(quoted(kept.name.ptr()));
-  if (layout.own_is_kept && !item_of(state, layout.own.ptr()))
-    missing.push_back(quoted(layout.own.ptr()));
+  for (const KeptState& kept : layout.states) {
+    py::handle first;
+    for (const StoredFormat& stored : kept.formats) {
+      if (stored.entry.is(first) || !item_of(state, stored.entry)) continue;
+      TORCH_CHECK_VALUE(!first, "the state of ", member.label, " holds ", repr_of(kept.name),
+                        " twice, as ", repr_of(first), " and as ", repr_of(stored.entry),
+                        "; remove one of them");
+      first = stored.entry;
+      check(stored.entry, kept.of_rows);
+    }
+    if (!first && !kept.late) missing.push_back(repr_of(kept.name));
+  }
+  if (layout.own_is_kept && !item_of(state, layout.own)) missing.push_back(repr_of(layout.own));
+  const py::handle step = item_of(state, layout.step);
   if (missing.empty() || !step || !(number_in(step) > 0)) return;
   TORCH_CHECK_VALUE(false, "the state of ", member.label, " has no ",
                     *std::min_element(missing.begin(), missing.end()),
@@ -74,19 +67,16 @@ void refuse_state(const Member& member) {
                     "whole state, and it starts from the beginning");
 }
 
-namespace {
-
 // The clock of a parameter whose three entries lie side by side in memory; else undefined.
 at::Tensor present_clock(const Member& member) {
-  PyObject* state = member.state.ptr();
   const py::object* const keys[] = {&member.layout->step, &member.layout->powers,
                                     &member.layout->own};
   const int64_t offsets[] = {0, 1, 3};
   at::Tensor first;
   for (int i = 0; i < 3; ++i) {
-    PyObject* entry = item_of(state, keys[i]->ptr());
+    const py::handle entry = item_of(member.state, *keys[i]);
     if (!is_tensor(entry)) return {};
-    const at::Tensor& t = THPVariable_Unpack(entry);
+    const at::Tensor& t = tensor_of(entry);
     if (i == 0) first = t;
     if (t.scalar_type() != at::kDouble || t.device() != member.local.device() || !t.has_storage() ||
         !first.has_storage() || t.storage_offset() - first.storage_offset() != offsets[i] ||
@@ -98,10 +88,9 @@ at::Tensor present_clock(const Member& member) {
 
 std::array<double, 4> clock_numbers(const Member& member) {
   const RuleLayout& layout = *member.layout;
-  PyObject* state = member.state.ptr();
-  PyObject *const step = item_of(state, layout.step.ptr()),
-                  *const held = item_of(state, layout.powers.ptr()),
-                  *const own = item_of(state, layout.own.ptr());
+  const py::object& state = member.state;
+  const py::handle step = item_of(state, layout.step), held = item_of(state, layout.powers),
+                   own = item_of(state, layout.own);
   static PyObject* const buffer = PyUnicode_InternFromString("momentum_buffer");
   static PyObject* const betas_key = PyUnicode_InternFromString("betas");
   // torch's SGD and Muon count no steps: a momentum buffer says that there was at least one.
@@ -118,15 +107,27 @@ std::array<double, 4> clock_numbers(const Member& member) {
     std::copy_n(powers.const_data_ptr<double>(), 2, numbers.begin() + 1);
     return numbers;
   }
-  PyObject* betas = item_of(member.group.ptr(), betas_key);
+  const py::handle betas = item_of(member.group, betas_key);
   for (int i = 0; i < 2; ++i) {
-    const double beta = betas ? number_in(number_at(betas, i, betas_key).ptr()) : 0.0;
+    const double beta = betas ? number_in(number_at(betas, i, betas_key)) : 0.0;
     numbers[size_t(1 + i)] = std::pow(beta, numbers[0]);
   }
   return numbers;
 }
 
 }  // namespace
+
+void check_members(const std::vector<Member>& members) {
+  // fully_shard gathers parameters for a moment; only Python knows those.
+  const bool any_sharded = count_sharded_modules() > 0;
+  for (const Member& member : members) {
+    const at::Tensor& t = member.local;
+    const bool known = is_plain(member.param) && (t.is_cpu() || t.is_cuda()) && !any_sharded &&
+                       (t.scalar_type() == at::kFloat || is_low_precision(t));
+    if (!known) package("optim.step.params").attr("refuse_param")(member.param, member.label);
+    check_state(member);
+  }
+}
 
 Tensors clocks_of(const std::vector<Member>& members) {
   Tensors clocks;
@@ -149,10 +150,9 @@ Tensors clocks_of(const std::vector<Member>& members) {
     if (device.is_cuda() && (!there.defined() || there.device() != device)) there = here.to(device);
     const at::Tensor clock =
         device.is_cuda() ? there.select(0, int64_t(k)) : here.select(0, int64_t(k)).clone();
-    const py::dict& state = member.state;
-    set_item(state.ptr(), member.layout->step, wrapped(clock.select(0, 0)));
-    set_item(state.ptr(), member.layout->powers, wrapped(clock.narrow(0, 1, 2)));
-    set_item(state.ptr(), member.layout->own, wrapped(clock.select(0, 3)));
+    set_item(member.state, member.layout->step, wrapped(clock.select(0, 0)));
+    set_item(member.state, member.layout->powers, wrapped(clock.narrow(0, 1, 2)));
+    set_item(member.state, member.layout->own, wrapped(clock.select(0, 3)));
     clocks[missing[k]] = clock;
   }
   return clocks;

@@ -15,19 +15,19 @@ namespace {
 // Remainders of values that the weight has been rounded from, which stays as it is. A split rounds
 // half way between two weights away from zero, and split24 after rounding to 24 bits, prepare to
 // nearest even: where the two differ, the largest remainder is the nearest.
-void store_beside(const at::Tensor& values, const at::Tensor& weight, const at::Tensor& rest,
-                  Format format) {
+void store_beside(const at::Tensor& values, const ArrayTensors& master) {
+  const auto& [weight, format, rest] = master;
   const at::Tensor own = at::empty_like(weight);
-  store_values(values, own, rest, format);
+  store_values(values, {own, format, rest});
   const at::Tensor above = own.view(at::kShort).sub(weight.view(at::kShort));
   const double largest = rest.scalar_type() == at::kChar ? 127 : 32767;
   rest.masked_fill_(above.ne(0), 0).masked_fill_(above.eq(1), largest);
 }
 
-void drop_master(PyObject* state) {
+void drop_master(py::handle state) {
   for (const MasterEntry& each : master_entries()) {
     // Its memory may be of another stream, whose allocator would give it away while this one reads.
-    if (PyObject* found = item_of(state, each.entry.ptr()); is_tensor(found))
+    if (const py::handle found = item_of(state, each.entry); is_tensor(found))
       used_on_current_stream(local_of(found));
     drop_item(state, each.entry);
   }
@@ -39,28 +39,26 @@ bool is_low_precision(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-at::Tensor master_beside(const at::Tensor& weight, PyObject* state) {
+at::Tensor master_beside(const at::Tensor& weight, py::handle state) {
   for (const MasterEntry& each : master_entries()) {
-    if (each.weight ? *each.weight != weight.scalar_type() : false) continue;
-    if (PyObject* found = item_of(state, each.entry.ptr())) return local_of(found);
+    if (each.weight && *each.weight != weight.scalar_type()) continue;
+    if (const py::handle found = item_of(state, each.entry)) return local_of(found);
   }
   return {};
 }
 
-at::Tensor master_values(const at::Tensor& weight, PyObject* state) {
+at::Tensor master_values(const at::Tensor& weight, py::handle state) {
   at::Tensor second = master_beside(weight, state);
   if (!second.defined()) return {};
   const at::NoGradGuard no_grad;
   second = placed(second, weight);
-  const std::optional<Format> format = format_of_master(weight, second);
-  TORCH_CHECK_VALUE(format, "amp_mp: the master (", describe(second),
+  const std::optional<ArrayTensors> master = master_in(weight.detach(), second);
+  TORCH_CHECK_VALUE(master, "amp_mp: the master (", describe(second),
                     ") does not go with the weight (", describe(weight), ")");
-  const bool whole = second.scalar_type() == at::kFloat;
-  const at::Tensor own = weight.detach();
-  return whole ? values_of(second, own, *format) : values_of(own, second, *format);
+  return values_of(*master);
 }
 
-void set_master(const std::string& format, PyObject* param, PyObject* state, at::Tensor values) {
+void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values) {
   const at::NoGradGuard no_grad;
   const at::Tensor weight = local_of(param).detach();
   const MasterEntry* const entry = master_entry(format, weight.scalar_type());
@@ -73,12 +71,12 @@ void set_master(const std::string& format, PyObject* param, PyObject* state, at:
   bool is_first = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
     if (format == "none") return drop_master(state);
-    if (item_of(state, entry->entry.ptr())) return;
+    if (item_of(state, entry->entry)) return;
     values = master_values(weight, state);
     if (!values.defined()) {
       is_first = true;
-      const py::object kept = python_functions().first_values.attr("find")(py::handle(param));
-      if (!kept.is_none()) values = local_of(kept.ptr());
+      const py::object kept = package("optim.state.original_values").attr("find")(param);
+      if (!kept.is_none()) values = local_of(kept);
     }
   }
   if (format == "none") return drop_master(state);
@@ -87,26 +85,24 @@ void set_master(const std::string& format, PyObject* param, PyObject* state, at:
       format == "float32" ? at::empty_like(weight, options) : at::zeros_like(weight, options);
   // Of a DTensor this runs Python, where an interrupt may come: nothing has changed so far.
   const py::object made = like(second, param);
-  const Format native = *format_of_master(weight, second);
+  const ArrayTensors master = *master_in(weight, second);
   if (!values.defined()) {  // the weight itself is the master: remainders of it are 0
     if (format == "float32") second.copy_(weight);
-  } else if (format == "float32") {
-    store_values(values, second, weight, native);
-  } else if (is_given) {
-    store_values(values, weight, second, native);
+  } else if (is_given || format == "float32") {
+    store_values(values, master);
   } else {
-    store_beside(values, weight, second, native);
+    store_beside(values, master);
   }
   drop_master(state);
   set_item(state, entry->entry, made);
-  if (bumps) bump_version(THPVariable_Unpack(param));  // its shard has advanced alone
-  if (is_first) python_functions().first_values.attr("drop")(py::handle(param));
+  if (bumps) bump_version(tensor_of(param));  // its shard has advanced alone
+  if (is_first) package("optim.state.original_values").attr("drop")(param);
 }
 
-void follow_master(PyObject* param, const at::Tensor& weight, PyObject* state) {
+void follow_master(py::handle param, const at::Tensor& weight, py::handle state) {
   const bool low = is_low_precision(weight);
   for (const MasterEntry& each : master_entries()) {
-    PyObject* found = item_of(state, each.entry.ptr());
+    const py::handle found = item_of(state, each.entry);
     if (!low || (each.weight && *each.weight != weight.scalar_type())) {
       drop_item(state, each.entry);
     } else if (is_tensor(found)) {

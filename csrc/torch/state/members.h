@@ -25,24 +25,23 @@ struct Member {
 
 // A parameter's place in its optimizer's param_groups, and its name if the group has names: what
 // messages call it.
-std::string param_label(PyObject* group, int64_t number, int64_t position);
+std::string param_label(py::handle group, int64_t number, int64_t position);
 
 // A group's parameters, a list or tuple; TypeError for what is not a sequence.
-py::object params_of(PyObject* group);
+py::object params_of(py::handle group);
+
+// Whether the groups hold exactly these parameters.
+bool have_params(const py::list& groups, const std::vector<py::object>& params);
 
 // Raises ValueError unless there is a rule for each param_group.
 void check_rules(const Layouts& rules, const py::list& groups);
 
-// The parameters of all param_groups in order, without their states; or only those that are keys of
-// a map. ValueError as check_rules.
-std::vector<Member> members_of(const Layouts& rules, const py::list& groups,
+// The parameters of all param_groups in order; or only those that are keys of a map. One without
+// state gets a new dict, which `states` does not have yet. ValueError as check_rules.
+std::vector<Member> members_of(const Layouts& rules, const py::list& groups, const py::dict& states,
                                const std::unordered_map<PyObject*, size_t>* only = nullptr);
 
-// Raises unless a step can update the parameter. any_sharded: whether there are modules of
-// fully_shard, which gather parameters for a moment; only Python knows those.
-void refuse_param(const Member& member, bool any_sharded);
-
-// Raises RuntimeError where state cannot be made: in inference mode, and during capture.
-void refuse_new_state(const std::vector<at::Device>& devices);
+// Raises RuntimeError where state of these cannot be made: in inference mode, and during capture.
+void refuse_new_state(const std::vector<Member>& members);
 
 }  // namespace amp_mp

@@ -32,12 +32,12 @@ int64_t checksum_of(const at::Tensor& weight, bool by_place) {
   return int64_t(total);
 }
 
-Format format_of_original(const at::Tensor& weight, const at::Tensor& rest) {
-  const std::optional<Format> format = format_of_master(weight, rest);
-  TORCH_CHECK_TYPE(format, "amp_mp: the weight (", describe(weight),
+ArrayTensors original_in(const at::Tensor& weight, const at::Tensor& rest) {
+  const std::optional<ArrayTensors> found = master_in(weight, rest);
+  TORCH_CHECK_TYPE(found, "amp_mp: the weight (", describe(weight),
                    ") must be float16 or bfloat16, with remainders of 16 bits, found ",
                    describe(rest));
-  return *format;
+  return *found;
 }
 
 void check_stored(const Tensors& stored) {
@@ -50,14 +50,14 @@ void check_stored(const Tensors& stored) {
 std::pair<int64_t, Tensors> encode_original(const py::object& weight, const at::Tensor& values,
                                             bool by_place) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& own = THPVariable_Unpack(weight.ptr());
-  if (!is_plain(weight.ptr()) || !(own.is_cpu() || own.is_cuda()) || own.numel() == 0)
+  const at::Tensor& own = tensor_of(weight);
+  if (!is_plain(weight) || !(own.is_cpu() || own.is_cuda()) || own.numel() == 0)
     return {0, {values}};
   const py::gil_scoped_release release;
   const at::Tensor rest = at::empty_like(own, own.options().dtype(at::kShort));
-  const Format format = format_of_original(own, rest);
-  store_values(values, at::empty_like(own), rest, format);
-  const at::Tensor wrong = values_of(own, rest, format).view(at::kInt).ne(values.view(at::kInt));
+  const ArrayTensors original = original_in(own, rest);
+  store_values(values, {at::empty_like(own), original.format, rest});
+  const at::Tensor wrong = values_of(original).view(at::kInt).ne(values.view(at::kInt));
   const at::Tensor indices = wrong.flatten().nonzero().flatten();
   if (kExceptionBytes * indices.numel() > 2 * own.numel()) return {0, {values}};
   return {checksum_of(own, by_place), {rest, indices, values.flatten().index_select(0, indices)}};
@@ -68,7 +68,7 @@ at::Tensor decode_original(const at::Tensor& weight, const Tensors& stored) {
   check_stored(stored);
   if (stored.size() == 1) return copy_as(stored[0], at::kFloat, weight);
   const at::Tensor rest = placed(stored[0], weight);
-  at::Tensor found = values_of(weight, rest, format_of_original(weight, rest));
+  at::Tensor found = values_of(original_in(weight, rest));
   if (stored[1].numel() == 0) return found;
   const at::Device device = weight.device();
   const at::Tensor corrected =

@@ -3,22 +3,19 @@
 
 namespace amp_mp {
 
-const HyperMember& hyper_named(const std::string& name) {
-  const HyperMember* found = hyper_member(name.c_str());
-  if (!found) throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
-  return *found;
-}
+namespace {
 
-void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, PyObject* key) {
+// A group's number as Hyper has it; a tensor as `lr` stays one. ValueError naming the number.
+void read_number(HyperTensors& to, const HyperMember& member, py::handle value, py::handle key) {
   if (member.flag) {
     to.hyper.*member.flag = truth_of(value, key);
     return;
   }
-  if (member.number == &Hyper::lr && THPVariable_Check(value)) {
-    to.lr = THPVariable_Unpack(value);
+  if (member.number == &Hyper::lr && is_tensor(value)) {
+    to.lr = tensor_of(value);
     return;
   }
-  const double number = PyFloat_AsDouble(value);
+  const double number = PyFloat_AsDouble(value.ptr());
   if (number == -1 && PyErr_Occurred()) {
     PyErr_Clear();
     throw py::value_error(text_of(key) + " must be a number, found " + repr_of(value));
@@ -26,33 +23,31 @@ void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, P
   to.hyper.*member.number = number;
 }
 
-HyperTensors read_group(const std::vector<HyperNumber>& own, PyObject* group) {
-  static PyObject *const seed = PyUnicode_InternFromString("seed"), *const maximize =
-                                                                        PyUnicode_InternFromString(
-                                                                            "maximize");
+}  // namespace
+
+HyperTensors read_group(const std::vector<HyperNumber>& own, py::handle group) {
+  static PyObject* const seed = PyUnicode_InternFromString("seed");
+  static PyObject* const maximize = PyUnicode_InternFromString("maximize");
   HyperTensors numbers = {};
   for (const HyperNumber& row : own) {
     const py::object& when = row.when;
-    if (!when.is_none() && !truth_of(number_of(group, when.ptr()), when.ptr())) continue;
-    PyObject* value = number_of(group, row.key.ptr());
+    if (!when.is_none() && !truth_of(number_of(group, when), when)) continue;
+    const py::handle value = number_of(group, row.key);
     if (row.index < 0) {
-      read_number(numbers, *row.member, value, row.key.ptr());
+      read_number(numbers, *row.member, value, row.key);
     } else {
-      const py::object one = number_at(value, row.index, row.key.ptr());
-      read_number(numbers, *row.member, one.ptr(), row.key.ptr());
+      const py::object one = number_at(value, row.index, row.key);
+      read_number(numbers, *row.member, one, row.key);
     }
   }
   read_number(numbers, *hyper_member("maximize"), number_of(group, maximize), maximize);
-  PyObject* found = number_of(group, seed);
-  const unsigned long long value = PyLong_Check(found) && !PyBool_Check(found)
-                                       ? PyLong_AsUnsignedLongLong(found)
-                                       : (unsigned long long)(-1);
-  const bool wrong = PyErr_Occurred() || !PyLong_Check(found) || PyBool_Check(found);
-  if (wrong) {
+  PyObject* const found = number_of(group, seed).ptr();
+  const bool is_whole = PyLong_Check(found) && !PyBool_Check(found);
+  if (is_whole) numbers.hyper.seed = PyLong_AsUnsignedLongLong(found);
+  if (!is_whole || PyErr_Occurred()) {
     PyErr_Clear();
     throw py::value_error("seed must be a whole number of [0, 2^64), found " + repr_of(found));
   }
-  numbers.hyper.seed = value;
   return numbers;
 }
 

@@ -90,13 +90,7 @@ struct HyperTensors {
   at::Tensor lr;
 };
 
-// One of Hyper's numbers by name; TypeError for a name that it does not have.
-const HyperMember& hyper_named(const std::string& name);
-
-// A group's number as Hyper has it; a tensor as `lr` stays one. ValueError naming the number.
-void read_number(HyperTensors& to, const HyperMember& member, PyObject* value, PyObject* key);
-
 // The numbers of a param_group, of which an optimizer has these.
-HyperTensors read_group(const std::vector<HyperNumber>& numbers, PyObject* group);
+HyperTensors read_group(const std::vector<HyperNumber>& numbers, py::handle group);
 
 }  // namespace amp_mp

@@ -5,15 +5,8 @@ namespace amp_mp {
 
 using Like = SavedEntry::Like;
 
-namespace {
-
-std::string wrong_format(const std::string& format, const std::string& can) {
-  return "is stored as '" + format + "', but can be " + can + " only";
-}
-
-}  // namespace
-
 SavedEntries::SavedEntries(const py::iterable& rules) {
+  const auto add = [&](const SavedEntry& entry) { entries_.insert_or_assign(entry.name, entry); };
   for (const RuleLayout& rule : declared_rules())
     for (const py::object& name : {rule.step, rule.powers, rule.own})
       add({text_of(name), "step", "", Like::number, {}});
@@ -42,7 +35,8 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
         if (stored.entry.is(kept.name)) continue;
         const std::string format = kFormats[int(stored.format)].name;
         if (!kept.may_be(stored.format)) {
-          refused_[text_of(stored.entry)] = wrong_format(format, can);
+          const std::string wrong = "is stored as '" + format + "', but can be " + can + " only";
+          refused_[text_of(stored.entry)] = wrong;
           continue;
         }
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
@@ -50,11 +44,6 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
         if (!scale.empty()) add({scale, name, format, Like::scale, rest_dtype_of(stored.format)});
       }
     }
-}
-
-void SavedEntries::add(SavedEntry entry) {
-  const std::string name = entry.name;
-  entries_.insert_or_assign(name, std::move(entry));
 }
 
 const SavedEntry* SavedEntries::find(const std::string& name) const {

@@ -19,12 +19,11 @@ std::string described(const py::handle& value) {
 
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
-  if (!is_plain(value.ptr())) {
-    static const py::object& why_foreign =
-        *new py::object(py::module_::import("amp_mp.sharding.shards").attr("why_foreign"));
-    if (const std::string wrong = text_of(why_foreign(value)); !wrong.empty()) return wrong;
+  if (!is_plain(value)) {
+    const std::string foreign = text_of(package("sharding.shards").attr("why_foreign")(value));
+    if (!foreign.empty()) return foreign;
   }
-  const at::Tensor local = local_of(value.ptr());
+  const at::Tensor local = local_of(value);
   if (local.is_meta()) return "is on the meta device, without memory to copy; save its numbers";
   if (local.layout() != at::kStrided)
     return "has layout " + text_of(wrapped(local).attr("layout")) + "; save it as a dense tensor";
@@ -33,7 +32,7 @@ std::string wrong_memory(const py::handle& value) {
 
 std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes,
                         bool of_rows = false) {
-  const at::Tensor& own = THPVariable_Unpack(param.ptr());
+  const at::Tensor& own = tensor_of(param);
   if (of_rows && has_shape_of(t.sizes(), own.sizes(), true)) return "";
   std::vector<int64_t> wanted = own.sizes().vec();
   if (in_bytes) wanted.push_back(2);
@@ -41,8 +40,8 @@ std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_by
   std::string wrong = "has shape " + shape_text(t.sizes()) + ", but " +
                       (in_bytes ? "its bytes have shape " : "the parameter has shape ") +
                       shape_text(wanted);
-  if (is_dtensor(param.ptr()) && t.dim() >= own.dim() &&
-      t.sizes().slice(0, size_t(own.dim())) == local_of(param.ptr()).sizes())
+  if (is_dtensor(param) && t.dim() >= own.dim() &&
+      t.sizes().slice(0, size_t(own.dim())) == local_of(param).sizes())
     wrong += ": it is one process's part as a plain tensor; load DTensors or whole tensors";
   return wrong;
 }
@@ -54,7 +53,7 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
                          const py::handle& param) {
   const std::string memory = wrong_memory(value);
   if (!memory.empty()) return memory;
-  const at::Tensor& t = THPVariable_Unpack(value.ptr());
+  const at::Tensor& t = tensor_of(value);
   if (!entry) {
     const std::string refused = entries.refusal(name);
     return refused.empty() ? wrong_shape(t, param, false) : refused;
@@ -69,13 +68,13 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
   }
   const bool in_groups = entry->like == Like::scale || !entry->scale.empty();
   // Groups are of neighbours in memory.
-  if (in_groups && !local_of(value.ptr()).is_non_overlapping_and_dense())
+  if (in_groups && !local_of(value).is_non_overlapping_and_dense())
     return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const at::ScalarType kind = t.scalar_type();
   const std::string shown = entry->shown ? text_of(py::cast(*entry->shown)) : "";
   const bool is_shown = entry->shown.value_or(kind) == kind;
   if (entry->like == Like::scale) {
-    const int64_t count = THPVariable_Unpack(param.ptr()).numel() / kGroup;
+    const int64_t count = tensor_of(param).numel() / kGroup;
     if (is_shown && t.numel() == count) return "";
     return "has " + std::to_string(t.numel()) + " elements of " + dtype + ", must have " +
            std::to_string(count) + " of " + shown;
@@ -111,8 +110,8 @@ std::set<std::string> needed_under(const py::iterable& rules) {
 std::string wrong_clock(const py::object& value, const std::string& name) {
   const bool is_step = name == "step", is_powers = name == "beta_powers";
   std::vector<double> numbers;
-  if (is_tensor(value.ptr())) {
-    const at::Tensor here = doubles_on_host(local_of(value.ptr()));
+  if (is_tensor(value)) {
+    const at::Tensor here = doubles_on_host(local_of(value));
     numbers.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
   } else {
     numbers = {PyFloat_AsDouble(value.ptr())};
@@ -143,7 +142,7 @@ py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
     if (value.is_none()) continue;
     const std::string name = text_of(key);
     const SavedEntry* entry = entries.find(name);
-    const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value.ptr());
+    const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value);
     std::string what;
     if (tensor)
       what = wrong_tensor(entries, entry, name, value, param);
@@ -160,14 +159,14 @@ py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
       return wrong(later ? known->second : name,
                    "is there as '" + (later ? name : known->second) + "', too");
     }
-    if (!entry->scale.empty() && !item_of(state.ptr(), py::str(entry->scale).ptr()))
+    if (!entry->scale.empty() && !item_of(state, py::str(entry->scale)))
       return wrong(name, "is stored as '" + entry->format + "', but has no '" + entry->scale + "'");
   }
   const bool keeps = held.size() > held.count("master");
   if (!strange.empty() && !keeps)
     return wrong(strange,
                  "is there, and nothing that the optimizer keeps: another optimizer saved it");
-  PyObject* step = item_of(state.ptr(), py::str("step").ptr());
+  const py::handle step = item_of(state, py::str("step"));
   const std::set<std::string> needed = needed_under(rules);
   for (const std::string& name : needed) {
     const auto found = held.find(name);
@@ -176,7 +175,7 @@ py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
                    "is missing, though there is '" + found->second + "'; save the count with it");
   }
   for (const std::string& name : needed)
-    if (!held.count(name) && !item_of(state.ptr(), py::str(name).ptr()) && step &&
+    if (!held.count(name) && !item_of(state, py::str(name)) && step &&
         (is_tensor(step) ? doubles_on_host(local_of(step)).item<double>() : number_in(step)) > 0)
       return wrong(name, "is missing, though it has taken steps");
   return py::none();

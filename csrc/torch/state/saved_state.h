@@ -28,7 +28,6 @@ class SavedEntries {
   std::set<std::string> in_bytes() const;  // the names of such entries
 
  private:
-  void add(SavedEntry entry);
   std::map<std::string, SavedEntry> entries_;
   std::map<std::string, std::string> refused_;
 };

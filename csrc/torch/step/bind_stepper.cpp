@@ -1,6 +1,4 @@
 // What Python sees of the door of the step: buckets, inputs, the stepper.
-#include <ATen/ops/empty.h>
-
 #include "torch/bind.h"
 #include "torch/ops.h"
 #include "torch/step/stepper.h"
@@ -17,24 +15,24 @@ std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
   check_rules(layouts, groups);
   TORCH_CHECK_INDEX(group >= 0 && size_t(group) < layouts.size(), "amp_mp: there is no group ",
                     group, " in ", layouts.size(), " param_groups");
-  PyObject* found = item_of(states.ptr(), param.ptr());
-  if (found && !PyDict_Check(found))
+  const py::handle found = item_of(states, param);
+  if (found && !PyDict_Check(found.ptr()))
     throw py::type_error("the state of " + label + " must be a dict, found " + repr_of(found));
-  const at::Tensor local = local_of(param.ptr());
-  const Member member = {param,
-                         local,
-                         is_dtensor(param.ptr()),
-                         layouts[size_t(group)],
-                         groups[size_t(group)],
-                         group,
-                         tensor_index,
-                         label,
-                         found ? py::reinterpret_borrow<py::dict>(found) : py::dict()};
-  refuse_param(member, count_sharded_modules() > 0);
-  refuse_state(member);
-  if (!found) states[param] = member.state;
-  return std::make_shared<Bucket>(member.layout, local.device(), std::vector<Member>{member},
-                                  own_keys);
+  const py::object state = found ? py::reinterpret_borrow<py::object>(found) : py::dict();
+  const std::vector<Member> members = {{param, local_of(param), is_dtensor(param),
+                                        layouts[size_t(group)], groups[size_t(group)], group,
+                                        tensor_index, label, state}};
+  check_members(members);
+  if (!found) states[param] = state;
+  return std::make_shared<Bucket>(members[0].layout, members[0].local.device(), members, own_keys);
+}
+
+DecideTensors inputs_on(const at::Device& device, const py::object& scale,
+                        std::optional<double> max_norm) {
+  DecideTensors inputs;
+  inputs.scale = scalar_on(device, scale);
+  inputs.max_norm = max_norm.value_or(0.0);
+  return inputs;
 }
 
 // Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
@@ -42,12 +40,8 @@ void step_bucket(Bucket& bucket, const py::list& groups,
                  const std::shared_ptr<Measurement>& measured, const py::object& scale,
                  std::optional<double> max_norm, const std::optional<at::Tensor>& total) {
   const at::Device device = bucket.device();
-  DecideTensors inputs;
-  inputs.scale = scalar_on(device, scale);
-  inputs.max_norm = max_norm.value_or(0.0);
-  at::Tensor verdict = total ? decide_on(device, {*total}, inputs)
-                             : at::empty({sizeof(Verdict) / sizeof(double)},
-                                         at::TensorOptions().dtype(at::kDouble).device(device));
+  const DecideTensors inputs = inputs_on(device, scale, max_norm);
+  at::Tensor verdict = total ? decide_on(device, {*total}, inputs) : new_verdict(device);
   const ApplyInputs given = {.decides = total ? nullptr : &inputs, .found = measured.get()};
   apply_bucket(bucket, bucket.hypers(groups), verdict, given, py::none(), nullptr);
 }
@@ -67,17 +61,8 @@ void bind_inputs(py::module_& m) {
       .def_readwrite("used", &StepInputs::used)
       .def_readwrite("checks", &StepInputs::checks)
       .def_readwrite("own_max_norm", &StepInputs::own_max_norm)
-      .def_property(
-          "norm_limit", [](const StepInputs& inputs) { return inputs.limit.fixed; },
-          [](StepInputs& inputs, double norm) { inputs.limit.fixed = norm; })
-      .def_property(
-          "spike",
-          [](const StepInputs& inputs) {
-            return std::pair(inputs.limit.sigmas, inputs.limit.window);
-          },
-          [](StepInputs& inputs, std::pair<double, double> spike) {
-            std::tie(inputs.limit.sigmas, inputs.limit.window) = spike;
-          });
+      .def_readwrite("norm_limit", &StepInputs::norm_limit)
+      .def_readwrite("spike", &StepInputs::spike);
 }
 
 }  // namespace
@@ -89,9 +74,9 @@ void bind_stepper(py::module_& m) {
            py::arg("label"))
       .def_property_readonly("params",
                              [](const Bucket& bucket) {
-                               py::list params;
+                               std::vector<py::object> params;
                                for (const Member& member : bucket.members())
-                                 params.append(member.param);
+                                 params.push_back(member.param);
                                return params;
                              })
       .def(
@@ -116,34 +101,23 @@ void bind_stepper(py::module_& m) {
       .def("forget", &Stepper::forget)
       .def("step", &Stepper::step, py::arg("rules"), py::arg("groups"), py::arg("states"),
            py::arg("inputs"), py::arg("read") = py::none())
-      .def_property(
-          "norm_history", [](Stepper& stepper) { return stepper.log().norm_history(); },
-          &Stepper::set_norm_history)
+      .def_property_readonly("log", &Stepper::log)
+      .def_property("norm_history", &Stepper::norm_history, &Stepper::set_norm_history)
       .def_property_readonly("is_captured", &Stepper::is_captured)
       .def("measure", &Stepper::measure, py::arg("rules"), py::arg("groups"), py::arg("states"),
-           py::arg("read") = py::none())
-      .def("decide", &Stepper::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))
-      .def_property_readonly("count", [](Stepper& stepper) { return stepper.log().count(); })
-      .def_property_readonly("reports", [](Stepper& stepper) { return stepper.log().reports(); })
-      .def_property_readonly("verdict",
-                             [](Stepper& stepper) -> std::optional<at::Tensor> {
-                               const at::Tensor& verdict = stepper.log().verdict();
-                               return verdict.defined() ? std::optional(verdict) : std::nullopt;
-                             })
-      .def("forget_report", [](Stepper& stepper) { stepper.log().forget(); })
-      .def(
-          "report", [](Stepper& stepper, bool wait) { return stepper.log().newest(wait); },
-          py::arg("wait"))
-      .def("skipped", [](Stepper& stepper) { return stepper.log().skipped(); });
+           py::arg("read") = py::none());
+  py::class_<StepLog>(m, "StepLog")
+      .def_property_readonly("count", &StepLog::count)
+      .def_property_readonly("reports", &StepLog::reports)
+      .def_property_readonly("verdict", &StepLog::verdict)
+      .def("decide", &StepLog::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))
+      .def("forget", &StepLog::forget)
+      .def("newest", &StepLog::newest, py::arg("wait"))
+      .def("skipped", &StepLog::skipped);
 
-  m.def(
-      "params_of", [](const py::dict& group) { return params_of(group.ptr()); }, py::arg("group"));
-  m.def(
-      "param_label",
-      [](const py::dict& group, int64_t number, int64_t position) {
-        return param_label(group.ptr(), number, position);
-      },
-      py::arg("group"), py::arg("number"), py::arg("position"));
+  m.def("params_of", &params_of, py::arg("group"));
+  m.def("have_params", &have_params, py::arg("groups"), py::arg("params"));
+  m.def("param_label", &param_label, py::arg("group"), py::arg("number"), py::arg("position"));
   m.def(
       "init_states",
       [](const py::list& rules, const py::list& groups, const py::dict& states) {
@@ -154,12 +128,9 @@ void bind_stepper(py::module_& m) {
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
   m.def(
       "decide",
-      [](const at::Device& device, const std::vector<at::Tensor>& totals, const py::object& scale,
+      [](const at::Device& device, const Tensors& totals, const py::object& scale,
          std::optional<double> max_norm) {
-        DecideTensors inputs;
-        inputs.scale = scalar_on(device, scale);
-        inputs.max_norm = max_norm.value_or(0.0);
-        return decide_on(device, totals, inputs);
+        return decide_on(device, totals, inputs_on(device, scale, max_norm));
       },
       py::arg("device"), py::arg("totals"), py::kw_only(), py::arg("scale") = py::none(),
       py::arg("max_norm") = py::none());

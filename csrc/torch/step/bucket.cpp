@@ -5,9 +5,15 @@
 namespace amp_mp {
 namespace {
 
-bool is_stochastic_rounding(PyObject* group) {
+bool is_stochastic_rounding(py::handle group) {
   static PyObject* const rounding = PyUnicode_InternFromString("rounding");
-  return PyUnicode_CompareWithASCIIString(number_of(group, rounding), "stochastic") == 0;
+  return PyUnicode_CompareWithASCIIString(number_of(group, rounding).ptr(), "stochastic") == 0;
+}
+
+const HyperMember& hyper_named(const std::string& name) {
+  const HyperMember* found = hyper_member(name.c_str());
+  if (!found) throw py::type_error("amp_mp: Hyper has no number \"" + name + "\"");
+  return *found;
 }
 
 }  // namespace
@@ -30,10 +36,8 @@ Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> member
   for (const KeptState& kept : layout().states)
     for (size_t i = 0; kept.of_rows && i < members_.size(); ++i) {
       const Member& member = members_[i];
-      PyObject* const moment = item_of(member.state.ptr(), kept.name.ptr());
-      row_norms_.add({offsets[i], member.local, member.param,
-                      py::reinterpret_borrow<py::object>(moment), member.group,
-                      kinds_[size_t(slots_.group(i))].shape.first});
+      row_norms_.add({offsets[i], member.local, member.param, got(member.state, kept.name),
+                      member.group, kinds_[size_t(slots_.group(i))].shape.first});
     }
 }
 
@@ -69,7 +73,6 @@ std::vector<int64_t> Bucket::sort_by_kind() {
 }
 
 Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
-  for (const Member& member : members_) refuse_state(member);
   for (const Member& member : members_) follow(member);
   const Tensors clocks = clocks_of(members_);
   std::vector<SlotTensors> slots;
@@ -78,22 +81,22 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     init_state(member);
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
-    own.master = master_beside(member.local, member.state.ptr());
+    own.master = master_beside(member.local, member.state);
     for (const KeptState& kept : layout().states) {
       if (kept.of_rows) continue;
-      const std::optional<HeldState> held = held_state(kept, member.state.ptr());
+      const std::optional<HeldState> held = held_state(kept, member.state);
       const Format format = format_of(kept, member);
-      own.states.push_back(
-          {held ? held->data : at::Tensor(), held ? held->scales : at::Tensor(), format});
+      own.states.push_back(held ? ArrayTensors{held->data, format, held->scales}
+                                : ArrayTensors{{}, format, {}});
     }
-    own.stochastic = is_stochastic_rounding(member.group.ptr());
+    own.stochastic = is_stochastic_rounding(member.group);
     own.clock = clocks[i];
     own.group = kinds[i];
     own.tensor_index = member.tensor_index;
     own.name = member.label;
     if (!member.is_dtensor) continue;
     own.dtensor = member.param;
-    own.origin = origin_of(member.param.ptr());
+    own.origin = origin_of(member.param);
   }
   return Slots(std::move(slots), device_);
 }
@@ -101,23 +104,16 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
 void Bucket::remember() {
   for (const py::object& key : layout().keys()) {
     std::vector<py::object> values;
-    bool is_there = false;
-    for (const Member& member : members_) {
-      PyObject* found = item_of(member.state.ptr(), key.ptr());
-      is_there = is_there || found;
-      values.push_back(found ? py::reinterpret_borrow<py::object>(found) : py::none());
-    }
-    if (!is_there) continue;
+    for (const Member& member : members_) values.push_back(got(member.state, key));
+    if (std::all_of(values.begin(), values.end(), [](auto& value) { return value.is_none(); }))
+      continue;
     keys_.push_back(key);
     seen_.insert(seen_.end(), values.begin(), values.end());
   }
   for (const Member& member : members_) {
     if (!options_.empty() && options_.back().first == member.group_index) continue;
     std::vector<py::object> values;
-    for (const py::object& option : layout().options) {
-      PyObject* found = item_of(member.group.ptr(), option.ptr());
-      values.push_back(found ? py::reinterpret_borrow<py::object>(found) : py::none());
-    }
+    for (const py::object& option : layout().options) values.push_back(got(member.group, option));
     options_.emplace_back(member.group_index, std::move(values));
   }
 }
@@ -125,11 +121,8 @@ void Bucket::remember() {
 bool Bucket::is_current(const Layouts& rules, const py::list& groups) const {
   for (const auto& [group, values] : options_) {
     if (size_t(group) >= rules.size() || rules[size_t(group)] != layout_) return false;
-    PyObject* dict = groups[size_t(group)].ptr();
-    for (size_t i = 0; i < values.size(); ++i) {
-      PyObject* found = item_of(dict, layout().options[i].ptr());
-      if ((found ? found : Py_None) != values[i].ptr()) return false;
-    }
+    for (size_t i = 0; i < values.size(); ++i)
+      if (!got(groups[size_t(group)], layout().options[i]).is(values[i])) return false;
   }
   const size_t count = members_.size();  // raw calls from here, since they run at every step
   for (size_t k = 0; k < keys_.size(); ++k)
@@ -143,14 +136,14 @@ bool Bucket::is_current(const Layouts& rules, const py::list& groups) const {
 
 bool Bucket::is_of(const py::dict& states, const Layouts& rules, const py::list& groups) const {
   for (const Member& member : members_)
-    if (item_of(states.ptr(), member.param.ptr()) != member.state.ptr()) return false;
+    if (!member.state.is(item_of(states, member.param))) return false;
   return is_current(rules, groups);
 }
 
 std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {
   std::vector<HyperTensors> found;
   for (const Kind& kind : kinds_) {
-    HyperTensors numbers = read_group(numbers_, groups[size_t(kind.group)].ptr());
+    HyperTensors numbers = read_group(numbers_, groups[size_t(kind.group)]);
     for (const auto& [member, number] : kind.of_shape) numbers.hyper.*member->number = number;
     found.push_back(std::move(numbers));
   }

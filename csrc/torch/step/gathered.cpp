@@ -1,101 +1,55 @@
 #include "torch/step/gathered.h"
 
-#include <c10/core/InferenceMode.h>
-
 #include <algorithm>
-#include <unordered_map>
 
 #include "torch/device.h"
 
 namespace amp_mp {
-namespace {
-
-// Existing states by parameter: a look-up in the dict itself would call Tensor.__hash__.
-std::unordered_map<PyObject*, PyObject*> by_param(const py::dict& states) {
-  std::unordered_map<PyObject*, PyObject*> found;
-  PyObject *key, *value;
-  for (Py_ssize_t at = 0; PyDict_Next(states.ptr(), &at, &key, &value);)
-    if (PyDict_Check(value)) found.emplace(key, value);
-  return found;
-}
-
-const at::Tensor& tensor_of(const py::object& param) { return THPVariable_Unpack(param.ptr()); }
-
-}  // namespace
 
 Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
                    const py::object& hooks) {
-  struct Batch {
-    Layout layout;
-    at::Device device;
-    std::vector<Member> members;
-  };
-  std::vector<Batch> batches;
-  std::vector<at::Device> devices;
-  const auto known = by_param(states);
+  std::vector<Member> members = members_of(rules, groups, states);
+  refuse_new_state(members);
+  std::vector<std::pair<Layout, at::Device>> kinds;  // one bucket each
+  std::vector<Member> active;
   bool any_dtensor = false;
-  std::vector<Member> members = members_of(rules, groups);
   for (Member& member : members) {
     params_.push_back(member.param);
     any_dtensor = any_dtensor || member.is_dtensor;
     const py::object& directions = member.layout->directions;
     if (!directions.is_none()) directions.attr("refuse")(member.group, member.param, member.label);
-    const at::Device device = member.local.device();
-    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& each) {
-      return each.device == device && each.layout == member.layout;
-    });
-    if (batch == batches.end()) batch = batches.insert(batch, {member.layout, device, {}});
-    devices.push_back(device);
-    const auto found = known.find(member.param.ptr());
-    const bool has_state = found != known.end() && PyDict_Size(found->second) > 0;
-    if (!has_state && !tensor_of(member.param).grad().defined()) {
-      dormant_.push_back(member.param.ptr());
-      continue;
-    }
-    if (found != known.end())
-      member.state = py::reinterpret_borrow<py::object>(found->second);
+    const std::pair kind(member.layout, member.local.device());
+    if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
+    if (py::len(member.state) > 0 || tensor_of(member.param).grad().defined())
+      active.push_back(std::move(member));
     else
-      member.state = py::dict();
-    batch->members.push_back(std::move(member));
+      dormant_.push_back(member.param);
   }
-  refuse_new_state(devices);
-  const bool any_sharded = count_sharded_modules() > 0;
-  std::vector<Member> offloaded;
-  for (const Batch& batch : batches)
-    for (const Member& member : batch.members) {
-      refuse_param(member, any_sharded);
-      refuse_state(member);
-      if (offloads(member.group.ptr(), member.local)) offloaded.push_back(member);
+  check_members(active);
+  const HostRoom room = room_for(active);
+  std::vector<std::pair<at::Device, std::vector<int64_t>>> held;  // the members of each bucket
+  for (const auto& [layout, device] : kinds) {
+    std::vector<Member> own;
+    for (const Member& member : active) {
+      if (member.layout != layout || member.local.device() != device) continue;
+      own.push_back(member);
+      if (py::len(member.state) == 0) states[member.param] = member.state;
     }
-  const HostRoom room = room_for(offloaded);
-  py::list held;
-  for (Batch& batch : batches) {
-    py::list indices;
-    for (const Member& member : batch.members)
-      if (PyDict_Size(member.state.ptr()) == 0) states[member.param] = member.state;
-    buckets_.push_back(std::make_shared<Bucket>(batch.layout, batch.device,
-                                                std::move(batch.members), hooks.attr("own_keys")));
-    for (const Member& member : buckets_.back()->members()) indices.append(member.tensor_index);
-    held.append(py::make_tuple(py::cast(batch.device), indices));
+    buckets_.push_back(
+        std::make_shared<Bucket>(layout, device, std::move(own), hooks.attr("own_keys")));
+    held.emplace_back(device, std::vector<int64_t>());
+    for (const Member& member : buckets_.back()->members())
+      held.back().second.push_back(member.tensor_index);
   }
   for (const auto& [param, state] : states)
     states_.push_back(py::reinterpret_borrow<py::object>(state));
-  py::list params;
-  for (const py::object& param : params_) params.append(param);
-  whole_ = hooks.attr("make_whole")(held, params, any_dtensor);
+  whole_ = hooks.attr("make_whole")(held, params_, any_dtensor);
 }
 
 bool Gathered::is_current(const Layouts& rules, const py::list& groups,
                           const py::dict& states) const {
-  size_t at = 0;
-  for (const py::handle group : groups) {
-    const py::object params = params_of(group.ptr());
-    const Py_ssize_t length = PySequence_Fast_GET_SIZE(params.ptr());
-    if (at + size_t(length) > params_.size()) return false;
-    for (Py_ssize_t i = 0; i < length; ++i)
-      if (PySequence_Fast_GET_ITEM(params.ptr(), i) != params_[at++].ptr()) return false;
-  }
-  if (at != params_.size() || size_t(PyDict_Size(states.ptr())) != states_.size()) return false;
+  if (!have_params(groups, params_) || size_t(PyDict_Size(states.ptr())) != states_.size())
+    return false;
   PyObject *key, *value;
   size_t number = 0;
   for (Py_ssize_t position = 0; PyDict_Next(states.ptr(), &position, &key, &value);)
@@ -103,7 +57,7 @@ bool Gathered::is_current(const Layouts& rules, const py::list& groups,
   for (const auto& bucket : buckets_)
     if (!bucket->is_current(rules, groups)) return false;
   return std::none_of(dormant_.begin(), dormant_.end(),
-                      [](PyObject* param) { return THPVariable_Unpack(param).grad().defined(); });
+                      [](py::handle param) { return tensor_of(param).grad().defined(); });
 }
 
 bool Gathered::has_no_gradient() const {
@@ -112,8 +66,8 @@ bool Gathered::has_no_gradient() const {
 }
 
 void Gathered::check_capture() const {
-  for (PyObject* param : dormant_) {
-    const at::Tensor& t = THPVariable_Unpack(param);
+  for (const py::handle param : dormant_) {
+    const at::Tensor& t = tensor_of(param);
     TORCH_CHECK_VALUE(
         !t.requires_grad() || !is_capturing(t.device()), "a parameter of shape ",
         shape_text(t.sizes()),
@@ -128,25 +82,10 @@ bool Gathered::needs_norms() const {
 }
 
 void init_states(const Layouts& rules, const py::list& groups, const py::dict& states) {
-  std::vector<Member> trained;
-  std::vector<at::Device> devices;
-  const auto known = by_param(states);
-  for (Member& member : members_of(rules, groups)) {
-    if (!tensor_of(member.param).requires_grad()) continue;
-    const auto found = known.find(member.param.ptr());
-    if (found != known.end())
-      member.state = py::reinterpret_borrow<py::object>(found->second);
-    else
-      member.state = py::dict();
-    devices.push_back(member.local.device());
-    trained.push_back(std::move(member));
-  }
-  refuse_new_state(devices);
-  const bool any_sharded = count_sharded_modules() > 0;
-  for (const Member& member : trained) {
-    refuse_param(member, any_sharded);
-    refuse_state(member);
-  }
+  std::vector<Member> trained = members_of(rules, groups, states);
+  std::erase_if(trained, [](auto& member) { return !tensor_of(member.param).requires_grad(); });
+  refuse_new_state(trained);
+  check_members(trained);
   const HostRoom room = room_for(trained);
   clocks_of(trained);
   for (const Member& member : trained) {

@@ -1,8 +1,6 @@
 #pragma once
 // All of an optimizer's parameters, those with state in buckets; gathered again only where a script
 // has exchanged something since. Everything here needs the GIL.
-#include <unordered_map>
-
 #include "torch/step/bucket.h"
 
 namespace amp_mp {
@@ -28,7 +26,7 @@ class Gathered {
  private:
   std::vector<std::shared_ptr<Bucket>> buckets_;
   std::vector<py::object> params_, states_;
-  std::vector<PyObject*> dormant_;  // of params_: no gradient so far, hence no state
+  std::vector<py::handle> dormant_;  // of params_: no gradient so far, hence no state
   py::object whole_;
 };
 

@@ -22,37 +22,25 @@ const Names& names_of_attributes() {
   return names;
 }
 
-py::object attribute(PyObject* object, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(object, name);
-  if (!found) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
-}
-
-bool is_equal(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
-  if (equal < 0) throw py::error_already_set();
-  return equal == 1;
+py::object attribute(py::handle object, PyObject* name) {
+  return owned(PyObject_GetAttr(object.ptr(), name));
 }
 
 // Whether two DTensors are on the same mesh with the same placements.
-bool placed_alike(PyObject* a, PyObject* b) {
+bool placed_alike(py::handle a, py::handle b) {
   const Names& name = names_of_attributes();
   const py::object one = attribute(a, name.spec), other = attribute(b, name.spec);
   if (one.is(other)) return true;
-  for (PyObject* part : {name.placements, name.mesh})
-    if (!is_equal(attribute(one.ptr(), part).ptr(), attribute(other.ptr(), part).ptr()))
-      return false;
-  return true;
+  return attribute(one, name.placements).equal(attribute(other, name.placements)) &&
+         attribute(one, name.mesh).equal(attribute(other, name.mesh));
 }
 
 // The shard of a DTensor. One that a collective is still filling is waited for.
-at::Tensor shard_of(PyObject* dtensor) {
+at::Tensor shard_of(py::handle dtensor) {
   py::object shard = attribute(dtensor, names_of_attributes().local);
-  TORCH_CHECK_TYPE(THPVariable_Check(shard.ptr()), "amp_mp: a DTensor's shard is not a tensor");
-  if (is_subclass(THPVariable_Unpack(shard.ptr())) && py::hasattr(shard, "wait"))
-    shard = shard.attr("wait")();
-  return THPVariable_Unpack(shard.ptr());
+  TORCH_CHECK_TYPE(is_tensor(shard), "amp_mp: a DTensor's shard is not a tensor");
+  if (is_subclass(tensor_of(shard)) && py::hasattr(shard, "wait")) shard = shard.attr("wait")();
+  return tensor_of(shard);
 }
 
 }  // namespace
@@ -67,17 +55,15 @@ Shards::Shards(std::vector<Shard> own) : own_(std::move(own)), gradients_(own_.s
   }
 }
 
-const at::Tensor& Shards::dtensor(size_t i) const {
-  return THPVariable_Unpack(own_[i].dtensor.ptr());
-}
+const at::Tensor& Shards::dtensor(size_t i) const { return tensor_of(own_[i].dtensor); }
 
 bool Shards::are(const Tensors& params) const {
   const Names& name = names_of_attributes();
   for (size_t k = 0; k < indices_.size(); ++k) {
     if (k + kAhead < indices_.size()) __builtin_prefetch(own_[indices_[k + kAhead]].dtensor.ptr());
-    const py::object shard = attribute(own_[indices_[k]].dtensor.ptr(), name.local);
-    if (!THPVariable_Check(shard.ptr()) || THPVariable_Unpack(shard.ptr()).unsafeGetTensorImpl() !=
-                                               params[indices_[k]].unsafeGetTensorImpl())
+    const py::object shard = attribute(own_[indices_[k]].dtensor, name.local);
+    if (!is_tensor(shard) ||
+        tensor_of(shard).unsafeGetTensorImpl() != params[indices_[k]].unsafeGetTensorImpl())
       return false;
   }
   return true;
@@ -91,19 +77,19 @@ void Shards::find_gradients() {
       __builtin_prefetch(dtensor(indices_[k + kAhead]).unsafeGetTensorImpl());
     const at::Tensor& found = dtensor(i).grad();
     if (!found.defined()) continue;
-    const auto grad = py::reinterpret_steal<py::object>(THPVariable_Wrap(found));
-    PyObject* param = own_[i].dtensor.ptr();
+    const Shard& own = own_[i];
+    const py::object grad = wrapped(found);
     TORCH_CHECK_TYPE(
-        Py_TYPE(grad.ptr()) == Py_TYPE(param) ||
+        Py_TYPE(grad.ptr()) == Py_TYPE(own.dtensor.ptr()) ||
             PyObject_HasAttr(grad.ptr(), names_of_attributes().local),
-        "amp_mp: the gradient of ", own_[i].name,
+        "amp_mp: the gradient of ", own.name,
         " is a plain tensor, the parameter is a DTensor; a plain tensor does not say "
         "which part of the whole it is: set .grad to a DTensor placed as the parameter");
-    if (placed_alike(grad.ptr(), param)) {
-      gradients_[i] = shard_of(grad.ptr());
+    if (placed_alike(grad, own.dtensor)) {
+      gradients_[i] = shard_of(grad);
     } else {
-      const Shard& own = own_[i];
-      gradients_[i] = local_of(python_functions().local_gradient(own.dtensor, own.name).ptr());
+      const py::object gradient = package("sharding.gradients").attr("local_gradient");
+      gradients_[i] = local_of(gradient(own.dtensor, own.name));
     }
   }
   found_ = true;

@@ -1,7 +1,5 @@
 #include "torch/step/slots.h"
 
-#include <ATen/ops/empty_strided.h>
-
 #include "torch/casting/kept_casts.h"
 #include "torch/device.h"
 #include "torch/muon/orthogonalise.h"
@@ -16,6 +14,11 @@ void prefetch_impl(const at::Tensor& t) {
   constexpr int64_t kImplBytes = 192;  // the part of a TensorImpl that is read
   const char* impl = reinterpret_cast<const char*>(t.unsafeGetTensorImpl());
   for (int64_t line = 0; line < kImplBytes; line += 64) __builtin_prefetch(impl + line);
+}
+
+Array written(const ArrayTensors& t) {
+  return {t.data.mutable_data_ptr(), t.format,
+          t.rest.defined() ? t.rest.mutable_data_ptr() : nullptr};
 }
 
 }  // namespace
@@ -38,9 +41,9 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
   const SlotTensors& own = own_[size_t(i)];
   f(own.param);
   if (own.master.defined()) f(own.master);
-  for (const SlotTensors::State& s : own.states) f(s.data);
-  for (const SlotTensors::State& s : own.states)
-    if (s.scales.defined()) f(s.scales);
+  for (const ArrayTensors& s : own.states) f(s.data);
+  for (const ArrayTensors& s : own.states)
+    if (s.rest.defined()) f(s.rest);
   f(own.clock);
 }
 
@@ -60,11 +63,7 @@ void Slots::remember() {
     const SlotTensors& own = own_[size_t(i)];
     s.size = own.param.numel();
     s.master = master_of(size_t(i));
-    for (size_t k = 0; k < own.states.size(); ++k) {
-      const auto& [data, scales, format] = own.states[k];
-      s.state[k] = {data.mutable_data_ptr(), format,
-                    scales.defined() ? scales.mutable_data_ptr() : nullptr};
-    }
+    for (size_t k = 0; k < own.states.size(); ++k) s.state[k] = written(own.states[k]);
     s.clock = reinterpret_cast<Clock*>(own.clock.mutable_data_ptr<double>());
     s.group = int32_t(own.group);
     s.tensor_index = uint32_t(own.tensor_index);
@@ -85,9 +84,7 @@ Array Slots::master_of(size_t i) const {
           format == Format::bfloat16 ? Format::bfloat16_stochastic : Format::float16_stochastic;
     return {param.mutable_data_ptr(), format};
   }
-  const bool is_whole = master.scalar_type() == at::kFloat;
-  const at::Tensor &data = is_whole ? master : param, &rest = is_whole ? param : master;
-  return {data.mutable_data_ptr(), *format_of_master(param, master), rest.mutable_data_ptr()};
+  return written(*master_in(param, master));
 }
 
 std::vector<Reading> Slots::weights() {
@@ -185,12 +182,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
       if (!dense) kept.push_back(grad->contiguous());
       (*readings)[size_t(i)] = {grad->numel(), array_of(dense ? *grad : kept.back(), label())};
     }
-    if (!same_layout(*grad, param) || grad->is_neg()) {
-      kept.push_back(
-          at::empty_strided(param.sizes(), param.strides(), grad->options()).copy_(*grad));
-      grad = &kept.back();
-    }
-    slots_[size_t(i)].grad = array_of(*grad, label());
+    slots_[size_t(i)].grad = array_of(laid_out_as(param, *grad, kept), label());
     all_as_remembered = all_as_remembered && !writes_copy(size_t(i));
   }
   if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter

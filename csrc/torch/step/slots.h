@@ -17,18 +17,14 @@ struct SlotTensors {
   // What the parameter and a second tensor together are the master by (core/splits.h): a float32
   // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
   at::Tensor master;
-  struct State {
-    at::Tensor data, scales;  // scales: of a state in groups, else undefined
-    Format format;
-  };
-  std::vector<State> states;  // those of the rule
-  bool stochastic = false;    // round a parameter without master stochastically
-  at::Tensor clock;           // float64 of 4 elements (core/rules/base.h, Clock)
-  int64_t group = 0;          // index into the step's hypers
-  int64_t tensor_index = 0;   // for random bits: which tensor this is
-  Origin origin = {};         // for random bits: where a shard is in the whole tensor
-  std::string name;           // for messages
-  py::object dtensor = {};    // whose shard the parameter is; null for a plain parameter
+  std::vector<ArrayTensors> states;  // those of the rule; rest: scales of a state in groups
+  bool stochastic = false;           // round a parameter without master stochastically
+  at::Tensor clock;                  // float64 of 4 elements (core/rules/base.h, Clock)
+  int64_t group = 0;                 // index into the step's hypers
+  int64_t tensor_index = 0;          // for random bits: which tensor this is
+  Origin origin = {};                // for random bits: where a shard is in the whole tensor
+  std::string name;                  // for messages
+  py::object dtensor = {};           // whose shard the parameter is; null for a plain parameter
 };
 
 class Slots {

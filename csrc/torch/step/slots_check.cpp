@@ -10,7 +10,7 @@ void Slots::check_gradient(int64_t i, const at::Tensor& grad) const {
     check_plain(grad, label());
   if (grad.device() != device_) check_device(grad, device_, label());
   if (grad.sizes() != param.sizes())
-    check_same_layout(grad, param, label(), {"the weight", i, name});
+    check_same_sizes(grad, param, label(), {"the weight", i, name});
 }
 
 void Slots::check_gradients() const {
@@ -30,36 +30,35 @@ void Slots::check() const {
     const Label param{"the weight", i, name}, master{"the master", i, name},
         state{"the state", i, name}, scale{"the scales", i, name}, clock{"the step count", i, name};
     const at::Tensor &p = own.param, &m = own.master;
-    const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
-                                      const Label& label) {
+    const auto check_written = [&](const at::Tensor& t, const Label& label) {
       check_writable(t, label);
       check_device(t, device_, label);
+      written.emplace_back(t, label);
+    };
+    const auto check_like_param = [&](const at::Tensor& t, at::ScalarType dtype,
+                                      const Label& label) {
+      check_written(t, label);
       check_dtype(t, dtype, label);
       check_same_layout(t, p, label, param);
-      written.emplace_back(t, label);
     };
     const auto check_numbers = [&](const at::Tensor& t, at::ScalarType dtype, int64_t count,
                                    const Label& label) {
-      check_writable(t, label);
-      check_device(t, device_, label);
+      check_written(t, label);
       check_dtype(t, dtype, label);
       TORCH_CHECK_VALUE(t.numel() == count && t.is_contiguous(), "amp_mp: ", label.text(),
                         " must hold ", count, " contiguous numbers, found ", describe(t));
-      written.emplace_back(t, label);
     };
-    check_writable(p, param);
-    check_device(p, device_, param);
+    check_written(p, param);
     check_format(p, param);
-    written.emplace_back(p, param);
     if (m.defined()) {
-      TORCH_CHECK_VALUE(format_of_master(p, m), "amp_mp: ", master.text(), " (", describe(m),
+      TORCH_CHECK_VALUE(master_in(p, m), "amp_mp: ", master.text(), " (", describe(m),
                         ") does not go with ", param.text(), " (", describe(p), ")");
       check_like_param(m, m.scalar_type(), master);
     }
-    for (const SlotTensors::State& each : own.states)
+    for (const ArrayTensors& each : own.states)
       check_like_param(each.data, dtype_of(each.format), state);
     for (size_t k = 0; k < own.states.size(); ++k) {
-      const auto& [data, s, format] = own.states[k];
+      const auto& [data, format, s] = own.states[k];
       if (!kFormats[int(format)].is(kGrouped)) continue;
       TORCH_CHECK_VALUE(
           k < kGroupedStates && s.defined() && p.numel() % kGroup == 0, "amp_mp: ", state.text(),

@@ -1,5 +1,6 @@
 // Checks tensors, turns them into plan.h's structs and runs the step on their device.
 #include <ATen/Parallel.h>
+#include <ATen/ops/stack.h>
 
 #include <utility>
 
@@ -98,19 +99,31 @@ std::vector<Hyper> hypers_of(const std::vector<HyperTensors>& hyper_tensors,
 
 }  // namespace
 
-void decide_(at::Tensor& verdict, const DecideTensors& inputs,
-             const std::optional<at::Tensor>& statistics) {
-  const at::Device device = verdict.device();
-  Verdict* out = verdict_of(verdict, device);
-  const Statistics* total = nullptr;
-  if (statistics.has_value()) {
-    check_device(*statistics, device, {"statistics"});
-    total = check_doubles<Statistics>(*statistics, "statistics", 3) + statistics->numel() / 3 - 1;
+at::Tensor new_verdict(const at::Device& device) {
+  constexpr int64_t kNumbers = sizeof(Verdict) / sizeof(double);
+  return at::empty({kNumbers}, at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs) {
+  at::Tensor rows = totals.size() == 1 ? totals[0] : at::Tensor();
+  if (totals.size() > 1) {  // parameters on several devices have one norm and one verdict
+    Tensors last;
+    for (const at::Tensor& t : totals) last.push_back(t.select(0, t.size(0) - 1).to(device));
+    const at::Tensor all = at::stack(last);
+    const auto column = [&](int64_t i) { return all.select(1, i); };
+    rows = at::stack({column(0).sum(), column(1).max(), column(2).sum()});
   }
+  const Statistics* total = nullptr;
+  if (rows.defined()) {
+    check_device(rows, device, {"statistics"});
+    total = check_doubles<Statistics>(rows, "statistics", 3) + rows.numel() / 3 - 1;
+  }
+  const at::Tensor verdict = new_verdict(device);
+  Verdict* const out = data_of<Verdict>(verdict);
   const DecideInputs d = decide_inputs(inputs, device);
   on(device, [&] { *out = decide_on_cpu(total, d); }, AMP_MP_CUDA(decide(total, d, out, stream)));
   if (inputs.reports) inputs.reports->count_decision();
-  bump_version(verdict);
+  return verdict;
 }
 
 template <class Rule>

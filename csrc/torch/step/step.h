@@ -33,10 +33,12 @@ struct DecideTensors {
   std::optional<at::Tensor> history = {};
 };
 
-// Fills `verdict`, float64 [5] (core/decide.h, Verdict). statistics: of measure; only the last row
-// is used.
-void decide_(at::Tensor& verdict, const DecideTensors& inputs,
-             const std::optional<at::Tensor>& statistics);
+// Memory for a verdict, float64 [5] (core/decide.h, Verdict).
+at::Tensor new_verdict(const at::Device& device);
+
+// A verdict on the device. totals: rows of statistics, of which the last of each counts, one tensor
+// for each device; empty where nothing was measured.
+at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs);
 
 // What a step calls between its two halves.
 struct StepCallbacks {

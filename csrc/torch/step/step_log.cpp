@@ -1,4 +1,3 @@
-#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
 #include "torch/device.h"
@@ -14,9 +13,7 @@ const Verdict& verdict_on_cpu(const at::Tensor& verdict) {
 }  // namespace
 
 at::Tensor StepLog::verdict_on(const at::Device& device) {
-  if (!memory_.defined() || memory_.device() != device)
-    memory_ = at::empty({sizeof(Verdict) / sizeof(double)},
-                        at::TensorOptions().dtype(at::kDouble).device(device));
+  if (!memory_.defined() || memory_.device() != device) memory_ = new_verdict(device);
   return memory_;
 }
 
@@ -29,10 +26,10 @@ std::shared_ptr<StepReports> StepLog::reports_on(const at::Device& device) {
   return reports_;
 }
 
-at::Tensor StepLog::decide(const at::Device& device, const py::list& totals,
+at::Tensor StepLog::decide(const at::Device& device, const Tensors& totals,
                            const py::object& scale) {
-  std::vector<at::Tensor> rows;
-  for (const py::handle total : totals) rows.push_back(py::cast<at::Tensor>(total).unsqueeze(0));
+  Tensors rows;
+  for (const at::Tensor& total : totals) rows.push_back(total.unsqueeze(0));
   DecideTensors inputs;
   inputs.scale = scalar_on(device, scale);
   inputs.reports = reports_on(device);

@@ -2,9 +2,7 @@
 // apply, report.
 #include "torch/step/stepper.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -26,14 +24,31 @@ Apply operator_named(const std::string& name) {
   return operators.at(name);
 }
 
-py::list measurements(const std::vector<std::shared_ptr<Measurement>>& list) {
-  py::list found;
-  for (const auto& each : list) found.append(py::cast(each));
-  return found;
+// A Python function of one tensor as one of the step's callbacks. `function` must outlive it.
+// An interrupt (no Exception) in it goes to `kept`, where that is given, and the function runs
+// again: the first pass has written the momentum by then, so the step is finished before the raise.
+std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function, Interrupt* kept) {
+  if (function.is_none()) return {};
+  return [&function, kept](const at::Tensor& given) {
+    const py::gil_scoped_acquire acquire;
+    try {
+      return py::cast<at::Tensor>(function(given));
+    } catch (const py::error_already_set& error) {
+      if (!kept || error.matches(PyExc_Exception)) throw;
+      *kept = error;
+    }
+    return py::cast<at::Tensor>(function(given));
+  };
 }
 
-std::vector<std::shared_ptr<Measurement>> from_python(const py::object& list) {
-  return py::cast<std::vector<std::shared_ptr<Measurement>>>(list);
+// One thread at a time: a step releases the GIL. Waits without the GIL, which the other thread
+// needs.
+std::unique_lock<std::recursive_mutex> turn(std::recursive_mutex& busy) {
+  std::unique_lock lock(busy, std::try_to_lock);
+  if (lock.owns_lock()) return lock;
+  const py::gil_scoped_release release;
+  lock.lock();
+  return lock;
 }
 
 }  // namespace
@@ -49,29 +64,12 @@ py::dict Measured::totals() const {
 
 std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number) {
   if (number.is_none()) return std::nullopt;
-  if (!is_tensor(number.ptr()))
+  if (!is_tensor(number))
     return at::full({}, py::cast<double>(number),
                     at::TensorOptions().dtype(at::kFloat).device(device));
-  const at::Tensor& t = THPVariable_Unpack(number.ptr());
+  const at::Tensor& t = tensor_of(number);
   if (t.scalar_type() == at::kFloat && t.device() == device) return t;
   return t.detach().to(t.options().dtype(at::kFloat).device(device)).reshape({});
-}
-
-at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& totals,
-                     const DecideTensors& inputs) {
-  std::optional<at::Tensor> total;
-  if (totals.size() == 1) total = totals[0];
-  if (totals.size() > 1) {  // parameters on several devices have one norm and one verdict
-    std::vector<at::Tensor> last;
-    for (const at::Tensor& t : totals) last.push_back(t.select(0, t.size(0) - 1).to(device));
-    const at::Tensor rows = at::stack(last);
-    const auto column = [&](int64_t i) { return rows.select(1, i); };
-    total = at::stack({column(0).sum(), column(1).max(), column(2).sum()});
-  }
-  at::Tensor verdict = at::empty({sizeof(Verdict) / sizeof(double)},
-                                 at::TensorOptions().dtype(at::kDouble).device(device));
-  decide_(verdict, inputs, total);
-  return verdict;
 }
 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
@@ -79,8 +77,7 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
   if (is_capturing(bucket.device()))  // nobody knows how long the graph will live
     for (const Member& member : bucket.members())
       for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
-        if (is_tensor(value.ptr()) && is_on_host(local_of(value.ptr())))
-          new at::Tensor(local_of(value.ptr()));
+        if (is_tensor(value) && is_on_host(local_of(value))) new at::Tensor(local_of(value));
   const Apply apply = operator_named(bucket.layout().op);
   given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
   if (!bucket.row_norms().is_empty())
@@ -100,7 +97,7 @@ void Stepper::set_norm_history(const std::optional<std::array<double, 4>>& numbe
 }
 
 void Stepper::forget() {
-  const Turn turn(busy_);
+  const auto own = turn(busy_);
   warn_of_graph();
   gathered_.reset();
   log_.forget();
@@ -136,9 +133,8 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
   }
   const py::object& whole = gathered_->whole();
   if (whole.is_none()) return result;
-  const py::list found = measurements(result->found);
   if (!gathered_->needs_norms()) {
-    result->found = from_python(whole.attr("totals")(found));
+    result->found = py::cast<Measurements>(whole.attr("totals")(result->found));
     return result;
   }
   for (const auto& bucket : gathered_->buckets()) {
@@ -146,15 +142,14 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
     result->weights.push_back(
         std::make_shared<Measurement>(bucket->slots().weights(), bucket->device()));
   }
-  const py::tuple both = whole.attr("of_tensors")(found, measurements(result->weights));
-  result->found = from_python(both[0]);
-  result->weights = from_python(both[1]);
+  const py::object both = whole.attr("of_tensors")(result->found, result->weights);
+  std::tie(result->found, result->weights) = py::cast<std::pair<Measurements, Measurements>>(both);
   return result;
 }
 
 std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
                                            const py::dict& states, const py::object& read) {
-  const Turn turn(busy_);
+  const auto own = turn(busy_);
   gather(layouts_of(rules), rules, groups, states);
   const std::shared_ptr<Measured> found = measured(read);
   // There may be no step, and zero_grad should free them.
@@ -164,7 +159,7 @@ std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list
 
 py::object Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
                          StepInputs& given, const py::object& read) {
-  const Turn turn(busy_);
+  const auto own = turn(busy_);
   given.scale_updated = false;
   const Layouts layouts = layouts_of(rules);
   const std::shared_ptr<Gathered> gathered = gather(layouts, rules, groups, states);
@@ -190,19 +185,19 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   for (const auto& bucket : buckets) hypers.push_back(bucket->hypers(groups));
   if (!one_bucket)
     for (const auto& bucket : buckets) bucket->slots().check_gradients();
-  const bool scale_is_here =
-      is_tensor(given.scale.ptr()) && THPVariable_Unpack(given.scale.ptr()).device() == device;
+  const bool scale_is_here = is_tensor(given.scale) && tensor_of(given.scale).device() == device;
   const bool updates_scale = given.scale_update && scale_is_here && one_device;
   DecideTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
                           given.norm_to_clip_to(), updates_scale ? given.scale_update : nullptr,
                           log_.reports_on(device)};
-  inputs.limit = given.limit;
-  if (given.limit.window > 0) inputs.history = log_.history_on(device);
+  inputs.limit = {
+      .fixed = given.norm_limit, .sigmas = given.spike.first, .window = given.spike.second};
+  if (given.spike.second > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);
   } else {
-    std::vector<at::Tensor> totals;
+    Tensors totals;
     for (size_t i = 0; known && i < known->found.size(); ++i)
       totals.push_back(known->found[i]->rows());
     verdict = decide_on(device, totals, inputs);

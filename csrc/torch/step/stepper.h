@@ -4,17 +4,20 @@
 #include <array>
 #include <mutex>
 
-#include "torch/python/callback.h"
 #include "torch/step/gathered.h"
 #include "torch/step/step.h"
 
 namespace amp_mp {
 
+// What Python raises in the middle of a step that is no Exception.
+using Interrupt = std::optional<py::error_already_set>;
+using Measurements = std::vector<std::shared_ptr<Measurement>>;
+
 // Statistics of an optimizer's gradients, bucket by bucket, read before the step that uses them.
 struct Measured {
   std::shared_ptr<Gathered> of;
-  std::vector<std::shared_ptr<Measurement>> found;
-  std::vector<std::shared_ptr<Measurement>> weights;  // of the masters, where shards need them
+  Measurements found;
+  Measurements weights;  // of the masters, where shards need them
   // By device, float64 [3]: sum of squares, largest finite |g|, number of inf and NaN.
   py::dict totals() const;
 };
@@ -43,11 +46,12 @@ struct StepInputs {
   // parameters are on one device; used, that a step has used the inputs, where a scaled loss has
   // left them for the steps that follow (optim/step/ledger.py).
   bool scale_updated = false, used = false;
-  // What the optimizer asks of every step: whether it measures, its max_grad_norm, skip_norm_above
-  // without its history, which is the log's.
+  // What the optimizer asks of every step: whether it measures, its max_grad_norm, skip_norm_above:
+  // a norm, or sigmas and window of a NormSpike, whose history is the log's; 0 for none.
   bool checks = false;
   std::optional<double> own_max_norm;
-  NormLimit limit = {};
+  double norm_limit = 0;
+  std::pair<double, double> spike = {};
 
   double norm_to_clip_to() const {
     return max_norm && *max_norm != 0 ? *max_norm : own_max_norm.value_or(0.0);
@@ -61,8 +65,8 @@ class StepLog {
   void forget() { verdict_.reset(); }
   at::Tensor verdict_on(const at::Device& device);  // the same memory at every step
   std::shared_ptr<StepReports> reports_on(const at::Device& device);
-  // Decides by statistics, at a scale, and counts it as a step.
-  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale);
+  // Decides by statistics of several devices, at a scale, and counts it as a step.
+  at::Tensor decide(const at::Device& device, const Tensors& totals, const py::object& scale);
   void add(const at::Tensor& verdict, bool measured);
   // (number, skipped, norm, max_abs, scale, overflows, spikes) of the last step, or of the last
   // that has reached the host; norm and max_abs are None where nothing was measured. overflows and
@@ -92,20 +96,6 @@ class StepLog {
   bool measured_ = false;
 };
 
-// One thread at a time: a step releases the GIL. Waits without the GIL, which the other thread
-// needs.
-class Turn {
- public:
-  explicit Turn(std::recursive_mutex& busy) : lock_(busy, std::try_to_lock) {
-    if (lock_.owns_lock()) return;
-    const py::gil_scoped_release release;
-    lock_.lock();
-  }
-
- private:
-  std::unique_lock<std::recursive_mutex> lock_;
-};
-
 // Steps from several threads follow one another.
 class Stepper {
  public:
@@ -115,6 +105,7 @@ class Stepper {
   void forget();
   // Whether a CUDA graph has captured a step of the tensors that there are now.
   bool is_captured() const { return captured_; }
+  py::object norm_history() const { return log_.norm_history(); }
   void set_norm_history(const std::optional<std::array<double, 4>>& numbers);
   // One step. Returns StepLog::skipped.
   py::object step(const py::list& rules, const py::list& groups, const py::dict& states,
@@ -123,10 +114,6 @@ class Stepper {
   // gradients in place of this object, where the backward pass has read some; or None.
   std::shared_ptr<Measured> measure(const py::list& rules, const py::list& groups,
                                     const py::dict& states, const py::object& read);
-  // A decision from the statistics of several devices, which becomes the last step's.
-  at::Tensor decide(const at::Device& device, const py::list& totals, const py::object& scale) {
-    return log_.decide(device, totals, scale);
-  }
   StepLog& log() { return log_; }
 
  private:
@@ -143,11 +130,6 @@ class Stepper {
   int64_t sharded_modules_ = 0;  // of fully_shard, when the parameters were last looked up in them
   StepLog log_;
 };
-
-// A verdict, float64 [5], on the device. totals: rows of statistics, of which the last of each
-// counts, one tensor for each device; empty where nothing was measured.
-at::Tensor decide_on(const at::Device& device, const std::vector<at::Tensor>& totals,
-                     const DecideTensors& inputs);
 
 // A scaler's number as a float32 tensor of one element on the device; none for None.
 std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number);

@@ -1,6 +1,6 @@
 """Signatures of the native submodule _C.amp_C, whose names amp_C shows.
 
-csrc/torch/apex/bind_amp_c.cpp has their docstrings in full.
+csrc/torch/apex has their docstrings in full.
 """
 
 from collections.abc import Sequence

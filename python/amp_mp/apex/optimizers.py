@@ -37,7 +37,7 @@ class UnscalingStepper(Stepper):
     def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
         handed = super().run(optimizer)
-        verdict = self.native.verdict
+        verdict = self.native.log.verdict
         if handed.scale is None or handed.keeps or self.releases or verdict is None:
             return handed
         grads = gradients_of(master_params(optimizer))

@@ -127,12 +127,13 @@ class GradScaler(torch.amp.GradScaler):
             found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
             handed = _C.StepInputs(outer, found_inf)
         stepper = stepper_of(own)
-        steps = stepper.native.count
+        log = stepper.native.log
+        steps = log.count
         result = stepper.step_with(handed, *args, **kwargs)
-        verdict = stepper.native.verdict
-        if measures and verdict is not None and stepper.native.count > steps:
+        verdict = log.verdict
+        if measures and verdict is not None and log.count > steps:
             if handed.scale_updated:
-                self._updates.stepped(stepper.native.reports)
+                self._updates.stepped(log.reports)
             # 2 is a norm above the limit, which is none of the scale's business.
             found = verdict[0] if own.skip_norm_above is None else verdict[0] % 2
             state["found_inf_per_device"] = {verdict.device: found}

@@ -298,7 +298,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         wait: wait for the device until the last step's report is on the host. Otherwise the report
         is of the last step that has arrived there.
         """
-        found = self._stepper.native.report(wait)
+        found = self._stepper.native.log.newest(wait)
         return None if found is None else StepReport(*found)
 
     @property

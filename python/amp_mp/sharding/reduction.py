@@ -113,7 +113,7 @@ class WholeStatistics:
 
     def is_of(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these param_groups hold the same parameters still."""
-        return _C.same_items([group["params"] for group in groups], self._params)
+        return _C.have_params(groups, self._params)
 
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
         """Rows [n, 3 k] of k lists of this process's gradients, or tensors of their shapes.

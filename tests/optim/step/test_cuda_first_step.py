@@ -90,7 +90,7 @@ def test_measuring_during_backward_sets_no_hooks_here() -> None:
 def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
     optimizer = amp.optim.AdamW(params_of(1), check_overflow=True)
     optimizer.step()
-    reports, group = optimizer._stepper.native.reports, optimizer.param_groups[0]
+    reports, group = optimizer._stepper.native.log.reports, optimizer.param_groups[0]
     assert reports is not None
     assert reports.newest(True) is not None
     group["lr"] = torch.ones(1, dtype=torch.int64, device=DEVICE)

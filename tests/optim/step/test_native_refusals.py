@@ -115,10 +115,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "policy nan",
     ),
-    "lists of what is not a list": (
-        lambda: _C.same_items([3], []),  # type: ignore[list-item]
+    "parameters of what is not a group": (
+        lambda: _C.have_params([3], []),  # type: ignore[list-item]
         TypeError,
-        "lists must hold lists or tuples",
+        "a param_group must be a dict, found 3",
     ),
     "a ZeroTensor": (
         lambda: _C.decode(torch._efficientzerotensor(32), None, "float32"),

@@ -146,7 +146,7 @@ class Release(Attachment):
         if self._located:
             return
         groups = self._optimizer.param_groups
-        if not _C.same_items([group["params"] for group in groups], list(self._infos)):
+        if not _C.have_params(groups, list(self._infos)):
             infos = dict(param_infos(groups))
             trained = [p for p in infos if p.requires_grad and p.dtype in NATIVE]
             # A step of one parameter cannot see the memory of the others.
@@ -206,21 +206,21 @@ class Release(Attachment):
 
     def finish(self, handed: _C.StepInputs) -> None:
         """Ends the iteration, in place of the optimizer's step."""
-        native = self._stepper.native
+        log = self._stepper.native.log
         if self.scaler is None and handed.scale is not None:
             raise RuntimeError(
                 "release=True has stepped with scaled gradients: attach with scaler=, an "
                 "amp_mp.GradScaler; other loss scalers come too late"
             )
-        native.forget_report()
+        log.forget()
         if self._measures():
             totals = self.totals()
             device = next(iter(totals))
-            verdict = native.decide(device, list(totals.values()), self._scale(device))
-            self._stepper.warn(native.skipped(), self._describe)
+            verdict = log.decide(device, list(totals.values()), self._scale(device))
+            self._stepper.warn(log.skipped(), self._describe)
             if self._clip == "previous" and self._rows:
                 if self._whole.is_needed and self._previous.known is None:
-                    warn_of_nonfinite(native.report(wait=False))
+                    warn_of_nonfinite(log.newest(wait=False))
                 self._previous.take(verdict)
         else:
             with self._lock, torch.no_grad():

@@ -56,17 +56,15 @@ class MasterBlocks:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
         if params is None:
             params = [param for group in groups for param in _C.params_of(group)]
-        own: list[Any] = []
-        names: list[str] = []  # for messages
+        own: list[tuple[str, Any]] = []  # with names for messages
 
         def collect(leaf: Any, name: str) -> Any:
-            own.append(leaf)
-            names.append(name)
+            own.append((name, leaf))
             return leaf
 
         nest = replaced(params, collect)
-        block = _C.EditedMasters(rules, groups, state, own, names, self.open)
-        refuse_swapped(own, "masters()")
+        block = _C.EditedMasters(rules, groups, state, own, self.open)
+        refuse_swapped((leaf for _, leaf in own), "masters()")
         found = iter(block.masters)
         masters = replaced(nest, lambda leaf, name: next(found))
         try:
