@@ -275,9 +275,9 @@ class FusedMasters(Masters):
     _optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._scale = 1.0  # that the gradients carry
-        self._max_norm: float | None = None  # to which the next step clips
-        self._measured: _C.Measured | None = None  # statistics of the gradients as they are now
+        # What the next step is given: the scale of the gradients, which stays; the norm to which it
+        # clips; and statistics of the gradients as they are now.
+        self._inputs = _C.StepInputs(1.0, keeps=True)
         super().__init__(optimizer)
         self.blocks = stepper_of(optimizer).masters
 
@@ -313,13 +313,18 @@ class FusedMasters(Masters):
 
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
-        self._max_norm = None
-        self._scale = scale
-        self._measured = None
-        if not checks:
-            return False, 0.0
-        self._measured = stepper_of(self._optimizer).measure()
-        return gradients.overflow_in(self._measured.totals(), scale)
+        inputs = self._inputs
+        inputs.scale, inputs.max_norm, inputs.measured = scale, None, None
+        return gradients.overflow_in(self._totals(), scale) if checks else (False, 0.0)
+
+    def _totals(self) -> dict[torch.device, Tensor]:
+        if self._inputs.measured is None:
+            self._inputs.measured = stepper_of(self._optimizer).measure()
+        return self._inputs.measured.totals()
+
+    @property
+    def _scale(self) -> float:
+        return float(self._inputs.scale or 1.0)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
@@ -328,13 +333,12 @@ class FusedMasters(Masters):
             norm = reduction.clip_gradients(
                 self.params(), max_norm * self._scale, norm_type, groups
             )
-            if self._measured is not None:
-                self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
+            if self._inputs.measured is not None:  # the gradients have changed
+                self._inputs.measured = stepper_of(self._optimizer).measure()
             return norm / self._scale
-        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
-        if self._measured is None:
-            self._measured = stepper_of(self._optimizer).measure()
-        squares = sum(float(total[0]) for total in self._measured.totals().values())
+        before = self._inputs.max_norm
+        self._inputs.max_norm = max_norm if before is None else min(max_norm, before)
+        squares = sum(float(total[0]) for total in self._totals().values())
         return math.sqrt(squares) / self._scale
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -344,25 +348,11 @@ class FusedMasters(Masters):
         return [[None if g is None else g.float() / scale for g in group] for group in groups]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step, which unscales and clips; with a closure, after it has run."""
-
-        def evaluate() -> Any:
-            assert closure is not None
-            loss = closure()
-            stepper_of(self._optimizer).handed = self._handed()  # known only now, inside the step
-            return loss
-
-        step_with = stepper_of(self._optimizer).step_with
+        """The optimizer's step, which unscales and clips."""
         try:
-            given = self._handed() if closure is None else _C.StepInputs()
-            return step_with(given) if closure is None else step_with(given, evaluate)
+            return stepper_of(self._optimizer).step_with(self._inputs, closure)
         finally:
-            self._max_norm, self._measured = None, None
-
-    def _handed(self) -> _C.StepInputs:
-        return _C.StepInputs(
-            self._scale, measured=self._measured, max_norm=self._max_norm, keeps=True
-        )
+            self._inputs.max_norm = self._inputs.measured = None
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""
