@@ -39,7 +39,7 @@ class Masters:
         self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
         self._replaced = ReplacedCheck()
-        self._pending = False  # pending: .grad carries the scale
+        self._pending = False  # whether .grad of float32 parameters carries the scale
         self.refresh()
 
     def refresh(self) -> None:
@@ -141,14 +141,8 @@ class Masters:
             gradients.multiply_gradients(own, scale)
             self._pending = True
             own = []
-        before = self._pending
         with gradients.set_aside(own):
-            self._pending = True
-            try:
-                yield
-            except BaseException:
-                self._pending = before
-                raise
+            yield
 
     @torch.no_grad()
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
@@ -170,7 +164,7 @@ class Masters:
                 gradients.make_gradient(param, master)
             targets = gradients.gradients_of([master for _, master in pairs] + own)
             gradients.copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
-            self._pending = False
+        self._pending = overflow
         return overflow, max_abs
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class Scaler(Protocol):
         """The factor of the losses, float32 [] on the device, without waiting; None for 1."""
 
 
-class Attachment(ABC):
+class Attachment(AbstractContextManager["Attachment"], ABC):
     """An optimizer's work during backward; `remove()` or the end of a `with` block ends it."""
 
     releases: ClassVar[bool] = False  # whether gradients are stepped and freed
@@ -62,7 +63,7 @@ class Attachment(ABC):
         """Whether gradients were stepped and freed since the last step."""
         return False
 
-    def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
+    def forget(self) -> None:
         """Drops what is derived from param_groups and state."""
 
     def remove(self) -> None:
@@ -72,9 +73,6 @@ class Attachment(ABC):
         self._handles.clear()
         if self._stepper.attachment is self:
             self._stepper.attachment = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

@@ -98,10 +98,7 @@ def _described(value: Any) -> str:
 
 
 def check_loadable(
-    state_dict: dict[str, Any],
-    params: list[Tensor],
-    stepper: Any,
-    names: Sequence[str] = (),
+    state_dict: dict[str, Any], params: list[Tensor], stepper: Any, names: Sequence[str] = ()
 ) -> None:
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 

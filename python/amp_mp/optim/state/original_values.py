@@ -128,13 +128,10 @@ def copy_values(
     _put_values(param, values and replace(values, version=_weight(param)[1]), owner)
 
 
-def drop_original(param: Tensor, forget: bool = False) -> None:
-    """Frees a parameter's values. forget: and keeps no others that are loaded later."""
-    if forget:
-        drop(param)
-    elif (found := _waiting(param)) is not None:
-        found.values = None
-        found.mark.has_values = False
+def drop_original(param: Tensor) -> None:
+    """Frees a parameter's values; others that are loaded later are kept."""
+    if _waiting(param) is not None:
+        _put_values(param, None)
 
 
 def drop(param: Tensor) -> None:
@@ -142,8 +139,7 @@ def drop(param: Tensor) -> None:
     if (found := _waiting(param)) is None:
         return
     found.values = None
-    found.mark.has_values = False
-    found.mark.waits = False
+    found.mark.has_values = found.mark.waits = False
     for own in _sharded.values():
         own.pop(id(param), None)
     if found.dtensor is None:
@@ -158,11 +154,6 @@ def values_of(param: Tensor) -> OriginalValues | None:
     if found.values is not None and not found.values.belong_to(*_weight(param)):
         drop_original(param)
     return found.values
-
-
-def any_values() -> bool:
-    """Whether a parameter that is no DTensor has values; quicker than asking for each."""
-    return any(found.values is not None for found in _plain.values())
 
 
 def original_of(param: Tensor) -> Tensor | None:
@@ -182,7 +173,7 @@ def take_original(param: Tensor) -> Tensor:
     make new Parameters. A state dict that is loaded after it brings values.
     """
     values = find(param)
-    drop_original(param, forget=True)
+    drop(param)
     return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
 
 

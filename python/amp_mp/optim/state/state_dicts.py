@@ -32,11 +32,7 @@ def own_hook(
 
 
 def load_state(
-    optimizer: Optimizer,
-    stepper: Any,
-    formats: tuple[str, ...],
-    state_dict: dict[str, Any],
-    load: Callable[[dict[str, Any]], None],
+    stepper: Any, formats: tuple[str, ...], state_dict: dict[str, Any], load: Callable[..., None]
 ) -> None:
     """Runs torch's `load` for everything but the parameters' states, which torch would round.
 
@@ -46,6 +42,7 @@ def load_state(
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+    optimizer = stepper.optimizer
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     own = [{name: g[name] for name in formats} for g in groups]
