@@ -222,7 +222,14 @@ class Release(Attachment):
             self._stepper.warn(native.skipped(), self._describe)
             if self._clip == "previous" and self._rows:
                 if self._whole.is_needed and self._previous.known is None:
-                    warn_of_nonfinite(native.report(wait=False))
+                    number, skipped, *_ = native.report(wait=False) or (0, False)
+                    if skipped:
+                        warn(
+                            f"gradients were inf or NaN in step {number}, and release=True has "
+                            "stepped shards with them: a hook cannot know what other processes "
+                            "find. Load the last checkpoint, and train without release where this "
+                            "may happen"
+                        )
                 self._previous.take(verdict)
         else:
             with self._lock, torch.no_grad():
@@ -313,16 +320,6 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
             f"release=True: {wrong}, and a hook sees only this process's shard of a DTensor; take "
             'clip="previous" to clip by the last step\'s norm, leave it out, or attach without '
             "release"
-        )
-
-
-def warn_of_nonfinite(report: tuple[Any, ...] | None) -> None:
-    """Warns where a report, a StepReport's fields, is of gradients that were inf or NaN."""
-    if report is not None and report[1]:
-        warn(
-            f"gradients were inf or NaN in step {report[0]}, and release=True has "
-            "stepped shards with them: a hook cannot know what other processes find. Load the last "
-            "checkpoint, and train without release where this may happen"
         )
 
 

@@ -62,7 +62,14 @@ class Hooks:
                     "write the formats that it stands for: " + ", ".join(("master", *rule.names))
                 )
         for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-            check_formats(rule, group, index)
+            try:
+                check_choices(group)
+                for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
+                    check_choice(name, group[name], KINDS[kind])
+                if rule.directions is not None:
+                    rule.directions.check(group)
+            except ValueError as error:
+                raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
         if any(a != b for a, b in zip(offload, self.offload, strict=False)):
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -276,15 +283,3 @@ class Stepper:
                 "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
         watch.warn_of_skips(name, lambda: describe(scale), what if is_spike else "")
-
-
-def check_formats(rule: Rule, group: Group, index: int) -> None:
-    """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
-    try:
-        check_choices(group)
-        for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
-            check_choice(name, group[name], KINDS[kind])
-        if rule.directions is not None:
-            rule.directions.check(group)
-    except ValueError as error:
-        raise ValueError(f"param_group {index}: {error}") from None
