@@ -110,8 +110,7 @@ class Masters:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        low = self._low
-        kind = torch.float32
+        low, kind = self._low, torch.float32
         return [
             [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
             for params in self.groups()
@@ -323,10 +322,8 @@ class FusedMasters(Masters):
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
-            groups = self._optimizer.process_groups
-            norm = reduction.clip_gradients(
-                self.params(), max_norm * self._scale, norm_type, groups
-            )
+            limit, groups = max_norm * self._scale, self._optimizer.process_groups
+            norm = reduction.clip_gradients(self.params(), limit, norm_type, groups)
             if self._inputs.measured is not None:  # the gradients have changed
                 self._inputs.measured = stepper_of(self._optimizer).measure()
             return norm / self._scale
@@ -337,9 +334,8 @@ class FusedMasters(Masters):
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""
-        groups = super().gradients()
-        scale = self._scale
-        return [[None if g is None else g.float() / scale for g in group] for group in groups]
+        scaled = super().gradients()
+        return [[None if g is None else g.float() / self._scale for g in gs] for gs in scaled]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step, which unscales and clips."""

@@ -129,8 +129,7 @@ class Measure(Attachment):
                 rows[i] = row
         read = [row for row in rows if row is not None]
         _C.used_on_current_stream(read)  # a backward pass may be on another
-        known = torch.stack(read)
-        return _C.Measurement(_C.combine(known))
+        return _C.Measurement(_C.combine(torch.stack(read)))
 
 
 def _is_plain(grad: Tensor) -> bool:

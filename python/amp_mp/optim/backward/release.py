@@ -162,8 +162,7 @@ class Release(Attachment):
 
     def _postpones(self) -> bool:
         """Whether shards wait for `finish`: there is no norm of an earlier step to clip by yet."""
-        waits = self._measures() and not self._previous.is_there()
-        return waits and self._whole.is_needed
+        return self._measures() and not self._previous.is_there() and self._whole.is_needed
 
     def totals(self) -> dict[torch.device, Tensor]:
         """The statistics since the last step, added in the order of measuring all at once."""

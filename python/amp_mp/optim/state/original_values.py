@@ -115,8 +115,7 @@ def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None)
     kept = None
     if param.requires_grad and not weight.is_meta:
         own = local_of(values).detach()
-        by_place = version == SHARD
-        checksum, tensors = _C.encode_original(weight, own, by_place)
+        checksum, tensors = _C.encode_original(weight, own, by_place=version == SHARD)
         kept = OriginalValues(version, checksum, tuple(tensors))
     _put_values(param, kept, owner)
 

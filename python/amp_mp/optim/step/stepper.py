@@ -114,16 +114,16 @@ class Stepper:
         optimizer: Any,
         rules: tuple[Rule, ...],
         rules_of: Callable[[Group], tuple[Rule, ...]],
-        group_rules: Callable[[], list[Rule]],
+        group_rules: Callable[[Any], list[Rule]],
         own_keys: frozenset[str],
     ) -> None:
         """rules: all that the optimizer may use. rules_of: those that one param_group may have.
 
-        group_rules: the optimizer's method that gives the rule of each group now. It keeps the
-        optimizer no longer than others do. own_keys: the entries of a group that are its own.
+        group_rules: gives the rule of each group of the optimizer now. own_keys: the entries of a
+        group that are the optimizer's own.
         """
         self._optimizer = weakref.ref(optimizer)
-        self._group_rules = weakref.WeakMethod(group_rules)
+        self._group_rules = group_rules
         self.rules = rules
         self.rules_of = rules_of
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
@@ -142,9 +142,7 @@ class Stepper:
 
     def group_rules(self) -> list[Rule]:
         """The rule of each param_group."""
-        found = self._group_rules()
-        assert found is not None, "the optimizer is gone"
-        return found()
+        return self._group_rules(self._optimizer())
 
     @property
     def releases(self) -> bool:
