@@ -6,7 +6,7 @@ written since, and a float32 state dict may bring new ones. Of a DTensor everyth
 the shard on this process.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -213,27 +213,24 @@ def _mark_owner(module: nn.Module, params: Mapping[str, Tensor]) -> None:
 
 def follow_replaced(module: nn.Module, names: Iterable[str]) -> None:
     """Makes what sharding and to_empty put in waiting parameters' places wait for loaded values."""
-    for name, (param, _) in _replaced_in(module).items():
+    for name, param, _ in _replaced_in(module):
         if name in names:
             _marks[module][name] = _put_values(param, None, module).mark
 
 
-def _replaced_in(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """Parameters that replaced waiting ones and do not wait yet; whether values were lost."""
-    marks = _marks.get(module, {}).items()
-    now = [(name, module._parameters.get(name), mark) for name, mark in marks if mark.waits]
-    return {
-        name: (param, mark.has_values)
-        for name, param, mark in now
-        if param is not None and param.dtype in LOW_PRECISION and not awaits_original(param)
-    }
+def _replaced_in(module: nn.Module) -> Iterator[tuple[str, Tensor, Mark]]:
+    """Parameters that replaced waiting ones and do not wait yet, and the marks of these."""
+    for name, mark in _marks.get(module, {}).items():
+        param = module._parameters.get(name) if mark.waits else None
+        if param is not None and param.dtype in LOW_PRECISION and not awaits_original(param):
+            yield name, param, mark
 
 
 def _name_of_lost(param: Tensor) -> str:
     """The module's class and the name of a DTensor whose values were lost; else empty."""
     for module in list(_marks):
-        for name, (own, lost) in _replaced_in(module).items():
-            if lost and own is param:
+        for name, own, mark in _replaced_in(module):
+            if mark.has_values and own is param:
                 return f"{type(module).__name__}.{name}"
     return ""
 

@@ -204,13 +204,14 @@ class Stepper:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
         if self.handed is not None:
             return self.handed
-        if self.left is not None and (left := self.take_left()) is not None:
+        if self.left is not None and (left := self.known_left()) is not None:
+            left.used = True
             return left
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
 
-    def take_left(self, *, for_a_step: bool = True) -> _C.StepInputs | None:
+    def known_left(self) -> _C.StepInputs | None:
         """What handle.scale_loss has left, where gradients carry its scale still.
 
         Raises RuntimeError where they were written or replaced by hand before a step.
@@ -228,10 +229,7 @@ class Stepper:
                 "max_grad_norm, clear with its zero_grad, or make it with amp_scaling=False, and "
                 "scale_loss unscales in place"
             )
-        if not kept:
-            return None
-        left.used |= for_a_step
-        return left
+        return left if kept else None
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
