@@ -339,8 +339,9 @@ class FusedMasters(Masters):
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step, which unscales and clips."""
+        args = () if closure is None else (closure,)
         try:
-            return stepper_of(self._optimizer).step_with(self._inputs, closure)
+            return stepper_of(self._optimizer).step_with(self._inputs, *args)
         finally:
             self._inputs.max_norm = self._inputs.measured = None
 
