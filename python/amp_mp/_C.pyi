@@ -416,8 +416,9 @@ class StepInputs:
     ) -> None:
         """What a loss scaler passes."""
 
-    @property
-    def scale(self) -> Tensor | float | None: ...
+    scale: Tensor | float | None
+    measured: Measured | None
+    max_norm: float | None
     scale_update: ScaleUpdate | None
     @property
     def scale_updated(self) -> bool:

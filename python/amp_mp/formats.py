@@ -66,7 +66,7 @@ def encode(
     if format in stored.GROUPED and x.numel() % stored.GROUP:
         groups = f"{format} stores groups of {stored.GROUP}"
         raise ValueError(f"{groups}; x has {x.numel()} elements, shape {tuple(x.shape)}")
-    native = stored.native_name(format)
+    native = "bfloat16_stochastic" if format == "bfloat16" else format
     data, scales = _C.encode(x, native, seed=seed, step=step, tensor_index=number)
     return (data,) if scales is None else (data, scales)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import amp_mp as amp
-from amp_mp.optim.muon import sharded
+from amp_mp.optim.muon import matrices
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -119,7 +119,7 @@ def test_every_option_has_the_bits_of_one_process(layout: str, world: int, optio
 def products(layout: str) -> list[list[int]]:
     """The shapes of the stacks that this rank makes orthogonal in a step."""
     seen: list[list[int]] = []
-    kept, whole = sharded.orthogonalise_, sharded.WholeMatrices
+    kept, whole = matrices.orthogonalise_, matrices.WholeMatrices
 
     def watched(stack: Tensor, *rest: Any) -> None:
         seen.append(list(stack.shape))
@@ -133,11 +133,11 @@ def products(layout: str) -> list[list[int]]:
     model = shard(Bag([(32, 64)] * 8 + [(4, 16, 16)], torch.float32), layout)
     optimizer = amp.optim.Muon(model.parameters())
     set_grads(list(model.parameters()), 1)
-    sharded.orthogonalise_, sharded.WholeMatrices = watched, gathered
+    matrices.orthogonalise_, matrices.WholeMatrices = watched, gathered
     try:
         optimizer.step()
     finally:
-        sharded.orthogonalise_, sharded.WholeMatrices = kept, whole
+        matrices.orthogonalise_, matrices.WholeMatrices = kept, whole
     return seen
 
 

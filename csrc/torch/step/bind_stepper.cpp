@@ -55,7 +55,9 @@ void bind_inputs(py::module_& m) {
            py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
            py::arg("from_stock") = false, py::arg("keeps") = false)
       .def_readonly("keeps", &StepInputs::keeps)
-      .def_readonly("scale", &StepInputs::scale)
+      .def_readwrite("scale", &StepInputs::scale)
+      .def_readwrite("measured", &StepInputs::measured)
+      .def_readwrite("max_norm", &StepInputs::max_norm)
       .def_readwrite("scale_update", &StepInputs::scale_update)
       .def_readonly("scale_updated", &StepInputs::scale_updated)
       .def_readwrite("used", &StepInputs::used)

@@ -1,8 +1,7 @@
 """Casting: in which precision operators run, inside torch's own autocast.
 
-`op_table` puts a policy for each into force (csrc/torch/casting)
-and shows what was cast, `autocast` opens regions, wraps Python functions and keeps casts away from
-optimizer steps.
+`op_table` puts a policy for each into force (csrc/torch/casting) and shows what was cast,
+`autocast` opens regions, wraps Python functions and keeps casts away from optimizer steps.
 """
 
 from amp_mp.casting.autocast import (

@@ -1,13 +1,15 @@
-"""Regions in which torch casts, functions with a precision of their own, hooks around steps.
+"""Regions in which torch casts, with and without an end; functions with a precision; step hooks.
 
 The wrappers of functions read torch's autocast state, which Dynamo can trace, and do nothing while
-casts are off. The hooks switch casts off while an optimizer steps.
+casts are off. The hooks switch casts off while an optimizer steps. `begin` and `end` are of casting
+that a handle switches on.
 """
 
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from amp_mp import _C
-from amp_mp.casting.op_table import DEVICES, check_device, install_default
+from amp_mp.casting import op_table
+from amp_mp.casting.op_table import DEVICES, table_of
 from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.nested import map_tensors, tensors_in
@@ -57,7 +60,7 @@ def autocast(
     compiling = torch.compiler.is_compiling()
     if enabled and not compiling:
         install_step_hooks()
-        install_default("torch", device)
+        op_table.install_default("torch", device)
         if device == "cpu":
             choose_products("auto", low)
     region = _KeepingCasts if keep_casts and not compiling else torch.autocast
@@ -92,7 +95,7 @@ def backward(loss: Tensor, **kwargs: Any) -> None:
 
 def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
     """The device type and low precision of a region; ValueError naming a wrong argument."""
-    device = check_device(device_type, "device_type")
+    device = op_table.check_device(device_type, "device_type")
     low = dtype or (torch.float16 if device == "cuda" else torch.bfloat16)
     check_dtype(low, LOW_PRECISION)
     return device, low
@@ -220,3 +223,65 @@ def _with_casts(closure: Callable[[], Any], on: list[str]) -> Callable[[], Any]:
             _switch(on, False)
 
     return wrapped
+
+
+class Casting(NamedTuple):
+    """How one device type casts; `verbose` and the table are the process's, the rest a thread's."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    caching: bool
+    keeps: bool
+    table: tuple[str, bool]  # its name, and whether it computes what it bans in float32 instead
+    verbose: bool
+
+    def put_in_force(self) -> None:
+        """Casts so from now on, by our kernels. ValueError, and no change: an unknown table."""
+        if self.table != table_of(self.device, None if self.enabled else self.table):
+            op_table.install(self.table[0], self.device, self.table[1])
+        op_table.set_verbose(self.verbose)
+        set_keep_casts(self.keeps)
+        torch.set_autocast_enabled(self.device, self.enabled)
+        torch.set_autocast_dtype(self.device, self.dtype)
+        torch.set_autocast_cache_enabled(self.caching)
+        clear_casts()
+
+
+def clear_casts() -> None:
+    """Drops the casts of weights, torch's and ours."""
+    torch.clear_autocast_cache()
+    clear_cache()
+
+
+def _casting_of(device: str) -> Casting:
+    set_keep_casts(keeps := set_keep_casts(False))
+    low, caching = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+    enabled = torch.is_autocast_enabled(device)
+    return Casting(device, enabled, low, caching, keeps, table_of(device), op_table.is_verbose())
+
+
+class _Owners(threading.local):
+    began: tuple[tuple[ref[Any], Casting], ...] = ()  # in this order
+    before: tuple[Casting, ...] = ()  # what was in force before the first
+
+
+_owners = _Owners()
+
+
+def begin(owner: Any, casting: Casting) -> None:
+    """Puts it in force until `end(owner)`. An owner that is gone has no end: it was for good."""
+    before = tuple(map(_casting_of, DEVICES))
+    casting.put_in_force()
+    if not _owners.began or _owners.began[-1][0]() is None:
+        _owners.began = ()
+        _owners.before = before
+    _owners.began += ((ref(owner), casting),)
+
+
+def end(owner: Any) -> None:
+    """Puts in force what was before the first owner, and then the castings of those left."""
+    if any(each() is owner for each, _ in _owners.began):
+        _owners.began = tuple(row for row in _owners.began if row[0]() not in (None, owner))
+        for casting in (*_owners.before, *(casting for _, casting in _owners.began)):
+            casting.put_in_force()

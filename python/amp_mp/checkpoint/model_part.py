@@ -161,7 +161,7 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
                 master = like(reading.masters[name], param)
                 group, state = groups[param], fused.state[param]
                 _C.set_master(group["master"], param, state, master, group)
-            original_values.drop_original(param, forget=True)
+            original_values.drop(param)
         elif original_values.awaits_original(param):
             if name in reading.masters:
                 original_values.keep_original(param, like(reading.masters[name], param))

@@ -310,7 +310,7 @@ def _refuse_for_torch(
         kept = needed.get(entry)
         wanted = shape if kept is None else tuple(shape[n - 2] if n > 1 else n for n in kept.shape)
         found = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if entry in formats.MASTER_ENTRIES or formats.is_coded(entry):
+        if entry in formats.MASTER_ENTRIES or entry.endswith(formats.CODED):
             wrong = f", which {kind} does not know; load it into an optimizer of amp_mp"
         elif kept is not None and not isinstance(value, Tensor | Real):
             wrong = f" as {value!r}, and {kind} needs it: another optimizer saved it"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
@@ -80,7 +79,11 @@ class GradScaler(torch.amp.GradScaler):
         self._updates.is_read(torch.device(self._device))
         for state in self._per_optimizer_states.values() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED and "hooks" not in state:
-                state["hooks"] = note_backward(state)
+                groups = getattr(state["optimizer"](), "param_groups", ())
+                params = [p for group in groups for p in group["params"]]
+                note = state.setdefault("mixed", []).append  # called with the parameter
+                leaves = [p for p in params if p.requires_grad and p.is_leaf]
+                state["hooks"] = [p.register_post_accumulate_grad_hook(note) for p in leaves]
         return super().scale(outputs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -304,14 +307,6 @@ class GradScaler(torch.amp.GradScaler):
             self._policy.load_state_dict(snapshot or {})
         super().load_state_dict(state_dict)
         self._updates.forget()
-
-
-def note_backward(state: dict[str, Any]) -> list[RemovableHandle]:
-    """Hooks by which the optimizer's state says when a backward adds to its unscaled gradients."""
-    groups = getattr(state["optimizer"](), "param_groups", ())
-    leaves = [p for group in groups for p in group["params"] if p.requires_grad and p.is_leaf]
-    note: Any = state.setdefault("mixed", []).append  # called with the parameter
-    return [p.register_post_accumulate_grad_hook(note) for p in leaves]
 
 
 def check_gradients(optimizer: FusedOptimizer) -> None:

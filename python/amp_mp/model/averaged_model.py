@@ -81,7 +81,7 @@ class AveragedModel(nn.Module):
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
         for param in self.module.parameters():
-            original_values.drop_original(param, forget=True)  # a remainder takes its place
+            original_values.drop(param)  # a remainder takes its place
         if device is not None:
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))
@@ -306,7 +306,6 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
     """
     states = [optimizer.state for optimizer in optimizers]
     apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
-    waits = original_values.any_values()
 
     def of(param: Tensor) -> Tensor | None:
         for state in states:
@@ -314,7 +313,7 @@ def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
                 return rest
         if apart and param in apart:
             return apart[param]
-        return original_values.original_of(param) if waits else None
+        return original_values.original_of(param)
 
     return of
 

@@ -16,14 +16,8 @@ from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, re
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
 from amp_mp.nn.functional import is_wrapper
-from amp_mp.optim.state.original_values import (
-    awaits_original,
-    drop_original,
-    keep_original,
-    original_of,
-    own_parameters,
-    track,
-)
+from amp_mp.optim.state import original_values
+from amp_mp.optim.state.original_values import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
 from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
@@ -107,12 +101,16 @@ def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in have_masters:
         return
     have_masters.add(optimizer)
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
     params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    if type(optimizer).__module__.startswith("torch.optim") and any(map(awaits_original, params)):
+    if any(map(original_values.awaits_original, params)):
         name = f"optim.{type(optimizer).__name__}"
-        found = f"torch.{name} updates low-precision weights of amp_mp.prepare without float32"
-        lost = "masters, and loses updates that are small beside the weights"
-        warn(f"{found} {lost}: take amp_mp.{name}, or amp_mp.FP16_Optimizer around it")
+        warn(
+            f"torch.{name} updates low-precision weights of amp_mp.prepare without float32 "
+            "masters, and loses updates that are small beside the weights: take amp_mp."
+            f"{name}, or amp_mp.FP16_Optimizer around it"
+        )
 
 
 def _convert(
@@ -135,20 +133,20 @@ def _convert(
         return model
     owners = {id(p): m for m in model.modules() for p in own_parameters(m).values()}
     for tensor, target in targets.values():
-        values = original_of(tensor) if prepares else None
+        values = original_values.original_of(tensor) if prepares else None
         values = local_of(tensor).detach().float() if values is None else values
         set_local(tensor, values if target == torch.float32 else rounded(values, target))
         if prepares and target == dtype and isinstance(tensor, nn.Parameter):
-            keep_original(tensor, values, owners[id(tensor)])
+            original_values.keep_original(tensor, values, owners[id(tensor)])
         else:
-            drop_original(tensor, forget=True)
+            original_values.drop(tensor)
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = None if prepares else tensor.grad.to(target)
     update_units(model)
     overflow_report.models.add(model)
     for module in model.modules():
         if prepares and any(p.dtype in LOW_PRECISION for p in own_parameters(module).values()):
-            track(module)
+            original_values.track(module)
         if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
     if dtype in LOW_PRECISION:

@@ -10,7 +10,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.masters import refuse_swapped
-from amp_mp.optim.state.original_values import drop_original, original_of
+from amp_mp.optim.state.original_values import drop, original_of
 from amp_mp.sharding.shards import is_dtensor, like, local_of, local_part, why_foreign
 
 
@@ -69,7 +69,7 @@ def load_float32_state_dict(
     named = model.named_parameters(remove_duplicate=False)
     low = {n: p for n, p in named if n in state_dict and p.dtype in LOW_PRECISION and p in own}
     for param in low.values():  # or a tie that equals them would keep torch's rounding
-        drop_original(param, forget=True)
+        drop(param)
     if hasattr(optimizer, "masters"):
         with optimizer.masters(low) as masters:
             for name, master in masters.items():

@@ -112,8 +112,7 @@ def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.M
             found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
             names = fnmatch.filter(tensors, entry)
             if not found and not names:
-                text = f"{where}: {entry!r} matches no module or parameter of the model"
-                raise ValueError(text)
+                raise ValueError(f"{where}: {entry!r} matches no module or parameter of the model")
             modules |= found
             kept |= {id(tensors[name]) for name in names}
         else:

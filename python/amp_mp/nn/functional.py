@@ -46,27 +46,22 @@ def linear_accumulate(input: Tensor, weight: Tensor, bias: Tensor | None = None)
     not a leaf or already has a gradient in low precision, RuntimeError as F.linear does.
     """
     if weight.dtype in LOW_PRECISION and weight.requires_grad and torch.is_grad_enabled():
-        _set_float32_grad(weight)
+        instead = "use torch.nn.functional.linear"
+        if not is_plain(weight):
+            raise TypeError(f"weight must be a plain tensor, found {type(weight)}; {instead}")
+        if not weight.is_leaf:
+            raise ValueError(
+                f"weight of shape {tuple(weight.shape)} is computed by {weight.grad_fn}, so it "
+                f"keeps no gradient; pass a leaf, or {instead}"
+            )
+        if weight.grad is not None and weight.grad.dtype != torch.float32:
+            raise ValueError(
+                f"weight has a gradient in {weight.grad.dtype} already; set weight.grad = None "
+                "first, or have amp_mp.attach_main_grads(model) convert it"
+            )
+        if weight.grad_dtype != torch.float32:
+            weight.grad_dtype = torch.float32
     return accumulating_linear(input, weight, bias)
-
-
-def _set_float32_grad(weight: Tensor) -> None:
-    instead = "use torch.nn.functional.linear"
-    if not is_plain(weight):
-        raise TypeError(f"weight must be a plain tensor, found {type(weight)}; {instead}")
-    if not weight.is_leaf:
-        raise ValueError(
-            f"weight of shape {tuple(weight.shape)} is computed by {weight.grad_fn}, so it keeps "
-            f"no gradient; pass a leaf, or {instead}"
-        )
-    if weight.grad_dtype == torch.float32:
-        return
-    if weight.grad is not None and weight.grad.dtype != torch.float32:
-        raise ValueError(
-            f"weight has a gradient in {weight.grad.dtype} already; set weight.grad = None first, "
-            "or have amp_mp.attach_main_grads(model) convert it"
-        )
-    weight.grad_dtype = torch.float32
 
 
 def accumulating_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

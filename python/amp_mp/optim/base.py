@@ -15,8 +15,8 @@ from torch.optim.optimizer import required
 
 from amp_mp import _C
 from amp_mp.callers import lightning_asks
-from amp_mp.optim.backward.attach import attach
 from amp_mp.optim.backward.attachment import Attachment, Scaler
+from amp_mp.optim.backward.release import attach
 from amp_mp.optim.options import (
     SHARED,
     FullSignature,
@@ -32,7 +32,7 @@ from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_
 from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.optim.step.params import param_infos, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
-from amp_mp.scaling.norm_spike import NormSpike
+from amp_mp.scaling.overflows import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.
@@ -107,9 +107,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return frozenset(self._own_defaults)
 
     def _make_stepper(self) -> None:
-        keys = self._own_keys()
-        rules = self._rules, self._rules_of, self._group_rules
-        self._stepper = self._stepper_class(self, *rules, keys)
+        rules = self._rules, self._rules_of, type(self)._group_rules
+        self._stepper = self._stepper_class(self, *rules, self._own_keys())
 
     def _complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""
@@ -271,9 +270,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
         self._stepper.masters.refuse("load_state_dict()")
-        load = super().load_state_dict
         formats = (*self._chosen, "offload")
-        load_state(self, self._stepper, formats, state_dict, load)
+        load_state(self._stepper, formats, state_dict, super().load_state_dict)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
 

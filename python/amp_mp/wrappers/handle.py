@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.casting.autocast import disable_casts, install_step_hooks, resolve
-from amp_mp.casting.in_force import Casting, begin, clear_casts, end
+from amp_mp.casting import autocast
+from amp_mp.casting.autocast import Casting
 from amp_mp.casting.products import choose_products
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 from amp_mp.switch import ENABLED
@@ -63,7 +63,7 @@ def init(
     """
     if not enabled:
         return AmpHandle()
-    device, low = resolve(device_type, dtype)
+    device, low = autocast.resolve(device_type, dtype)
     if device == "cpu":
         choose_products("auto", low)
     if loss_scale is None:
@@ -94,8 +94,8 @@ class AmpHandle:
         self._losses = [losses]
         self._active = casting is not None
         if casting is not None:
-            install_step_hooks()
-            begin(self, casting)
+            autocast.install_step_hooks()
+            autocast.begin(self, casting)
 
     def __enter__(self) -> Self:
         if self.dtype is not None and not self._active:
@@ -117,7 +117,7 @@ class AmpHandle:
         """
         if self._active:
             self._active = False
-            end(self)
+            autocast.end(self)
 
     _deactivate = deactivate  # Apex's name
 
@@ -196,7 +196,7 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         if self.dtype is not None:
-            clear_casts()
+            autocast.clear_casts()
 
     def _disable_casts(self) -> Any:
-        return nullcontext() if self.dtype is None else disable_casts(self.device_type)
+        return nullcontext() if self.dtype is None else autocast.disable_casts(self.device_type)

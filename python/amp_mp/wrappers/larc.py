@@ -105,7 +105,7 @@ class LARC(OptimizerAround):
         """The gradients' scale, from a GradScaler or what the inner optimizer was handed."""
         if isinstance(self.optimizer, FusedOptimizer):
             stepper = stepper_of(self.optimizer)
-            left, stepper.left = stepper.take_left(), None
+            left, stepper.left = stepper.known_left(), None
             if left is not None:
                 return left.scale
         return getattr(self, "grad_scale", None)

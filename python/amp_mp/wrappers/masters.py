@@ -39,7 +39,7 @@ class Masters:
         self.own: dict[Tensor, Tensor] = {}  # each parameter's master
         self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
         self._replaced = ReplacedCheck()
-        self._pending = False  # pending: .grad carries the scale
+        self._pending = False  # whether .grad of float32 parameters carries the scale
         self.refresh()
 
     def refresh(self) -> None:
@@ -110,8 +110,7 @@ class Masters:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        low = self._low
-        kind = torch.float32
+        low, kind = self._low, torch.float32
         return [
             [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
             for params in self.groups()
@@ -141,14 +140,8 @@ class Masters:
             gradients.multiply_gradients(own, scale)
             self._pending = True
             own = []
-        before = self._pending
         with gradients.set_aside(own):
-            self._pending = True
-            try:
-                yield
-            except BaseException:
-                self._pending = before
-                raise
+            yield
 
     @torch.no_grad()
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
@@ -170,7 +163,7 @@ class Masters:
                 gradients.make_gradient(param, master)
             targets = gradients.gradients_of([master for _, master in pairs] + own)
             gradients.copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
-            self._pending = False
+        self._pending = overflow
         return overflow, max_abs
 
     @torch.no_grad()
@@ -275,9 +268,9 @@ class FusedMasters(Masters):
     _optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._scale = 1.0  # that the gradients carry
-        self._max_norm: float | None = None  # to which the next step clips
-        self._measured: _C.Measured | None = None  # statistics of the gradients as they are now
+        # What the next step is given: the scale of the gradients, which stays; the norm to which it
+        # clips; and statistics of the gradients as they are now.
+        self._inputs = _C.StepInputs(1.0, keeps=True)
         super().__init__(optimizer)
         self.blocks = stepper_of(optimizer).masters
 
@@ -313,56 +306,44 @@ class FusedMasters(Masters):
 
     def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
         """Reads the gradients once if they are to be checked; copies nothing."""
-        self._max_norm = None
-        self._scale = scale
-        self._measured = None
-        if not checks:
-            return False, 0.0
-        self._measured = stepper_of(self._optimizer).measure()
-        return gradients.overflow_in(self._measured.totals(), scale)
+        inputs = self._inputs
+        inputs.scale, inputs.max_norm, inputs.measured = scale, None, None
+        return gradients.overflow_in(self._totals(), scale) if checks else (False, 0.0)
+
+    def _totals(self) -> dict[torch.device, Tensor]:
+        if self._inputs.measured is None:
+            self._inputs.measured = stepper_of(self._optimizer).measure()
+        return self._inputs.measured.totals()
+
+    @property
+    def _scale(self) -> float:
+        return float(self._inputs.scale or 1.0)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
-            groups = self._optimizer.process_groups
-            norm = reduction.clip_gradients(
-                self.params(), max_norm * self._scale, norm_type, groups
-            )
-            if self._measured is not None:
-                self._measured = stepper_of(self._optimizer).measure()  # the gradients have changed
+            limit, groups = max_norm * self._scale, self._optimizer.process_groups
+            norm = reduction.clip_gradients(self.params(), limit, norm_type, groups)
+            if self._inputs.measured is not None:  # the gradients have changed
+                self._inputs.measured = stepper_of(self._optimizer).measure()
             return norm / self._scale
-        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
-        if self._measured is None:
-            self._measured = stepper_of(self._optimizer).measure()
-        squares = sum(float(total[0]) for total in self._measured.totals().values())
+        before = self._inputs.max_norm
+        self._inputs.max_norm = max_norm if before is None else min(max_norm, before)
+        squares = sum(float(total[0]) for total in self._totals().values())
         return math.sqrt(squares) / self._scale
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""
-        groups = super().gradients()
-        scale = self._scale
-        return [[None if g is None else g.float() / scale for g in group] for group in groups]
+        scaled = super().gradients()
+        return [[None if g is None else g.float() / self._scale for g in gs] for gs in scaled]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step, which unscales and clips; with a closure, after it has run."""
-
-        def evaluate() -> Any:
-            assert closure is not None
-            loss = closure()
-            stepper_of(self._optimizer).handed = self._handed()  # known only now, inside the step
-            return loss
-
-        step_with = stepper_of(self._optimizer).step_with
+        """The optimizer's step, which unscales and clips."""
+        args = () if closure is None else (closure,)
         try:
-            given = self._handed() if closure is None else _C.StepInputs()
-            return step_with(given) if closure is None else step_with(given, evaluate)
+            return stepper_of(self._optimizer).step_with(self._inputs, *args)
         finally:
-            self._max_norm, self._measured = None, None
-
-    def _handed(self) -> _C.StepInputs:
-        return _C.StepInputs(
-            self._scale, measured=self._measured, max_norm=self._max_norm, keeps=True
-        )
+            self._inputs.max_norm = self._inputs.measured = None
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""

@@ -233,7 +233,7 @@ def _may_unscale(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
     own = all_parameters([optimizer])
     others = all_parameters([each for each in optimizers if each is not optimizer])
     stepper = stepper_of(optimizer)
-    stepper.left = stepper.take_left(for_a_step=False)
+    stepper.left = stepper.known_left()
     return set(own).isdisjoint(others) and (stepper.left is not None or not ledger.nonzero(own))
 
 

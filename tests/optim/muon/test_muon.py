@@ -18,7 +18,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.optim.muon import sharded
+from amp_mp.optim.muon import matrices
 
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 17), (8, 512), (1, 5), (64, 64), (5, 1)]
 NUMBERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
@@ -405,7 +405,7 @@ def test_every_matrix_begins_at_16_bytes_and_has_the_bits_it_has_alone(
         assert all(map(torch.equal, together, alone))
 
     # Which elements are whose is seen where gradients are powers of two of their own.
-    monkeypatch.setattr(sharded, "WholeMatrices", watched)
+    monkeypatch.setattr(matrices, "WholeMatrices", watched)
     params = [nn.Parameter(torch.zeros(s, device=device)) for s in shapes]
     optimizer = amp.optim.Muon(params, normalize=normalize)
     for number, p in enumerate(params):

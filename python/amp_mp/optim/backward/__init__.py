@@ -2,5 +2,5 @@
 
 `attachment` has what both kinds share, and the one that reads each gradient while it is still in
 the cache. `release` steps each parameter as soon as its gradient is complete and frees the
-gradient. `ddp_hook` gives `release` the averaged gradients of a DistributedDataParallel.
+gradient; a DistributedDataParallel gives it averaged ones.
 """

@@ -2,11 +2,13 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
@@ -24,7 +26,7 @@ class Scaler(Protocol):
         """The factor of the losses, float32 [] on the device, without waiting; None for 1."""
 
 
-class Attachment(ABC):
+class Attachment(AbstractContextManager["Attachment"], ABC):
     """An optimizer's work during backward; `remove()` or the end of a `with` block ends it."""
 
     releases: ClassVar[bool] = False  # whether gradients are stepped and freed
@@ -62,7 +64,7 @@ class Attachment(ABC):
         """Whether gradients were stepped and freed since the last step."""
         return False
 
-    def forget(self) -> None:  # noqa: B027 (there may be nothing to drop)
+    def forget(self) -> None:
         """Drops what is derived from param_groups and state."""
 
     def remove(self) -> None:
@@ -72,9 +74,6 @@ class Attachment(ABC):
         self._handles.clear()
         if self._stepper.attachment is self:
             self._stepper.attachment = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -93,8 +92,8 @@ class Measure(Attachment):
 
     def __init__(self, stepper: Stepper, model: nn.Module) -> None:
         super().__init__(stepper)
-        # The gradient that was read, its memory and version then, and what was found.
-        self._rows: dict[Tensor, tuple[TensorWeakRef, int, int, Tensor]] = {}
+        # By the gradient that was read: its memory and version then, and what was found.
+        self._rows: MutableMapping[Tensor, tuple[int, int, Tensor]] = WeakTensorKeyDictionary()
         self._hook(model)
 
     def remove(self) -> None:
@@ -105,19 +104,17 @@ class Measure(Attachment):
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
         if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass
-            row = _C.measure([grad])[0]
-            self._rows[param] = TensorWeakRef(grad), grad.data_ptr(), grad._version, row
+            self._rows[grad] = grad.data_ptr(), grad._version, _C.measure([grad])[0]
 
     def _row(self, param: Tensor) -> Tensor | None:
         """The statistics of the gradient, if it has not changed since they were read."""
         grad = param.grad
         if grad is None:
             return no_gradient_on(param.device)
-        if param not in self._rows:
+        if grad not in self._rows:
             return None
-        ref, memory, version, row = self._rows[param]
-        fresh = ref() is grad and grad.data_ptr() == memory and grad._version == version
-        return row if fresh else None
+        memory, version, row = self._rows[grad]
+        return row if (memory, version) == (grad.data_ptr(), grad._version) else None
 
     def read(self, bucket: _C.Bucket) -> _C.Measurement:
         """As bucket.measure(), bit for bit; reads only gradients that changed since."""
@@ -132,8 +129,7 @@ class Measure(Attachment):
                 rows[i] = row
         read = [row for row in rows if row is not None]
         _C.used_on_current_stream(read)  # a backward pass may be on another
-        known = torch.stack(read)
-        return _C.Measurement(_C.combine(known))
+        return _C.Measurement(_C.combine(torch.stack(read)))
 
 
 def _is_plain(grad: Tensor) -> bool:

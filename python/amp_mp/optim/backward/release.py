@@ -1,16 +1,21 @@
-"""Gradient release: steps each parameter, and frees its gradient, as soon as it is complete."""
+"""Gradient release: steps each parameter, and frees its gradient, as soon as it is complete.
+
+`attach` is FusedOptimizer.attach, for both kinds of attachments.
+"""
 
 import threading
+import weakref
+from collections.abc import MutableMapping, MutableSet
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
-from amp_mp.dtypes import NATIVE
-from amp_mp.optim.backward.attachment import Attachment, Scaler, no_gradient_on
-from amp_mp.optim.backward.ddp_hook import ddp_hook_of
+from amp_mp.dtypes import NATIVE, check_choice
+from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import local_gradient
@@ -106,7 +111,11 @@ class Release(Attachment):
             total = self._previous.statistics(measured.rows[1], scale, is_shard)
         bucket.step(optimizer.param_groups, measured, scale, max_norm, total)
         if measured is not None:
-            self._add(param, measured.rows[0])
+            row, old = measured.rows[0], self._rows.get(param)
+            if old is not None:  # another backward of the same iteration
+                _C.used_on_current_stream([old])
+                row = torch.stack([old[0] + row[0], torch.maximum(old[1], row[1]), old[2] + row[2]])
+            self._rows[param] = row
         if self._ddp_hook is None:
             param.grad = None
         else:
@@ -118,13 +127,6 @@ class Release(Attachment):
     def _scale(self, device: torch.device) -> Tensor | None:
         """The factor of the losses on the device, read without waiting; None for 1."""
         return self.scaler.scale_on(device) if self.scaler is not None else None
-
-    def _add(self, param: Tensor, row: Tensor) -> None:
-        old = self._rows.get(param)
-        if old is not None:  # another backward of the same iteration
-            _C.used_on_current_stream([old])
-            row = torch.stack([old[0] + row[0], torch.maximum(old[1], row[1]), old[2] + row[2]])
-        self._rows[param] = row
 
     # Where things are.
 
@@ -160,8 +162,7 @@ class Release(Attachment):
 
     def _postpones(self) -> bool:
         """Whether shards wait for `finish`: there is no norm of an earlier step to clip by yet."""
-        waits = self._measures() and not self._previous.is_there()
-        return waits and self._whole.is_needed
+        return self._measures() and not self._previous.is_there() and self._whole.is_needed
 
     def totals(self) -> dict[torch.device, Tensor]:
         """The statistics since the last step, added in the order of measuring all at once."""
@@ -220,7 +221,14 @@ class Release(Attachment):
             self._stepper.warn(log.skipped(), self._describe)
             if self._clip == "previous" and self._rows:
                 if self._whole.is_needed and self._previous.known is None:
-                    warn_of_nonfinite(log.newest(wait=False))
+                    number, skipped, *_ = log.newest(wait=False) or (0, False)
+                    if skipped:
+                        warn(
+                            f"gradients were inf or NaN in step {number}, and release=True has "
+                            "stepped shards with them: a hook cannot know what other processes "
+                            "find. Load the last checkpoint, and train without release where this "
+                            "may happen"
+                        )
                 self._previous.take(verdict)
         else:
             with self._lock, torch.no_grad():
@@ -314,11 +322,101 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
         )
 
 
-def warn_of_nonfinite(report: tuple[Any, ...] | None) -> None:
-    """Warns where a report, a StepReport's fields, is of gradients that were inf or NaN."""
-    if report is not None and report[1]:
-        warn(
-            f"gradients were inf or NaN in step {report[0]}, and release=True has "
-            "stepped shards with them: a hook cannot know what other processes find. Load the last "
-            "checkpoint, and train without release where this may happen"
+class DDPHook:
+    """A model's communication hook: averages over the ranks, then the attached optimizers step.
+
+    DistributedDataParallel takes one hook and never removes it, so the model keeps this one for
+    life. With no optimizer attached it does what the model does without a hook.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        """Registers itself; raises ValueError where the model has another hook."""
+        self._group = model.process_group
+        self.steppers: MutableSet[Any] = weakref.WeakSet()  # Release: they get the gradients
+        try:
+            # A lambda has no annotations: torch refuses a bucket that is annotated as Any.
+            model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
+        except RuntimeError as error:
+            raise ValueError(
+                "model has a communication hook of its own already, and release=True needs that "
+                "place: DistributedDataParallel takes one hook; leave out register_comm_hook"
+            ) from error
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The hook; bucket: a torch.distributed.GradBucket."""
+        buffer, params = bucket.buffer(), bucket.parameters()
+        grads = bucket.gradients() or [buffer]  # none of a sparse one, which the step refuses
+        buffer.mul_(1.0 / self._group.size())  # this very product: that is how torch divides
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        future: torch.futures.Future[list[Tensor]] = work.get_future()
+
+        def step(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            for param, grad in zip(params, grads, strict=True):
+                if grad.layout == torch.strided:
+                    # The bucket holds elements in the parameter's memory order, and gradients()
+                    # has forgotten that of channels_last ones.
+                    grad = grad.as_strided(param.shape, param.stride())
+                for stepper in self.steppers:
+                    stepper.arrive_averaged(param, grad)
+            return done.value()[0]
+
+        return future.then(step)
+
+
+_hooks: MutableMapping[DistributedDataParallel, DDPHook] = weakref.WeakKeyDictionary()
+
+
+def ddp_hook_of(model: DistributedDataParallel) -> DDPHook:
+    """The model's hook, made at the first call."""
+    if model not in _hooks:
+        _hooks[model] = DDPHook(model)
+    return _hooks[model]
+
+
+def attach(
+    stepper: Stepper, model: Any, release: bool, measure: bool, scaler: Any, clip: str
+) -> Attachment:
+    """See FusedOptimizer.attach. Every argument is checked before anything is changed."""
+    optimizer = stepper.optimizer
+    if stepper.attachment is not None:
+        raise RuntimeError("the optimizer is attached already; remove() that attachment first")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
+    if release == measure:
+        raise ValueError(
+            "release and measure: exactly one of them has to be True, found "
+            f"{release!r} and {measure!r}; release=True measures where anything needs it"
         )
+    check_choice("clip", clip, ("parameter", "previous"))
+    if scaler is not None and not isinstance(scaler, Scaler):
+        raise TypeError(
+            f"scaler must be an amp_mp.GradScaler, found {type(scaler)}: torch's own asserts that "
+            "it has seen gradients, which are gone by then"
+        )
+    if scaler is not None and measure:
+        raise ValueError("scaler= is for release=True; with measure=True leave it out")
+    if scaler is not None and not optimizer.amp_scaling:
+        raise ValueError(
+            "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
+        )
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    if not any(p in own for p in model.parameters()):
+        raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
+    wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if wrapped and measure:
+        raise ValueError(
+            "measure=True does not go with DistributedDataParallel: gradients are averaged after "
+            "they could be measured"
+        )
+    if wrapped and not isinstance(model, DistributedDataParallel):
+        raise ValueError("model holds a DistributedDataParallel; attach to that one itself")
+    if any(m.find_unused_parameters for m in wrapped):
+        raise ValueError(
+            "model: release=True does not go with find_unused_parameters=True; which parameters "
+            "have no gradient is known only after the last one has been averaged"
+        )
+    if release and any(is_dtensor(p) and p in own for p in model.parameters()):
+        refuse_shards(stepper, scaler, clip)
+    if release and any(group.get("offload") for group in optimizer.param_groups):
+        optimizer.init_state()  # a hook would pin memory while NCCL works
+    return Release(stepper, model, scaler, clip) if release else Measure(stepper, model)

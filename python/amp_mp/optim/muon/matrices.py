@@ -1,13 +1,21 @@
-"""The matrices that parameters consist of; csrc/torch/muon makes them orthogonal."""
+"""The matrices that parameters consist of; those split over processes are made orthogonal by one.
 
-from collections.abc import Mapping
-from itertools import groupby
+csrc/torch/muon makes whole matrices orthogonal.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, cycle, groupby
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from amp_mp.optim.rule import Group, Shape
+from amp_mp._C import WholeMatrices, orthogonalise_
+from amp_mp.optim.rule import Group, MakeUpdates, Shape
+from amp_mp.sharding.shards import like, local_of, part, split_groups
+
+Members = Sequence[tuple[Tensor, Group]]
 
 
 class Block(NamedTuple):
@@ -84,3 +92,190 @@ def factor_of_rate(group: Mapping[str, Any], shape: Shape) -> float:
         return 0.2 * sqrt(max(rows, columns))
     ratio = sqrt(rows / columns)
     return ratio if group["adjust_lr_fn"] == "sqrt" else max(1.0, ratio)
+
+
+def make_updates(members: Members) -> MakeUpdates:
+    """What turns the directions of these parameters into updates, on this and other processes.
+
+    Matrices in one piece are done where they are. One whose rows are split over one process group
+    goes to a process of the group and back. What is split otherwise, every process gathers.
+    """
+    exchanged: dict[str, list[int]] = {}
+    gathered: list[int] = []
+    groups: dict[str, Any] = {}
+    for index, (param, _) in enumerate(members):
+        if not split_groups(param):
+            continue
+        group = _group_of_rows(param)
+        if group is None:
+            gathered.append(index)
+        else:
+            groups[group.group_name] = group
+            exchanged.setdefault(group.group_name, []).append(index)
+    elsewhere = {i for own in (gathered, *exchanged.values()) for i in own}
+    whole = WholeMatrices(
+        [local_of(param) for param, _ in members],
+        [group for _, group in members],
+        [None if i in elsewhere else blocks_of(group, p) for i, (p, group) in enumerate(members)],
+    )
+    if not elsewhere:
+        return whole
+    steps: list[MakeUpdates] = [
+        Exchange(members, whole.offsets, own, groups[name]) for name, own in exchanged.items()
+    ]
+    steps += [Gathering(members, whole.offsets, gathered), whole]
+
+    def all_of_them(directions: Tensor) -> Tensor:
+        for step in steps:
+            step(directions)
+        return directions
+
+    return all_of_them
+
+
+def _group_of_rows(param: Any) -> Any:
+    """The process group over which the first dimension alone is split; None for other splits."""
+    mesh = param.device_mesh
+    found = None
+    for dim, placement in enumerate(param.placements):
+        if mesh.size(dim) == 1 or placement.is_replicate():
+            continue
+        if found is not None or not placement.is_shard(0):
+            return None
+        found = mesh.get_group(dim)
+        if found.rank() != mesh.get_local_rank(dim):
+            return None
+    return found
+
+
+class Piece(NamedTuple):
+    """What one process has of one matrix: `size` elements; `at` is the first in its shard."""
+
+    member: int  # the parameter's number
+    rank: int
+    at: int
+    size: int
+
+
+class Matrix(NamedTuple):
+    """A matrix, its numbers, and its pieces in the order of ranks and so of elements."""
+
+    shape: Shape
+    factor: float
+    group: Group
+    pieces: list[Piece]
+
+
+def _matrices(param: Tensor, group: Group, member: int, ranks: int) -> Iterator[Matrix]:
+    """Those that a parameter consists of, in the order of their elements."""
+    rows, row = param.shape[0], prod(param.shape[1:])
+    chunk = -(-rows // ranks) * row  # as torch splits rows
+    total = rows * row
+    end = 0
+    shapes = [
+        (b.rows, b.columns, b.factor) for b in blocks_of(group, param) for _ in range(b.number)
+    ]
+    for own_rows, columns, factor in cycle(shapes):
+        begin, end, pieces = end, end + own_rows * columns, []
+        if begin == end or end > total:
+            return
+        for rank in range(ranks):
+            first = min(rank * chunk, total)
+            low, high = max(begin, first), min(end, min(first + chunk, total))
+            if low < high:
+                pieces.append(Piece(member, rank, low - first, high - low))
+        yield Matrix((own_rows, columns), factor, group, pieces)
+
+
+class Exchange:
+    """Sends each matrix's pieces to the process that makes it orthogonal, and the result back.
+
+    All processes of the group make the same plan: a matrix that lies on one process stays there,
+    the others go to the process with the least work so far, the largest first.
+    """
+
+    def __init__(
+        self, members: Members, offsets: list[int], indices: list[int], group: Any
+    ) -> None:
+        """indices: of the members that are split over the process group."""
+        self._group = group
+        ranks = group.size()
+        self._rank = group.rank()
+        matrices = [m for i in indices for m in _matrices(*members[i], i, ranks)]
+        owners = self._owners(matrices)
+        # What this process sends, in the order of owners, and gets, in the order of senders; each
+        # in the order of matrices.
+        sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m.pieces]
+        sent = [(owner, piece) for owner, piece in sent if piece.rank == self._rank]
+        sent.sort(key=lambda each: each[0])
+        self._from = [(offsets[p.member] + p.at, p.size) for _, p in sent]
+        self._sent = [sum(p.size for o, p in sent if o == rank) for rank in range(ranks)]
+        own = [matrix for n, matrix in enumerate(matrices) if owners[n] == self._rank]
+        got = sorted((p for matrix in own for p in matrix.pieces), key=lambda piece: piece.rank)
+        self._received = [sum(p.size for p in got if p.rank == rank) for rank in range(ranks)]
+        ends = accumulate((p.size for p in got), initial=0)
+        places = {p: slice(at, at + p.size) for p, at in zip(got, ends, strict=False)}
+        # The first of matrices of one kind, and where the pieces of all are in what it gets.
+        self._stacks: list[tuple[Matrix, list[slice]]] = []
+        for _, run in groupby(own, lambda m: (m.shape, m.factor, id(m.group))):
+            alike = list(run)
+            self._stacks.append((alike[0], [places[p] for m in alike for p in m.pieces]))
+
+    def _owners(self, matrices: list[Matrix]) -> list[int]:
+        work = [0] * self._group.size()
+        owners = [0] * len(matrices)
+
+        def cost(number: int) -> int:
+            rows, columns = sorted(matrices[number].shape)
+            return rows * rows * (2 * columns + rows)
+
+        for number in sorted(range(len(matrices)), key=lambda n: (-cost(n), n)):
+            held = matrices[number].pieces
+            owner = held[0].rank if len(held) == 1 else work.index(min(work))
+            owners[number] = owner
+            work[owner] += cost(number)
+        return owners
+
+    def __call__(self, directions: Tensor) -> Tensor:
+        """Puts the updates in place of the directions."""
+        mine = [directions[at : at + size] for at, size in self._from]
+        sent = torch.cat(mine) if mine else directions[:0]
+        received = sent.new_empty(sum(self._received))
+        self._send(received, sent, self._received, self._sent)
+        for kind, places in self._stacks:
+            own = [received[place] for place in places]
+            stack = torch.cat(own).view(-1, *kind.shape)
+            orthogonalise_(stack, kind.group, kind.factor)
+            made = stack.flatten().split_with_sizes([piece.numel() for piece in own])
+            torch._foreach_copy_(own, list(made))
+        self._send(sent, received, self._sent, self._received)
+        if mine:
+            made = sent.split_with_sizes([size for _, size in self._from])
+            torch._foreach_copy_(mine, list(made))
+        return directions
+
+    def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Exchanges elements, as many with each process as these say."""
+        import torch.distributed as dist
+
+        tensors = to.view(torch.uint8), source.view(torch.uint8)  # every backend carries bytes
+        sizes = [2 * n for n in arriving], [2 * n for n in leaving]
+        dist.all_to_all_single(*tensors, *sizes, group=self._group)
+
+
+class Gathering:
+    """Every process gathers each matrix, makes it orthogonal and keeps its own part."""
+
+    def __init__(self, members: Members, offsets: list[int], indices: list[int]) -> None:
+        self._members = [(*members[i], offsets[i]) for i in indices]
+
+    def __call__(self, directions: Tensor) -> Tensor:
+        """Puts the updates in place of the directions."""
+        for param, group, at in self._members:
+            local = local_of(param)
+            own = directions[at : at + local.numel()].view(local.shape)
+            given: Any = like(own, param)
+            whole = given.full_tensor().contiguous()
+            WholeMatrices([whole], [group], [blocks_of(group, param)])(whole.view(-1))
+            own.copy_(part(whole, param))
+        return directions

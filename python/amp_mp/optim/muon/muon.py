@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.muon.matrices import blocks_of, factor_of_rate, refuse_shape, shape_of
+from amp_mp.optim.muon import matrices as of_matrices
+from amp_mp.optim.muon.matrices import blocks_of, factor_of_rate
 from amp_mp.optim.muon.selection import muon_groups
-from amp_mp.optim.muon.sharded import make_updates
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule
 from amp_mp.text_table import aligned
@@ -25,10 +25,10 @@ MUON = Rule(
     Directions(
         (*SHAPES, "use_muon"),
         check_muon,
-        refuse_shape,
-        shape_of,
+        of_matrices.refuse_shape,
+        of_matrices.shape_of,
         lambda group, shape: {"trust": factor_of_rate(group, shape)},
-        make_updates,
+        of_matrices.make_updates,
     ),
 )
 NORMUON = MUON._replace(row_state="second_momentum_buffer")
@@ -139,8 +139,8 @@ class Muon(FusedOptimizer):
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        of_matrices = NORMUON if group.get("normalize") else MUON
-        return (of_matrices if group.get("use_muon", True) else ADAMW,)
+        own = NORMUON if group.get("normalize") else MUON
+        return (own if group.get("use_muon", True) else ADAMW,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every fused optimizer; ValueError, by name, for what is no matrix.

@@ -55,19 +55,17 @@ def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[s
     file lacks, or has in a group with others.
     """
     files = state_dict["param_groups"]
+    if any("param_names" not in group for group in (*files, *groups)):
+        return state_dict
     places: dict[str, tuple[dict[str, Any], Any]] = {}  # of each name, its group and number
     for index, file in enumerate(files):
-        names, numbers = file.get("param_names"), file["params"]
-        if "param_names" not in file:
-            return state_dict
+        names, numbers = file["param_names"], file["params"]
         if not isinstance(names, list | tuple) or len(names) != len(numbers):
             must = "'param_names' must be a name for each parameter"
             raise _refused(f"param_group {index}: {must}, found {_described(names)}")
         places |= {str(name): (file, number) for name, number in zip(names, numbers, strict=True)}
     ordered = []
     for group, file in zip(groups, files, strict=True):
-        if "param_names" not in group:
-            return state_dict
         names = group["param_names"]
         if lacking := [name for name in names if str(name) not in places]:
             raise _refused(
@@ -98,10 +96,7 @@ def _described(value: Any) -> str:
 
 
 def check_loadable(
-    state_dict: dict[str, Any],
-    params: list[Tensor],
-    stepper: Any,
-    names: Sequence[str] = (),
+    state_dict: dict[str, Any], params: list[Tensor], stepper: Any, names: Sequence[str] = ()
 ) -> None:
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 

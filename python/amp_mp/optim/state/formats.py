@@ -46,7 +46,7 @@ PRESETS = {
 # Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
 CLOCK = _C.clock_entries()  # the numbers that a parameter's clock consists of
 MASTER_ENTRIES = _C.master_entries()  # their dtypes, by name
-CODED = tuple(_C.coded_endings())
+CODED = tuple(_C.coded_endings())  # how the names of codes end, of any state
 
 Chosen = Mapping[str, str | None]  # formats by "master" or a state's name
 Kinds = Mapping[str, str]  # of states, by name
@@ -79,11 +79,6 @@ def resolve_group(param_group: dict[str, Any], chosen: Chosen, kinds: Kinds) -> 
         param_group.update({n: s for n, s in stored.items() if memory or own[n]})
 
 
-def native_name(format: str) -> str:
-    """The kernels' name of a format: bfloat16 states are always rounded stochastically."""
-    return "bfloat16_stochastic" if format == "bfloat16" else format
-
-
 def split_name(format: str, dtype: torch.dtype) -> str:
     """The kernels' name of a master's format beside weights of a dtype."""
     return f"{dtype_name(dtype)}_{format}"
@@ -92,11 +87,6 @@ def split_name(format: str, dtype: torch.dtype) -> str:
 def scale_name(entry: str) -> str:
     """The entry that holds the scales of a grouped format's entry."""
     return f"{entry}_scale"
-
-
-def is_coded(entry: str) -> bool:
-    """Whether an entry has the name of codes, of any state."""
-    return entry.endswith(CODED)
 
 
 def as_bytes(value: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Blocks that edit float32 masters, and parameters that hold averages meanwhile."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
@@ -22,19 +23,16 @@ def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
         )
 
 
-def replaced(nest: Any, replace: Callable[[Any, str], Any], name: str = "params") -> Any:
-    """A nest of lists, tuples, dicts and other iterables, with what takes each leaf's place.
-
-    Only lists, tuples and dicts stay what they are. name: the nest's; a leaf's is
-    "params[0]['weight']".
-    """
-    is_leaf = isinstance(nest, Tensor | str)
-    if not is_leaf and hasattr(nest, "items"):
-        return {key: replaced(x, replace, f"{name}[{key!r}]") for key, x in nest.items()}
-    if is_leaf or not isinstance(nest, Iterable):
-        return replace(nest, name)
-    found = [replaced(x, replace, f"{name}[{i}]") for i, x in enumerate(nest)]
-    return tuple(found) if isinstance(nest, tuple) else found
+def _listed(nest: Any) -> Any:
+    """A nest in which all mappings are dicts, and other iterables but tuples are lists."""
+    if isinstance(nest, Tensor | str):
+        return nest
+    if hasattr(nest, "items"):
+        return {key: _listed(each) for key, each in nest.items()}
+    if not isinstance(nest, Iterable):
+        return nest
+    found = map(_listed, nest)
+    return tuple(found) if isinstance(nest, tuple) else list(found)
 
 
 class MasterBlocks:
@@ -56,17 +54,11 @@ class MasterBlocks:
         """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
         if params is None:
             params = [param for group in groups for param in _C.params_of(group)]
-        own: list[tuple[str, Any]] = []  # with names for messages
-
-        def collect(leaf: Any, name: str) -> Any:
-            own.append((name, leaf))
-            return leaf
-
-        nest = replaced(params, collect)
+        paths, nest = tree_flatten_with_path(_listed(params))
+        own = [(f"params{keystr(path)}", leaf) for path, leaf in paths]
         block = _C.EditedMasters(rules, groups, state, own, self.open)
         refuse_swapped((leaf for _, leaf in own), "masters()")
-        found = iter(block.masters)
-        masters = replaced(nest, lambda leaf, name: next(found))
+        masters = tree_unflatten(block.masters, nest)
         try:
             try:
                 self.open.append(block)
@@ -76,9 +68,7 @@ class MasterBlocks:
                 self.open[:] = [each for each in self.open if each is not block]
         finally:  # where an interrupt came before the line above
             self.open[:] = [each for each in self.open if each is not block]
-        now: list[Any] = []
-        replaced(masters, lambda leaf, name: now.append(leaf))
-        if [*map(id, now)] != [*map(id, block.masters)]:
+        if [*map(id, tree_leaves(masters))] != [*map(id, block.masters)]:
             raise RuntimeError(
                 "a master was exchanged for another object inside of a block of masters(); write "
                 "it in place, as in master.copy_(...); nothing was stored"

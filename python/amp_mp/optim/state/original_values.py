@@ -6,7 +6,7 @@ written since, and a float32 state dict may bring new ones. Of a DTensor everyth
 the shard on this process.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -115,8 +115,7 @@ def keep_original(param: Tensor, values: Tensor, owner: nn.Module | None = None)
     kept = None
     if param.requires_grad and not weight.is_meta:
         own = local_of(values).detach()
-        by_place = version == SHARD
-        checksum, tensors = _C.encode_original(weight, own, by_place)
+        checksum, tensors = _C.encode_original(weight, own, by_place=version == SHARD)
         kept = OriginalValues(version, checksum, tuple(tensors))
     _put_values(param, kept, owner)
 
@@ -128,13 +127,10 @@ def copy_values(
     _put_values(param, values and replace(values, version=_weight(param)[1]), owner)
 
 
-def drop_original(param: Tensor, forget: bool = False) -> None:
-    """Frees a parameter's values. forget: and keeps no others that are loaded later."""
-    if forget:
-        drop(param)
-    elif (found := _waiting(param)) is not None:
-        found.values = None
-        found.mark.has_values = False
+def drop_original(param: Tensor) -> None:
+    """Frees a parameter's values; others that are loaded later are kept."""
+    if _waiting(param) is not None:
+        _put_values(param, None)
 
 
 def drop(param: Tensor) -> None:
@@ -142,8 +138,7 @@ def drop(param: Tensor) -> None:
     if (found := _waiting(param)) is None:
         return
     found.values = None
-    found.mark.has_values = False
-    found.mark.waits = False
+    found.mark.has_values = found.mark.waits = False
     for own in _sharded.values():
         own.pop(id(param), None)
     if found.dtensor is None:
@@ -158,11 +153,6 @@ def values_of(param: Tensor) -> OriginalValues | None:
     if found.values is not None and not found.values.belong_to(*_weight(param)):
         drop_original(param)
     return found.values
-
-
-def any_values() -> bool:
-    """Whether a parameter that is no DTensor has values; quicker than asking for each."""
-    return any(found.values is not None for found in _plain.values())
 
 
 def original_of(param: Tensor) -> Tensor | None:
@@ -182,7 +172,7 @@ def take_original(param: Tensor) -> Tensor:
     make new Parameters. A state dict that is loaded after it brings values.
     """
     values = find(param)
-    drop_original(param, forget=True)
+    drop(param)
     return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
 
 
@@ -223,27 +213,24 @@ def _mark_owner(module: nn.Module, params: Mapping[str, Tensor]) -> None:
 
 def follow_replaced(module: nn.Module, names: Iterable[str]) -> None:
     """Makes what sharding and to_empty put in waiting parameters' places wait for loaded values."""
-    for name, (param, _) in _replaced_in(module).items():
+    for name, param, _ in _replaced_in(module):
         if name in names:
             _marks[module][name] = _put_values(param, None, module).mark
 
 
-def _replaced_in(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
-    """Parameters that replaced waiting ones and do not wait yet; whether values were lost."""
-    marks = _marks.get(module, {}).items()
-    now = [(name, module._parameters.get(name), mark) for name, mark in marks if mark.waits]
-    return {
-        name: (param, mark.has_values)
-        for name, param, mark in now
-        if param is not None and param.dtype in LOW_PRECISION and not awaits_original(param)
-    }
+def _replaced_in(module: nn.Module) -> Iterator[tuple[str, Tensor, Mark]]:
+    """Parameters that replaced waiting ones and do not wait yet, and the marks of these."""
+    for name, mark in _marks.get(module, {}).items():
+        param = module._parameters.get(name) if mark.waits else None
+        if param is not None and param.dtype in LOW_PRECISION and not awaits_original(param):
+            yield name, param, mark
 
 
 def _name_of_lost(param: Tensor) -> str:
     """The module's class and the name of a DTensor whose values were lost; else empty."""
     for module in list(_marks):
-        for name, (own, lost) in _replaced_in(module).items():
-            if lost and own is param:
+        for name, own, mark in _replaced_in(module):
+            if mark.has_values and own is param:
                 return f"{type(module).__name__}.{name}"
     return ""
 

@@ -32,11 +32,7 @@ def own_hook(
 
 
 def load_state(
-    optimizer: Optimizer,
-    stepper: Any,
-    formats: tuple[str, ...],
-    state_dict: dict[str, Any],
-    load: Callable[[dict[str, Any]], None],
+    stepper: Any, formats: tuple[str, ...], state_dict: dict[str, Any], load: Callable[..., None]
 ) -> None:
     """Runs torch's `load` for everything but the parameters' states, which torch would round.
 
@@ -46,6 +42,7 @@ def load_state(
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+    optimizer = stepper.optimizer
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     own = [{name: g[name] for name in formats} for g in groups]
@@ -113,17 +110,14 @@ def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> 
     state = {}
     groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)
     for rule, group, shown in groups:
+        own_number = _C.own_number(rule)
         for param, number in zip(group["params"], shown["params"], strict=True):
-            if optimizer.state.get(param):
-                state[number] = _torch_state(param, rule, optimizer.state[param])
+            if held := optimizer.state.get(param):
+                clock = {"step": held["step"]}
+                if own_number is not None:
+                    name, start = own_number
+                    clock[name] = held.get(name, start)
+                counts = {n: torch.tensor(float(x), dtype=torch.float32) for n, x in clock.items()}
+                state[number] = counts | _C.decoded_states(rule, param, held)
     kept = [{k: v for k, v in g.items() if k not in own} for g in packed["param_groups"]]
     return {"state": state, "param_groups": kept}
-
-
-def _torch_state(param: Tensor, rule: Rule, state: dict[str, Any]) -> dict[str, Tensor]:
-    clock = {"step": state["step"]}
-    if (own := _C.own_number(rule)) is not None:
-        name, start = own
-        clock[name] = state.get(name, start)
-    shown = {name: torch.tensor(float(n), dtype=torch.float32) for name, n in clock.items()}
-    return shown | _C.decoded_states(rule, param, state)

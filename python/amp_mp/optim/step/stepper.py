@@ -18,8 +18,7 @@ from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
 from amp_mp.optim.step.params import param_infos
 from amp_mp.overflow_report import describe_nonfinite
-from amp_mp.scaling.norm_spike import NormSpike
-from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.scaling.overflows import NormSpike, OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.text_table import warn
@@ -63,7 +62,14 @@ class Hooks:
                     "write the formats that it stands for: " + ", ".join(("master", *rule.names))
                 )
         for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-            check_formats(rule, group, index)
+            try:
+                check_choices(group)
+                for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
+                    check_choice(name, group[name], KINDS[kind])
+                if rule.directions is not None:
+                    rule.directions.check(group)
+            except ValueError as error:
+                raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
         if any(a != b for a, b in zip(offload, self.offload, strict=False)):
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -108,16 +114,16 @@ class Stepper:
         optimizer: Any,
         rules: tuple[Rule, ...],
         rules_of: Callable[[Group], tuple[Rule, ...]],
-        group_rules: Callable[[], list[Rule]],
+        group_rules: Callable[[Any], list[Rule]],
         own_keys: frozenset[str],
     ) -> None:
         """rules: all that the optimizer may use. rules_of: those that one param_group may have.
 
-        group_rules: the optimizer's method that gives the rule of each group now. It keeps the
-        optimizer no longer than others do. own_keys: the entries of a group that are its own.
+        group_rules: gives the rule of each group of the optimizer now. own_keys: the entries of a
+        group that are the optimizer's own.
         """
         self._optimizer = weakref.ref(optimizer)
-        self._group_rules = weakref.WeakMethod(group_rules)
+        self._group_rules = group_rules
         self.rules = rules
         self.rules_of = rules_of
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
@@ -136,9 +142,7 @@ class Stepper:
 
     def group_rules(self) -> list[Rule]:
         """The rule of each param_group."""
-        found = self._group_rules()
-        assert found is not None, "the optimizer is gone"
-        return found()
+        return self._group_rules(self._optimizer())
 
     @property
     def releases(self) -> bool:
@@ -200,13 +204,14 @@ class Stepper:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
         if self.handed is not None:
             return self.handed
-        if self.left is not None and (left := self.take_left()) is not None:
+        if self.left is not None and (left := self.known_left()) is not None:
+            left.used = True
             return left
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
 
-    def take_left(self, *, for_a_step: bool = True) -> _C.StepInputs | None:
+    def known_left(self) -> _C.StepInputs | None:
         """What handle.scale_loss has left, where gradients carry its scale still.
 
         Raises RuntimeError where they were written or replaced by hand before a step.
@@ -224,10 +229,7 @@ class Stepper:
                 "max_grad_norm, clear with its zero_grad, or make it with amp_scaling=False, and "
                 "scale_loss unscales in place"
             )
-        if not kept:
-            return None
-        left.used |= for_a_step
-        return left
+        return left if kept else None
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
@@ -277,15 +279,3 @@ class Stepper:
                 "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
         watch.warn_of_skips(name, lambda: describe(scale), what if is_spike else "")
-
-
-def check_formats(rule: Rule, group: Group, index: int) -> None:
-    """Raises ValueError naming a param_group, by its index, and what of it cannot be."""
-    try:
-        check_choices(group)
-        for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
-            check_choice(name, group[name], KINDS[kind])
-        if rule.directions is not None:
-            rule.directions.check(group)
-    except ValueError as error:
-        raise ValueError(f"param_group {index}: {error}") from None
