@@ -186,28 +186,6 @@ def test_two_optimizers_over_one_model() -> None:
     assert max(on_ranks(2, two_over_one_model)) < CLOSE
 
 
-def state_taken_away(how: str) -> list[float]:
-    model = fsdp(net())
-    optimizer = adamw(model.parameters())
-    train(model, optimizer, 1)
-    if how == "clear":
-        optimizer.state.clear()
-    elif how == "delete":
-        del optimizer.state[model[0].weight]
-    else:
-        optimizer.state[model[0].weight] = {}
-    train(model, optimizer, 1)
-    return steps_of(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("how", "steps"),
-    [("delete", [1.0, *[2.0] * 7]), ("empty", [1.0, *[2.0] * 7]), ("clear", [1.0] * 8)],
-)
-def test_state_that_was_taken_away_is_made_anew(how: str, steps: list[float]) -> None:
-    assert on_ranks(2, state_taken_away, how) == [steps] * 2
-
-
 BF16 = torch.bfloat16
 
 

@@ -271,60 +271,6 @@ def parts_are_refused(layout: str, preset: str) -> None:
     assert raw_bytes([local_of(v) for s in other.state.values() for v in s.values()]) == before
 
 
-OPTIONS = {
-    "sharded": StateDictOptions(),
-    "cpu_offload": StateDictOptions(cpu_offload=True),
-    "full": StateDictOptions(full_state_dict=True),
-    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
-    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-}
-
-
-def torchs_helpers(options: str, preset: str) -> None:
-    model, optimizer = trained(preset)
-    sharded = split(model, "rows")
-    other = adamw(sharded, preset)
-    other.load_state_dict(optimizer.state_dict())
-    wanted = raw_bytes(gathered(other.state_dict()))
-    chosen = OPTIONS[options]
-    found = get_optimizer_state_dict(sharded, other, options=chosen)
-    fresh = split(model, "rows")
-    sink = adamw(fresh, preset)
-    sink.init_state()
-    assert all(float(state["step"]) == 0 for state in sink.state.values())
-    set_optimizer_state_dict(fresh, sink, found, options=chosen)
-    check_placing(sink)
-    assert raw_bytes(gathered(sink.state_dict())) == wanted
-
-
-def checkpoints(path: str, preset: str) -> None:
-    """torch's distributed checkpoint: the same preset bit for bit, another one is an error."""
-    model, optimizer = trained(preset)
-    sharded = split(model, "rows")
-    other = adamw(sharded, preset)
-    other.load_state_dict(optimizer.state_dict())
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    dcp.save(get_optimizer_state_dict(sharded, other, options=options), checkpoint_id=path)
-    fresh = split(model, "columns")
-    sink = adamw(fresh, preset)
-    sink.init_state()
-    if not fell_back("columns", preset):
-        template = get_optimizer_state_dict(fresh, sink, options=options)
-        dcp.load(template, checkpoint_id=path)
-        set_optimizer_state_dict(fresh, sink, template, options=options)
-        check_placing(sink)
-        found = raw_bytes(gathered(sink.state_dict()))
-        assert found == raw_bytes(gathered(other.state_dict()))
-    for preset_of_sink in set(PRESETS) - {preset}:
-        sink = adamw(split(model, "rows"), preset_of_sink)
-        sink.init_state()
-        template = get_optimizer_state_dict(sharded, other, options=options)
-        wrong = {f"state.p0.{n}": v for n, v in sink.state_dict()["state"][0].items()}
-        template = {k: v for k, v in template.items() if not k.startswith("state.p0.")} | wrong
-        with pytest.raises(BaseException, match="Missing key in checkpoint state_dict"):
-            dcp.load(template, checkpoint_id=path)
-
-
 CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     **{
         f"{case.__name__}, {layout}, {preset}": (case, (layout, preset))
@@ -345,25 +291,18 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         ]
     },
     **{f"parts, {preset}": (parts_are_refused, ("rows", preset)) for preset in ("exact", "micro")},
-    **{
-        f"torch's helpers, {options}, {preset}": (torchs_helpers, (options, preset))
-        for options in OPTIONS
-        for preset in ("exact", "micro")
-    },
-    **{f"checkpoints, {preset}": (checkpoints, ("", preset)) for preset in ("exact", "micro")},
 }
 SOME = [name for name in CASES if not name.endswith(("float32", "lean", "tiny"))]
 FEW = [f"{case.__name__}, columns, micro" for case in (whole_tensors, first_state, masters)]
 FEW += ["whole_tensors, rows, micro", "conversion, rows, exact to micro", "parts, micro"]
-FEW += [f"torch's helpers, {options}, micro" for options in OPTIONS] + ["checkpoints, micro"]
 
 
-def run(case: str, path: str) -> None:
+def run(case: str) -> None:
     """What each of two processes does."""
     function, arguments = CASES[case]
-    function(*((path, *arguments[1:]) if function is checkpoints else arguments))
+    function(*arguments)
 
 
 @pytest.mark.parametrize("case", CASES if LARGE else tiered(SOME, FEW))
-def test_two_processes_hold_what_one_holds(case: str, tmp_path: Path) -> None:
-    on_ranks(2, run, case, str(tmp_path / "checkpoint"))
+def test_two_processes_hold_what_one_holds(case: str) -> None:
+    on_ranks(2, run, case)
