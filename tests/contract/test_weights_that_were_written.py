@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from helpers import DTYPES, array, assert_same, on, random, raw_bytes, state_names
+from helpers import DTYPES, array, assert_same, on, random, state_names
 from rules import RULES, STORAGES, Expected, found_master, found_state
 from tiers import paired
 from torch import Tensor, nn
@@ -95,49 +92,6 @@ def test_every_rule_goes_on_from_what_was_written(
     assert_same(found_master(state, param, want.formats["master"]), want.master, "master")
     for name, values in want.states.items():
         assert_same(found_state(state, name, want.formats[name]), values, name)
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("storage", STORED)
-@pytest.mark.parametrize("dtype", LOW)
-def test_a_skipped_step_leaves_what_was_written(
-    device: str, storage: str, dtype: str, write: str
-) -> None:
-    param = nn.Parameter(on(device, random(33 * 96, 1), DTYPES[dtype]).view(SHAPE))
-    optimizer = amp.optim.AdamW([param], check_overflow=True, **STORED[storage])
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    with torch.no_grad():
-        WRITES[write](param)
-    written, state = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    param.grad[0, 0] = torch.nan
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    assert torch.equal(param.detach().view(torch.int16), written.view(torch.int16))
-    for name, value in optimizer.state_dict()["state"][0].items():
-        assert raw_bytes(value) == raw_bytes(state["state"][0][name]), name
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("dtype", LOW)
-def test_float32_state_dict_gives_what_was_written(device: str, storage: str, dtype: str) -> None:
-    model = nn.Linear(96, 33, bias=False).to(device, DTYPES[dtype])
-    kind, numbers = RULES["plain sgd"]
-    optimizer = kind(model.parameters(), **numbers, **STORAGES[storage])
-    want = Expected("plain sgd", model.weight, **STORAGES[storage])
-    model.weight.grad = on(device, random(33 * 96, 2), DTYPES[dtype]).view(SHAPE)
-    want.step(array(model.weight.grad), np.float32(1))
-    optimizer.step()
-    for write in WRITES.values():
-        with torch.no_grad():
-            write(model.weight)
-        want.write(array(model.weight))
-        found = amp.float32_state_dict(model, optimizer)["weight"]
-        assert_same(array(found).reshape(-1), want.master, "master")
-        master = np.nan_to_num(array(found), nan=0, posinf=0, neginf=0)
-        weight = np.nan_to_num(array(model.weight), nan=0, posinf=0, neginf=0)
-        unit = np.abs(weight) * 2.0**-7 + 2.0**-24
-        assert (np.abs(master - weight) <= unit).all()
 
 
 def by_pruning(model: nn.Linear) -> None:

@@ -165,27 +165,6 @@ def test_an_adapter_added_later_trains_as_on_one_process() -> None:
     assert max(on_ranks(2, added_to_a_sharded_model)) < CLOSE
 
 
-def two_optimizers(model: nn.Module, kinds: Any, **options: Any) -> list[torch.Tensor]:
-    params = list(model.parameters())
-    first = kinds.AdamW(params[:3], lr=0.1, **options)
-    second = kinds.SGD(params[3:], lr=0.1, momentum=0.9)
-    for _ in range(3):
-        loss_of(model).backward()
-        first.step()
-        second.step()
-        model.zero_grad()
-    return whole(model)
-
-
-def two_over_one_model() -> float:
-    ours = two_optimizers(fsdp(net()), amp.optim, max_grad_norm=1e9)
-    return apart(ours, two_optimizers(net(), torch.optim))
-
-
-def test_two_optimizers_over_one_model() -> None:
-    assert max(on_ranks(2, two_over_one_model)) < CLOSE
-
-
 BF16 = torch.bfloat16
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import NORM_ERROR, Bag, Net, differences, local, noise, placed_as, set_grads, shard
+from layouts import NORM_ERROR, Bag, Net, differences, noise, set_grads, shard
 from ranks import on_ranks
 from tiers import tiered
 from torch import Tensor, nn

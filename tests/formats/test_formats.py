@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from helpers import DTYPES, array, assert_same, interesting_floats, on
 from torch import Tensor
 
-import amp_mp as amp
 from amp_mp import _C
 
 LOW = ("float16", "bfloat16")

@@ -113,7 +113,7 @@ def test_an_argument_of_one_kind_is_refused_by_name(
 
 
 def test_an_unknown_argument_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="AdamW has no argument 'momory'.*memory"):
+    with pytest.raises(TypeError, match=r"AdamW has no argument 'momory'.*memory"):
         AdamW([weight("cpu")], momory="lean")  # type: ignore[call-arg]
 
 

@@ -95,6 +95,13 @@ def test_a_master_may_change_while_gradients_are_released(device: str, release: 
         ({"exp_avg": "int3"}, "exp_avg"),
         ({"memory": "tiny"}, "memory in a param_group is for new optimizers"),
         ({"seed": -1}, "seed must be"),
+        ({"seed": None}, "seed must be"),
+        ({"lr": None}, "lr must be"),
+        ({"betas": None}, "betas must be"),
+        ({"eps": "x"}, "eps must be"),
+        ({"weight_decay": []}, "weight_decay must be"),
+        ({"amsgrad": torch.ones(3)}, "amsgrad must be"),
+        ({"maximize": torch.ones(3)}, "maximize must be"),
     ],
 )
 def test_an_option_that_cannot_be_changes_nothing(

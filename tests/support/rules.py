@@ -70,6 +70,22 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "novograd averaging": (amp.optim.NovoGrad, {**NOVOGRAD, "grad_averaging": True}),
     "novograd outside": (amp.optim.NovoGrad, {**NOVOGRAD, **OUTSIDE}),
 }
+# Every optimizer by its name, with arguments for which it keeps most of its states.
+KINDS: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "LARS": {"momentum": 0.9},
+    "Adadelta": {},
+    "NAdam": {},
+    "RAdam": {"betas": (0.8, 0.9)},
+    "Adagrad": {},
+    "RMSprop": {"momentum": 0.9},
+    "Adamax": {},
+    "Lion": {},
+    "LAMB": {},
+    "NovoGrad": {},
+}
 # What `memory` is to mean: the master, first moments, sums of squares.
 PRESETS = {
     None: ("split32", "float32", "float32"),

@@ -11,7 +11,7 @@ import pytest
 import reference_muon
 import rules
 import torch
-from helpers import DTYPES, array, assert_same, on, random, raw_bytes
+from helpers import DTYPES, array, assert_same, on, random
 from rules import Expected, found_master, found_state
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from compact_formats import MEMORIES
-from helpers import array, assert_same, random, state_names
+from helpers import array, assert_same, random
 from rules import (
     PRESETS,
-    RULES,
     STORAGES,
-    Expected,
     found_master,
     found_state,
 )
@@ -164,24 +159,6 @@ def test_memory_is_what_the_storages_take(device: str, memory: str | None, wante
     assert {len(line) for line in str(report).splitlines()[1:]} == {
         len(str(report).splitlines()[0])
     }
-
-
-def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:
-    """Bits depend on a parameter's number and its applied steps, on nothing that comes between."""
-    kind, numbers = RULES["adamw"]
-    unused, used = (nn.Parameter(torch.ones(100, device=device).bfloat16()) for _ in range(2))
-    optimizer = kind([unused, used], **numbers, memory="lean", check_overflow=True, seed=3)
-    want = Expected("adamw", used, 1, state_names(optimizer), memory="lean", seed=3)
-    for step in range(6):
-        used.grad = torch.from_numpy(random(100, step, 1e-2)).bfloat16().to(device)
-        if step % 2:
-            used.grad[step] = torch.inf
-        else:
-            want.step(array(used.grad), np.float32(1))
-        optimizer.step()
-        assert optimizer.step_was_skipped == bool(step % 2)
-    for name, values in want.states.items():
-        assert_same(found_state(optimizer.state[used], name, want.formats[name]), values, name)
 
 
 # Arguments.

@@ -5,23 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import distributed
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers import raw_bytes
 from layouts import made_once
 from ranks import LARGE, on_ranks
 from tiers import tiered
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

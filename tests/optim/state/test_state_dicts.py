@@ -9,26 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import raw_bytes, state_names, through_a_file
+from rules import KINDS
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 PRESETS = ("float32", "exact", "lean", "tiny", "micro")
-KINDS: dict[str, dict[str, Any]] = {
-    "Adam": {},
-    "AdamW": {"amsgrad": True},
-    "SGD": {"momentum": 0.9},
-    "LARS": {},
-    "Adadelta": {},
-    "NAdam": {},
-    "RAdam": {"decoupled_weight_decay": True},
-    "Adagrad": {},
-    "RMSprop": {"momentum": 0.9},
-    "Adamax": {},
-    "Lion": {},
-    "LAMB": {},
-    "NovoGrad": {},
-}
 SHAPES = ((4, 32), (2, 3, 64), (3, 8, 8), (2, 3, 4, 8), (1, 64), (33,), (64,), (5, 31), (0, 32), ())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How far a format's numbers may be from what was stored, relative to the number itself, or for m8

@@ -16,7 +16,7 @@ from rules import (
     WITHOUT_ROWS,
     raw,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 import amp_mp as amp
 from amp_mp import _C
