@@ -345,7 +345,6 @@ WRONG_FILES: dict[str, tuple[str, Spoil, str]] = {
     "None for squares": ("lean", replaced(exp_avg_sq_ue8m8=None), "'exp_avg_sq' .* is missing"),
     "powers": ("exact", replaced(beta_powers=full(torch.float64, 3)), "'beta_powers' .*two"),
     "one power": ("exact", replaced(beta_powers=torch.ones(())), "'beta_powers' .*two"),
-    "steps": ("exact", replaced(step=full(torch.float64, 2)), "'step' of par.*one number"),
     "integer master": ("exact", replaced(master=full(torch.int32)), "'master' .*torch.int32"),
     "rounding": ("exact", in_group(rounding="sideways"), "param_group 0: rounding must be"),
     "lr": ("exact", in_group(lr=None), "param_group 0: lr must be a number, found None"),

@@ -18,6 +18,7 @@ CHANGES = [
     {"exp_avg": "m8"},
     {"exp_avg": "bfloat16", "exp_avg_sq": "float16_root"},
     {"master": "float32"},
+    {"master": "split32", "exp_avg": "float32"},
     {"master": "split24", "exp_avg_sq": "ue8m8"},
     {"master": "none", "rounding": "stochastic"},
 ]
@@ -44,13 +45,16 @@ def state_of(optimizer: Any, param: nn.Parameter) -> dict[str, Tensor]:
     return dict(optimizer.state[param])
 
 
+@pytest.mark.parametrize("memory", ["exact", "tiny"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_formats_and_rounding_may_change_between_steps(device: str, change: dict[str, str]) -> None:
+def test_formats_and_rounding_may_change_between_steps(
+    device: str, change: dict[str, str], memory: str
+) -> None:
     param = param_of(device)
-    optimizer = amp.optim.AdamW([param], lr=0.01)
+    optimizer = amp.optim.AdamW([param], lr=0.01, memory=memory)
     train(param, optimizer, range(3))
     other = param_of(device, param.detach())
-    oracle = amp.optim.AdamW([other], lr=0.01, **change)
+    oracle = amp.optim.AdamW([other], lr=0.01, memory=memory, **change)
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group |= change

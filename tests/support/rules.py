@@ -95,6 +95,7 @@ PRESETS = {
     "tiny": ("split24", "m8", "ue8m8"),
     "micro": ("split24", "m8", "log8"),
 }
+MEMORIES = [m for m in PRESETS if m not in (None, "float32")]
 # Formats of groups, and what takes their place where rows are no multiple of 32.
 WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
 # What an entry's name adds to the state's.

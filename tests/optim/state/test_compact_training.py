@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from compact_formats import MEMORIES
 from helpers import array, assert_same, random
 from rules import (
+    MEMORIES,
     PRESETS,
     STORAGES,
     found_master,

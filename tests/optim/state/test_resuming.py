@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import reference_formats as formats
 import torch
-from compact_formats import MEMORIES
 from helpers import DTYPES, array, assert_same, raw_bytes, state_names, through_a_file
 from rules import (
+    MEMORIES,
     RULES,
     STORAGES,
     Expected,

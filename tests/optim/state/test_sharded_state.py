@@ -7,11 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import distributed
 import pytest
 import torch
 from helpers import raw_bytes
-from layouts import made_once
+from layouts import made_once, whole
 from ranks import LARGE, on_ranks
 from tiers import tiered
 from torch import Tensor, nn
@@ -89,7 +88,7 @@ def adamw(model: nn.Module, preset: str) -> amp.optim.AdamW:
 def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict with whole tensors."""
     return {
-        number: {name: distributed.whole(value) for name, value in state.items()}
+        number: {name: whole(value) for name, value in state.items()}
         for number, state in state_dict["state"].items()
     }
 
@@ -154,7 +153,7 @@ def whole_tensors(layout: str, preset: str) -> None:
         assert bool(((moments - wanted).abs() <= 2.0**-7 * wanted.abs()).all())
         if preset == "micro":  # ue8m8 has all levels of log8
             codes = [saved["state"][number][f"exp_avg_sq_log8{end}"] for end in ("", "_scale")]
-            squares = distributed.whole(other.torch_state_dict()["state"][number]["exp_avg_sq"])
+            squares = whole(other.torch_state_dict()["state"][number]["exp_avg_sq"])
             assert torch.equal(squares, amp.formats.decode(codes, "log8"))
 
     shown = other.state_dict()
@@ -165,11 +164,11 @@ def whole_tensors(layout: str, preset: str) -> None:
             assert torch.equal(value, value.clone()), name
     alone = adamw(copy.deepcopy(model), preset)
     alone.load_state_dict(shown)
-    whole = alone.state_dict()["state"]
+    read = alone.state_dict()["state"]
     if not skipped:
-        check_same(whole, saved["state"], skipped)
+        check_same(read, saved["state"], skipped)
     for number in skipped:  # bfloat16 there, m8 here
-        parts = [whole[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        parts = [read[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
         moments = gathered(shown)[number]["exp_avg"].float().reshape(-1, 32)
         off = (amp.formats.decode(parts, "m8").reshape(-1, 32) - moments).abs()
         assert bool((off <= 3 / 64 * moments.abs().amax(1, keepdim=True)).all())
@@ -193,7 +192,7 @@ def conversion(layout: str, source: str, target: str) -> None:
     other.load_state_dict(saved)
     check_placing(other)
     check_same(gathered(other.state_dict()), alone.state_dict()["state"], fell_back(layout, target))
-    weights = [distributed.whole(p) for p in sharded.parameters()]
+    weights = [whole(p) for p in sharded.parameters()]
     assert raw_bytes(weights) == raw_bytes([p.detach() for p in twin.parameters()])
     mine = adamw(split(model, layout), source)
     mine.load_state_dict(saved)

@@ -188,26 +188,6 @@ def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
     assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16"])
-def test_another_format_of_a_group_replaces_the_entry(device: str, format: str) -> None:
-    (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
-    wanted = decoded(optimizer.state[param], "exp_avg")[1]
-    optimizer.param_groups[0].update(lr=0.0, betas=(1 - 2**-20, 0.999), exp_avg=format)
-    optimizer.param_groups[0]["master"] = "split32"
-    amp.optim.forget(optimizer)
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    state = optimizer.state[param]
-    assert {e for e in state if e.startswith(("exp_avg", "remainder"))} == {
-        "exp_avg",
-        "exp_avg_sq_ue8m8",
-        "remainder16",
-    }
-    found = decoded(state, "exp_avg")
-    assert found[0] == format
-    assert bool(((found[1] - wanted).abs() <= 2.0**-6 * wanted.abs()).all())
-
-
 def test_a_state_held_twice_is_refused_by_name(device: str) -> None:
     (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
     optimizer.state[param]["exp_avg"] = torch.zeros_like(param)

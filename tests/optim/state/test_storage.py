@@ -324,11 +324,6 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
             ValueError,
             r"log8 has 2 array\(s\), found 1",
         ),
-        "cubes are not written any more": (
-            lambda: amp.formats.encode(torch.zeros(32), "m8_cubed"),
-            ValueError,
-            "format must be one of .*; found 'm8_cubed'",
-        ),
         "one array": (
             lambda: amp.formats.decode((weight,), "split32"),
             ValueError,
