@@ -128,43 +128,6 @@ def test_a_parameter_that_never_was_in_a_module_is_no_mistake() -> None:
     assert on_ranks(2, beside_a_module)[0] == [*[3.0] * 8, 1.0, pytest.approx(-0.7)]
 
 
-class WithAdapter(nn.Module):
-    """A frozen layer, an adapter beside it, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.frozen(x) + self.up(self.down(x)))
-        return out
-
-
-def adapter_added(model: WithAdapter, make: Callable[..., Any]) -> list[torch.Tensor]:
-    optimizer = make(list(model.head.parameters()))
-    for step in range(4):
-        if step == 2:
-            adapter = [*model.down.parameters(), *model.up.parameters()]
-            optimizer.add_param_group({"params": adapter, "lr": 0.05})
-        loss_of(model).backward()
-        optimizer.step()
-        model.zero_grad()
-    return whole(model)
-
-
-def added_to_a_sharded_model() -> float:
-    model: Any = WithAdapter()
-    torch.distributed.fsdp.fully_shard(model)
-    ours = adapter_added(model, lambda params: adamw(params, max_grad_norm=1e9))
-    return apart(ours, adapter_added(WithAdapter(), lambda p: torch.optim.AdamW(p, lr=0.1)))
-
-
-def test_an_adapter_added_later_trains_as_on_one_process() -> None:
-    assert max(on_ranks(2, added_to_a_sharded_model)) < CLOSE
-
-
 BF16 = torch.bfloat16
 
 

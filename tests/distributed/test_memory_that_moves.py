@@ -165,29 +165,6 @@ def test_a_model_may_change_its_dtype(
         assert rank == []
 
 
-def assigned(layout: str) -> list[str]:
-    """assign=True makes new Parameters, so the optimizer is made again and its state loaded."""
-    runs: list[Any] = []
-    for model in (shard(Bag(SHAPES, torch.bfloat16), layout), Bag(SHAPES, torch.bfloat16)):
-        optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory="lean")
-        set_grads(list(model.parameters()), 0)
-        optimizer.step()
-        saved = optimizer.state_dict()
-        model.load_state_dict(like_the_model(model), assign=True)
-        optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory="lean")
-        optimizer.load_state_dict(saved)
-        set_grads(list(model.parameters()), 100)
-        optimizer.step()
-        runs += [list(model.parameters()), optimizer]
-    return differences(*runs)
-
-
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
-def test_a_new_optimizer_after_assign(layout: str, world: int) -> None:
-    for rank in on_ranks(world, assigned, layout):
-        assert rank == []
-
-
 def made_from_gathered_parameters() -> list[str]:
     """Errors for parameters of a model that is not split at the moment: new optimizer, new group.
 
