@@ -37,10 +37,6 @@ def like_the_model(model: nn.Module) -> dict[str, Tensor]:
     return {name: placed_as(p, values[name]) for name, p in model.named_parameters()}
 
 
-def move_to(model: nn.Module, dtype: torch.dtype) -> None:
-    model.to(dtype)
-
-
 def copy_memory(model: nn.Module) -> None:
     model._apply(torch.clone)
 

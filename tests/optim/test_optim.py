@@ -188,16 +188,6 @@ def test_state_that_was_moved_or_replaced_is_used(device: str) -> None:
     assert param.detach().tolist() == [-4.0] * 4  # 0 - (0.5 * 6 + 1)
 
 
-def layouts(device: str) -> dict[str, torch.Tensor]:
-    x = torch.randn(4, 6, 5, 3, device=device)
-    return {
-        "contiguous": x,
-        "channels_last": x.to(memory_format=torch.channels_last),
-        "transposed": torch.randn(6, 4, device=device).t(),
-        "0-dim": torch.randn((), device=device),
-    }
-
-
 @pytest.mark.parametrize("weight", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("grad", ["contiguous", "channels_last", "gaps", "expanded"])
 def test_any_layout_of_a_gradient_is_right(device: str, weight: str, grad: str) -> None:
@@ -208,7 +198,7 @@ def test_any_layout_of_a_gradient_is_right(device: str, weight: str, grad: str) 
         "gaps": torch.randn(4, 6, 5, 6, device=device)[..., ::2],
         "expanded": torch.randn(1, 6, 1, 3, device=device).expand(4, 6, 5, 3),
     }
-    param = nn.Parameter(layouts(device)[weight].clone(memory_format=torch.preserve_format))
+    param = nn.Parameter(forms[weight].clone(memory_format=torch.preserve_format))
     before, twin = param.detach().clone(), nn.Parameter(param.detach().clone())
     param.grad = forms[grad]
     twin.grad = forms[grad].clone()
@@ -218,9 +208,9 @@ def test_any_layout_of_a_gradient_is_right(device: str, weight: str, grad: str) 
     assert param.stride() == before.stride()
 
 
-@pytest.mark.parametrize("name", ["transposed", "0-dim"])
-def test_dense_parameters_of_any_shape_work(device: str, name: str) -> None:
-    param = nn.Parameter(layouts(device)[name])
+@pytest.mark.parametrize("values", [torch.randn(6, 4).t(), torch.randn(())], ids=["t", "0-dim"])
+def test_dense_parameters_of_any_shape_work(device: str, values: torch.Tensor) -> None:
+    param = nn.Parameter(values.clone().to(device))
     before = param.detach().clone()
     param.grad = torch.ones_like(param)
     amp.optim.SGD([param], lr=1.0).step()

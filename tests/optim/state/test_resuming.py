@@ -192,27 +192,6 @@ def test_float32_weights_go_out_and_in(device: str, storage: str) -> None:
     some_steps(other, optimizers[1], range(3, 4))
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_empty_frozen_and_unused_parameters_are_left_alone(device: str, memory: str) -> None:
-    shapes = ((0, 32), (2, 32), (2, 32), (2, 32))
-    empty, frozen, unused, used = (
-        nn.Parameter(torch.ones(shape, dtype=torch.bfloat16, device=device)) for shape in shapes
-    )
-    frozen.requires_grad_(False)
-    optimizer = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1, memory=memory)
-    optimizer.step()
-    assert not optimizer.state
-    empty.grad, used.grad = torch.ones_like(empty), torch.ones_like(used)
-    optimizer.step()
-    assert (frozen == 1).all()
-    assert (unused == 1).all()
-    assert (used != 1).all()
-    assert unused not in optimizer.state
-    again = amp.optim.AdamW([empty, frozen, unused, used], lr=0.1, memory=memory)
-    again.load_state_dict(through_a_file(optimizer.state_dict(), True, device))
-    assert raw_bytes(again.state_dict()) == raw_bytes(optimizer.state_dict())
-
-
 @pytest.mark.parametrize("storage", ["float32", "exact"])
 def test_a_torch_checkpoint_loaded_after_the_weights_keeps_their_masters(
     device: str, storage: str
