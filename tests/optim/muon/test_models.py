@@ -134,6 +134,8 @@ def test_convolutions_are_chosen_by_name_alone_and_flattened() -> None:
         ({"split": {"*.qkv.weight": ()}}, r"split must be .* rows of each block; found"),
         ({"adjust_lr_fn": "spectral"}, "adjust_lr_fn must be one of"),
         ({"momentum": -0.1}, "momentum must not be negative"),
+        ({"normalize": "columns"}, "normalize must be None or"),
+        ({"normalize": "rows", "beta2": 1}, r"beta2 must be in \[0, 1\), found 1"),
     ],
 )
 def test_errors_name_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
@@ -149,6 +151,8 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
         ValueError, match=r"parameter 1 of group 0 of shape \(2, 3, 4, 5\).*flatten"
     ):
         amp.optim.Muon([nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2, 3, 4, 5))])
+    with pytest.raises(TypeError, match="second_momentum_buffer"):
+        amp.optim.Muon(model, second_momentum_buffer="bfloat16")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="others: unknown entry 'momentum'"):
         amp.optim.Muon(model, others={"momentum": 0.9})
     with pytest.raises(TypeError, match="pass the model"):

@@ -314,11 +314,6 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
             ValueError,
             r"m8 stores groups of 32; x has 33 elements, shape \(33,\)",
         ),
-        "groups of squares": (
-            lambda: amp.formats.encode(x, "log8"),
-            ValueError,
-            r"log8 stores groups of 32; x has 33 elements, shape \(33,\)",
-        ),
         "one array of groups": (
             lambda: amp.formats.decode((torch.zeros(32, dtype=torch.uint8),), "log8"),
             ValueError,
