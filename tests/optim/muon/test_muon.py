@@ -328,6 +328,6 @@ def test_every_matrix_begins_at_16_bytes_and_has_the_bits_it_has_alone(
     (directions,) = seen
     for number, p in enumerate(params):
         value = torch.tensor(0.05 * 1.95 * 2**number, dtype=torch.bfloat16)  # of the first step
-        places = (directions.cpu() == value).nonzero().flatten()
-        assert places[0] % 8 == 0
-        assert places.tolist() == list(range(places[0], places[0] + p.numel()))
+        own = (directions.cpu() == value).tolist()  # between matrices may be anything
+        whole = [True] * p.numel()
+        assert sum(own[at : at + p.numel()] == whole for at in range(0, len(own), 8)) == 1
