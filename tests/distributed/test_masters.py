@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Bag, Net, local, placed_as, set_grads, shard
+from layouts import Bag, Net, local, placed_as, set_grads, shard, whole
 from ranks import on_ranks
 from tiers import tiered
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,10 +33,6 @@ class Network(nn.Module):
         self.q = nn.Linear(INPUTS, HEADS * SIZE)
         self.k = nn.Linear(INPUTS, 2 * SIZE)
         self.o = nn.Linear(INPUTS, 1)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def edited(kind: str, memory: str) -> dict[str, Any]:
@@ -71,16 +67,12 @@ def edited(kind: str, memory: str) -> dict[str, Any]:
     return found
 
 
-def same(kind: str, memory: str) -> dict[str, Any]:
-    return edited(kind, memory)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", ["exact", "lean"])
 def test_processes_hold_the_bits_of_one(kind: str, memory: str) -> None:
     alone = edited("whole", memory)
     for world in (1, 2, 4):
-        for found in on_ranks(world, same, kind, memory):
+        for found in on_ranks(world, edited, kind, memory):
             assert found.keys() == alone.keys()
             for name, value in found.items():
                 assert torch.equal(value, alone[name]), (world, name)
@@ -142,10 +134,10 @@ def steps(layout: str, inner: str) -> float:
         set_grads(params, 5 * step)
         ours.step()
         theirs.step()
-    for param, whole in zip(params, plain, strict=True):
-        wanted = local(placed_as(param, whole.detach()))
+    for param, single in zip(params, plain, strict=True):
+        wanted = local(placed_as(param, single.detach()))
         if wanted.numel():
-            error = (local(param) - wanted).abs().max() / whole.detach().abs().max()
+            error = (local(param) - wanted).abs().max() / single.detach().abs().max()
             worst = max(worst, float(error))
     return worst
 

@@ -37,10 +37,6 @@ def like_the_model(model: nn.Module) -> dict[str, Tensor]:
     return {name: placed_as(p, values[name]) for name, p in model.named_parameters()}
 
 
-def move_to(model: nn.Module, dtype: torch.dtype) -> None:
-    model.to(dtype)
-
-
 def copy_memory(model: nn.Module) -> None:
     model._apply(torch.clone)
 
@@ -162,29 +158,6 @@ def test_a_model_may_change_its_dtype(
     layout: str, world: int, before: torch.dtype, after: str
 ) -> None:
     for rank in on_ranks(world, moved, layout, before, [after]):
-        assert rank == []
-
-
-def assigned(layout: str) -> list[str]:
-    """assign=True makes new Parameters, so the optimizer is made again and its state loaded."""
-    runs: list[Any] = []
-    for model in (shard(Bag(SHAPES, torch.bfloat16), layout), Bag(SHAPES, torch.bfloat16)):
-        optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory="lean")
-        set_grads(list(model.parameters()), 0)
-        optimizer.step()
-        saved = optimizer.state_dict()
-        model.load_state_dict(like_the_model(model), assign=True)
-        optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory="lean")
-        optimizer.load_state_dict(saved)
-        set_grads(list(model.parameters()), 100)
-        optimizer.step()
-        runs += [list(model.parameters()), optimizer]
-    return differences(*runs)
-
-
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
-def test_a_new_optimizer_after_assign(layout: str, world: int) -> None:
-    for rank in on_ranks(world, assigned, layout):
         assert rank == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import NORM_ERROR, Bag, Net, differences, local, noise, placed_as, set_grads, shard
+from layouts import NORM_ERROR, Bag, Net, differences, noise, set_grads, shard
 from ranks import on_ranks
 from tiers import tiered
 from torch import Tensor, nn
@@ -209,25 +209,3 @@ def test_a_partial_gradient_is_summed_before_it_is_used(preset: str) -> None:
     for parts, found, expected in on_ranks(2, partial_gradients, preset):
         assert parts == []
         assert found == expected  # replicated: every rank has all of it, and counts it once
-
-
-def plain_gradient() -> list[Any]:
-    """The error of a step whose second gradient is a plain tensor, and whether it changed a byte.
-
-    Autograd lets a plain tensor of the whole shape be assigned.
-    """
-    params = list(shard(Bag([(8, 4), (4, 4)], torch.float32), "fsdp").parameters())
-    optimizer = amp.optim.AdamW(params, lr=0.1)
-    before = [local(p).clone() for p in params]
-    params[0].grad, params[1].grad = placed_as(params[0], torch.ones(8, 4)), torch.ones(4, 4)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        optimizer.step()
-    same = all(torch.equal(a, local(p)) for a, p in zip(before, params, strict=True))
-    return [str(caught.value), same]
-
-
-def test_a_plain_gradient_of_a_dtensor_is_refused_by_name() -> None:
-    for message, same in on_ranks(2, plain_gradient):
-        assert "parameter 1" in message
-        assert "DTensor" in message
-        assert same

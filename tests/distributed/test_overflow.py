@@ -214,35 +214,6 @@ def test_no_rank_steps_on_one_ranks_overflow(kind: type[Loop], layout: str, worl
         assert disagreements([held for *_, held in cases]) == [], label
 
 
-def policies(layout: str | None) -> list[tuple[float, bool]]:
-    """LogMax moves the scale by the largest gradient, which one rank alone has.
-
-    layout: None for a plain model.
-    """
-    bag = Bag(SHAPES, torch.bfloat16)
-    params = list((bag if layout is None else shard(bag, layout)).parameters())
-    optimizer = amp.optim.AdamW(params, lr=0.01)
-    scaler = amp.GradScaler("cpu", loss_scale="LogMax")
-    found = []
-    for step in range(12):
-        grads = [noise(shape, step) * 1e-3 for shape in SHAPES]
-        grads[step % len(SHAPES)].view(-1)[-1] = INF if step % 5 == 4 else 10.0 ** (step % 3)
-        optimizer.zero_grad()
-        scaler.scale(loss_of(params, grads)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append((scaler.get_scale(), optimizer.step_was_skipped))
-    return found
-
-
-@pytest.mark.parametrize(("layout", "world"), SPLITS)
-def test_a_policy_that_needs_the_largest_gradient_sees_all_ranks(layout: str, world: int) -> None:
-    plain = policies(None)
-    assert len(set(plain)) > 4
-    for found in on_ranks(world, policies, layout):
-        assert found == plain
-
-
 def printed() -> str:
     """What FP16_Optimizer prints on this rank: what it wraps, and an overflow."""
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))

@@ -8,8 +8,10 @@ import prepare_sharded
 import prepare_sharded_values
 import pytest
 import torch
+from around_sharding import even as two_layers
+from around_sharding import net as network
 from ranks import on_ranks
-from sharded_networks import BF16, batch, network, two_layers
+from sharded_networks import BF16, batch
 from torch import Tensor
 
 import amp_mp as amp

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Net, digests, disagreements, local, noise, shard
+from layouts import Net, digests, disagreements, local, noise, shard, whole
 from ranks import on_ranks
 from tiers import full, tiered
 from torch import Tensor, nn
@@ -110,10 +110,6 @@ def clipped(layout: str) -> tuple[list[float], list[float]]:
             wanted = whole(param) - 0.1 * multiplier * whole(param.grad)
             torch.testing.assert_close(whole(own), wanted, rtol=1e-6, atol=1e-6)
     return found, expected
-
-
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 def norm_of(net: nn.Module) -> float:

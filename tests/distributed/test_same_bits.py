@@ -18,7 +18,6 @@ from layouts import (
     same_elements,
     set_grads,
     shard,
-    train,
 )
 from ranks import LARGE, on_ranks
 from rules import RULES, STORAGES
@@ -26,7 +25,6 @@ from tiers import pairs, tiered
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import amp_mp as amp
 from amp_mp import _C
 from amp_mp.optim.base import rules_of
 
@@ -126,25 +124,6 @@ def offloaded(layout: str) -> list[str]:
 @pytest.mark.parametrize(("layout", "world"), SPLITS if LARGE else [("fsdp", 2)])
 def test_offload_leaves_a_cpus_states_where_they_are(layout: str, world: int) -> None:
     for rank in on_ranks(world, offloaded, layout):
-        assert rank == []
-
-
-def stochastic(layout: str) -> list[str]:
-    """bfloat16 weights without a master, rounded by counter."""
-    runs: list[Any] = []
-    for model in (shard(Bag(SHAPES, LOW), layout), Bag(SHAPES, LOW)):
-        options: Any = {"lr": 1e-3, "master": "none", "rounding": "stochastic", "seed": 7}
-        optimizer = amp.optim.AdamW(model.parameters(), **options)
-        train(model, optimizer, range(STEPS))
-        runs += [list(model.parameters()), optimizer]
-    return differences(*runs)
-
-
-@pytest.mark.parametrize(
-    ("layout", "world"), SPLITS if LARGE else [("fsdp", 2), ("hsdp", 4), ("rows fsdp", 4)]
-)
-def test_stochastic_rounding_has_the_bits_of_one_process(layout: str, world: int) -> None:
-    for rank in on_ranks(world, stochastic, layout):
         assert rank == []
 
 

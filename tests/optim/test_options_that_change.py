@@ -18,6 +18,7 @@ CHANGES = [
     {"exp_avg": "m8"},
     {"exp_avg": "bfloat16", "exp_avg_sq": "float16_root"},
     {"master": "float32"},
+    {"master": "split32", "exp_avg": "float32"},
     {"master": "split24", "exp_avg_sq": "ue8m8"},
     {"master": "none", "rounding": "stochastic"},
 ]
@@ -44,13 +45,16 @@ def state_of(optimizer: Any, param: nn.Parameter) -> dict[str, Tensor]:
     return dict(optimizer.state[param])
 
 
+@pytest.mark.parametrize("memory", ["exact", "tiny"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_formats_and_rounding_may_change_between_steps(device: str, change: dict[str, str]) -> None:
+def test_formats_and_rounding_may_change_between_steps(
+    device: str, change: dict[str, str], memory: str
+) -> None:
     param = param_of(device)
-    optimizer = amp.optim.AdamW([param], lr=0.01)
+    optimizer = amp.optim.AdamW([param], lr=0.01, memory=memory)
     train(param, optimizer, range(3))
     other = param_of(device, param.detach())
-    oracle = amp.optim.AdamW([other], lr=0.01, **change)
+    oracle = amp.optim.AdamW([other], lr=0.01, memory=memory, **change)
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group |= change
@@ -95,6 +99,13 @@ def test_a_master_may_change_while_gradients_are_released(device: str, release: 
         ({"exp_avg": "int3"}, "exp_avg"),
         ({"memory": "tiny"}, "memory in a param_group is for new optimizers"),
         ({"seed": -1}, "seed must be"),
+        ({"seed": None}, "seed must be"),
+        ({"lr": None}, "lr must be"),
+        ({"betas": None}, "betas must be"),
+        ({"eps": "x"}, "eps must be"),
+        ({"weight_decay": []}, "weight_decay must be"),
+        ({"amsgrad": torch.ones(3)}, "amsgrad must be"),
+        ({"maximize": torch.ones(3)}, "maximize must be"),
     ],
 )
 def test_an_option_that_cannot_be_changes_nothing(

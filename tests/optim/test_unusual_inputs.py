@@ -117,18 +117,6 @@ def test_a_group_may_hold_its_parameters_in_any_sequence(
     assert same(*found)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "lamb", "novograd"])
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_every_rule_takes_them(rule: str, container: str) -> None:
-    make, options = RULES[rule]
-    model = network()
-    optimizer = make(model.parameters(), **options)
-    group = optimizer.param_groups[0]
-    group["params"] = CONTAINERS[container](group["params"])
-    plain(model, optimizer)
-    assert all(optimizer.state[p]["step"] == 3 for p in model.parameters())
-
-
 @pytest.mark.parametrize("kind", STRANGERS)
 @pytest.mark.parametrize("first", ["new", "has stepped"])
 def test_what_is_no_sequence_of_parameters_is_named(kind: str, first: str) -> None:

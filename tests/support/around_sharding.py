@@ -6,12 +6,12 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import layouts
 import torch
 import torch.distributed as dist
 from layouts import made_once
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_mp as amp
@@ -74,8 +74,7 @@ def train(
 
 def whole(model: nn.Module) -> list[Tensor]:
     """The whole weights, on all ranks; every rank has to call it."""
-    params = [p.detach() for p in model.parameters()]
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).clone() for p in params]
+    return [layouts.whole(p) for p in model.parameters()]
 
 
 def apart(a: list[Tensor], b: list[Tensor]) -> float:

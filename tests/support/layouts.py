@@ -153,6 +153,12 @@ def local(tensor: Any) -> Tensor:
     return found.detach()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of a tensor, on all ranks; every rank has to call it."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
 def positions(param: Tensor) -> Tensor:
     """Which elements of the whole parameter, in row-major order, this rank holds; flat."""
     if not isinstance(param, DTensor):

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sharded_networks import (
-    BF16,
-    Found,
-    batch,
-    locals_of,
-    message,
-    network,
-    originals,
-    sharded,
-    two_layers,
-)
+from around_sharding import error as message
+from around_sharding import even as two_layers
+from around_sharding import net as network
+from sharded_networks import BF16, Found, batch, locals_of, originals, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

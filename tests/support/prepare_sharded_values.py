@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_networks import BF16, Found, batch, locals_of, network, originals, sharded
+from around_sharding import net as network
+from layouts import placed_as, whole
+from sharded_networks import BF16, Found, batch, locals_of, originals, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -76,12 +78,6 @@ def after(calls: Sequence[str], values: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def placed_as(param: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return value
-    return distribute_tensor(value, param.device_mesh, param.placements)
-
-
 def orders() -> dict[tuple[str, ...], str]:
     """What is wrong with the masters after each order of calls: nothing, a name or an error.
 
@@ -109,11 +105,7 @@ def orders() -> dict[tuple[str, ...], str]:
 
 
 def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    return [n for n, v in wanted.items() if not torch.equal(full(found[n]), v)]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return [n for n, v in wanted.items() if not torch.equal(whole(found[n]), v)]
 
 
 def float32_weights() -> Found:

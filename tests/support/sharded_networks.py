@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from around_sharding import net
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -14,20 +13,9 @@ BF16 = torch.bfloat16
 Found = dict[str, object]
 
 
-def network() -> nn.Sequential:
-    """Uneven over two processes: 7 rows, and 1 row, which is an empty shard on the second."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Linear(6, 1))
-
-
-def two_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-
-
 def sharded(model: nn.Sequential | None = None) -> nn.Sequential:
     """The norm as a unit of its own, the first layer as another, the rest as the root's."""
-    model = network() if model is None else model
+    model = net() if model is None else model
     fully_shard([model[1]], reshard_after_forward=False)
     fully_shard(model[0])
     fully_shard(model)
@@ -45,11 +33,3 @@ def locals_of(model: nn.Module) -> dict[str, Tensor]:
 
 def originals(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: original_of(param) for name, param in model.named_parameters()}
-
-
-def message(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from attached import LOW, SCALE, Tied, loss_of, model, state_of, train
 from helpers import raw_bytes, through_a_file
 from ranks import on_ranks
+from rules import KINDS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -21,23 +22,6 @@ from torch.utils.weak import TensorWeakRef
 
 import amp_mp as amp
 from amp_mp.optim.base import stepper_of
-
-RULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (amp.optim.AdamW, {"weight_decay": 0.1}),
-    "Adam": (amp.optim.Adam, {"check_overflow": True}),
-    "SGD": (amp.optim.SGD, {"momentum": 0.9}),
-    "Adadelta": (amp.optim.Adadelta, {}),
-    "NAdam": (amp.optim.NAdam, {}),
-    "RAdam": (amp.optim.RAdam, {"betas": (0.8, 0.9)}),
-    "Adagrad": (amp.optim.Adagrad, {}),
-    "Adamax": (amp.optim.Adamax, {}),
-    "RMSprop": (amp.optim.RMSprop, {}),
-    "Lion": (amp.optim.Lion, {}),
-    "LAMB": (amp.optim.LAMB, {}),
-    "LARS": (amp.optim.LARS, {"momentum": 0.9}),
-    "NovoGrad": (amp.optim.NovoGrad, {}),
-}
-
 
 # Release: the same bits.
 
@@ -76,9 +60,9 @@ def test_released_gradients_make_the_ordinary_step_bit_for_bit(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_rule_steps_the_same_released(device: str, name: str) -> None:
-    kind, arguments = RULES[name]
+    kind, arguments = getattr(amp.optim, name), {**KINDS[name], "check_overflow": name == "Adam"}
     found, norms = [], []
     for release in (True, False):
         net = model(device, LOW)

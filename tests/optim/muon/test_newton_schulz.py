@@ -276,17 +276,6 @@ def test_unequal_blocks_are_matrices_with_rates_of_their_own(
     follow_blocks(weight, whole, apart, amp.optim.Muon(apart, **options), 2)
 
 
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_unequal_blocks_are_normalised_for_themselves(device: str, adjust: str) -> None:
-    """NorMuon keeps the norm of each matrix, and so each block's rate."""
-    sizes = (40, 16, 8)
-    weight = nn.Parameter(torch.zeros(64, 24, device=device))
-    apart = [nn.Parameter(each.clone()) for each in weight.detach().split(sizes)]
-    options: dict[str, Any] = {"lr": 0.02, "adjust_lr_fn": adjust, "normalize": "rows"}
-    whole = amp.optim.Muon([{"params": [weight], "split": sizes}], **options)
-    follow_blocks(weight, whole, apart, amp.optim.Muon(apart, **options), 4)
-
-
 def test_unequal_blocks_of_stacks_and_transposed_memory(device: str) -> None:
     values = torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(1)).to(device)
     options: dict[str, Any] = {"lr": 0.02, "split": None}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 import amp_mp as amp
@@ -213,16 +212,3 @@ def test_the_summary_lists_what_updates_each_parameter() -> None:
     ]
     by_hand = amp.optim.Muon([nn.Parameter(torch.zeros(2, 6, 4))], adjust_lr_fn="match_rms_adamw")
     assert by_hand.param_summary().splitlines()[1].split()[0] == "0.0"
-
-
-def test_a_copy_of_the_choice_survives_deepcopy_and_training() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
-    twin = copy.deepcopy(model)
-    one, two = amp.optim.Muon(model, lr=0.02), amp.optim.Muon(twin, lr=0.02)
-    for step in range(2):
-        x: Tensor = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        for own, optimizer in ((model, one), (twin, two)):
-            optimizer.zero_grad()
-            own(x).square().sum().backward()
-            optimizer.step()
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))

@@ -420,29 +420,3 @@ def test_states_without_rows_of_32_have_no_groups(device: str) -> None:
         state = optimizer.state[param].items()
         found = {entry: value.dtype for entry, value in state if entry.startswith("exp_avg")}
         assert found == (codes if ones[name][1] else plain), name
-
-
-SQUARES = {
-    "Adam": "exp_avg_sq",
-    "AdamW": "exp_avg_sq",
-    "LAMB": "exp_avg_sq",
-    "NAdam": "exp_avg_sq",
-    "RAdam": "exp_avg_sq",
-    "Adadelta": "square_avg",
-    "Adagrad": "sum",
-    "RMSprop": "square_avg",
-}
-
-
-@pytest.mark.parametrize("kind", SQUARES)
-def test_every_optimizer_with_squares_stores_them_in_log8(device: str, kind: str) -> None:
-    name = SQUARES[kind]
-    param = nn.Parameter(torch.ones(4, 64, device=device).bfloat16())
-    optimizer = getattr(amp.optim, kind)([param], memory="micro")
-    param.grad = torch.full_like(param, 0.5)
-    optimizer.step()
-    state = optimizer.state[param]
-    values = amp.formats.decode((state[f"{name}_log8"], state[f"{name}_log8_scale"]), "log8")
-    new = {"Adagrad": 1, "Adadelta": 1 - 0.9, "RMSprop": 1 - 0.99}.get(kind, 1 - 0.999)
-    assert torch.allclose(values, torch.full_like(values, 0.25 * new), rtol=1 / 8)
-    assert name not in state

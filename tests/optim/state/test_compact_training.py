@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from compact_formats import MEMORIES
-from helpers import array, assert_same, random, state_names
+from helpers import random
 from rules import (
+    MEMORIES,
     PRESETS,
-    RULES,
-    STORAGES,
-    Expected,
     found_master,
     found_state,
 )
@@ -29,29 +23,6 @@ SQUARES = sorted({PRESETS[m][2] for m in MEMORIES})
 
 
 # Optimizers.
-
-
-def test_ten_thousand_exact_steps_are_float32_masters_steps(device: str) -> None:
-    numbers = {"lr": 1e-3, "weight_decay": 0.1}
-    start = torch.from_numpy(random(2000, 1)).bfloat16().to(device)
-    params = [nn.Parameter(start.clone()) for _ in range(2)]
-    plain, exact = (
-        amp.optim.AdamW([p], **STORAGES[storage], **numbers)
-        for p, storage in zip(params, ("float32", "exact"), strict=True)
-    )
-    grads = [torch.from_numpy(random(2000, s, 1e-2)).bfloat16().to(device) for s in range(97)]
-    for step in range(10_000):
-        for param, optimizer in zip(params, (plain, exact), strict=True):
-            param.grad = grads[step % len(grads)]
-            optimizer.step()
-    one, two = plain.state[params[0]], exact.state[params[1]]
-    assert_same(found_master(two, params[1], "split32"), array(one["master"]), "master")
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert_same(array(two[name]), array(one[name]), name)
-    # the weights differ where the master lies half way, and nowhere else
-    master = array(one["master"]).view(np.uint32)
-    ties = master & 0xFFFF == 0x8000
-    assert_same(array(params[1])[~ties], array(params[0])[~ties], "weights")
 
 
 @pytest.mark.parametrize("format", tiered(SQUARES, ["ue8m8", "log8"]))
@@ -166,24 +137,6 @@ def test_memory_is_what_the_storages_take(device: str, memory: str | None, wante
     }
 
 
-def test_steps_that_are_skipped_and_tensors_without_gradient_draw_nothing(device: str) -> None:
-    """Bits depend on a parameter's number and its applied steps, on nothing that comes between."""
-    kind, numbers = RULES["adamw"]
-    unused, used = (nn.Parameter(torch.ones(100, device=device).bfloat16()) for _ in range(2))
-    optimizer = kind([unused, used], **numbers, memory="lean", check_overflow=True, seed=3)
-    want = Expected("adamw", used, 1, state_names(optimizer), memory="lean", seed=3)
-    for step in range(6):
-        used.grad = torch.from_numpy(random(100, step, 1e-2)).bfloat16().to(device)
-        if step % 2:
-            used.grad[step] = torch.inf
-        else:
-            want.step(array(used.grad), np.float32(1))
-        optimizer.step()
-        assert optimizer.step_was_skipped == bool(step % 2)
-    for name, values in want.states.items():
-        assert_same(found_state(optimizer.state[used], name, want.formats[name]), values, name)
-
-
 # Arguments.
 
 
@@ -216,58 +169,3 @@ def test_groups_have_their_own_formats(device: str) -> None:
         {"remainder8": "int8", "exp_avg_m8": "int8", "exp_avg_sq_root": "float16"},
     ]
     assert "memory" not in optimizer.param_groups[2]
-
-
-def argument_errors() -> dict[str, tuple[Callable[[Any], Any], type, str]]:
-    adamw = amp.optim.AdamW
-    return {
-        "memory": (
-            lambda p: adamw(p, memory="huge"),
-            ValueError,
-            "memory must be one of float32, exact, lean, tiny, micro; found 'huge'",
-        ),
-        "rounding": (
-            lambda p: adamw(p, rounding="up"),
-            ValueError,
-            "rounding must be one of nearest, stochastic; found 'up'",
-        ),
-        "unknown": (
-            lambda p: adamw(p, momory="lean"),
-            TypeError,
-            "AdamW has no argument 'momory'.*memory",
-        ),
-        "differentiable": (
-            lambda p: adamw(p, differentiable=True),
-            ValueError,
-            "differentiable=True is not supported",
-        ),
-        "squares in codes": (
-            lambda p: adamw(p, exp_avg_sq="m8"),
-            ValueError,
-            "exp_avg_sq must be one of float32, float16, bfloat16, float16_root, ue8m8, log8",
-        ),
-        "moments without sign": (
-            lambda p: amp.optim.Lion(p, exp_avg="ue8m8"),
-            ValueError,
-            "exp_avg must be one of float32, float16, bfloat16, m8",
-        ),
-        "variance": (
-            lambda p: amp.optim.RMSprop(p, centered=True, square_avg="ue8m8"),
-            ValueError,
-            'square_avg must be "float32" if centered',
-        ),
-        "later group": (
-            lambda p: adamw(p).add_param_group(
-                {"params": [nn.Parameter(torch.zeros(1))], "memory": "huge"}
-            ),
-            ValueError,
-            "memory must be one of",
-        ),
-    }
-
-
-@pytest.mark.parametrize("case", argument_errors())
-def test_arguments_that_cannot_be_are_refused_by_name(case: str) -> None:
-    act, kind, message = argument_errors()[case]
-    with pytest.raises(kind, match=message):
-        act([nn.Parameter(torch.zeros(4, 32))])

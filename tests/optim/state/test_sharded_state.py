@@ -5,23 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import distributed
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers import raw_bytes
-from layouts import made_once
+from layouts import made_once, whole
 from ranks import LARGE, on_ranks
 from tiers import tiered
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -96,7 +88,7 @@ def adamw(model: nn.Module, preset: str) -> amp.optim.AdamW:
 def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict with whole tensors."""
     return {
-        number: {name: distributed.whole(value) for name, value in state.items()}
+        number: {name: whole(value) for name, value in state.items()}
         for number, state in state_dict["state"].items()
     }
 
@@ -161,7 +153,7 @@ def whole_tensors(layout: str, preset: str) -> None:
         assert bool(((moments - wanted).abs() <= 2.0**-7 * wanted.abs()).all())
         if preset == "micro":  # ue8m8 has all levels of log8
             codes = [saved["state"][number][f"exp_avg_sq_log8{end}"] for end in ("", "_scale")]
-            squares = distributed.whole(other.torch_state_dict()["state"][number]["exp_avg_sq"])
+            squares = whole(other.torch_state_dict()["state"][number]["exp_avg_sq"])
             assert torch.equal(squares, amp.formats.decode(codes, "log8"))
 
     shown = other.state_dict()
@@ -172,11 +164,11 @@ def whole_tensors(layout: str, preset: str) -> None:
             assert torch.equal(value, value.clone()), name
     alone = adamw(copy.deepcopy(model), preset)
     alone.load_state_dict(shown)
-    whole = alone.state_dict()["state"]
+    read = alone.state_dict()["state"]
     if not skipped:
-        check_same(whole, saved["state"], skipped)
+        check_same(read, saved["state"], skipped)
     for number in skipped:  # bfloat16 there, m8 here
-        parts = [whole[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
+        parts = [read[number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
         moments = gathered(shown)[number]["exp_avg"].float().reshape(-1, 32)
         off = (amp.formats.decode(parts, "m8").reshape(-1, 32) - moments).abs()
         assert bool((off <= 3 / 64 * moments.abs().amax(1, keepdim=True)).all())
@@ -200,7 +192,7 @@ def conversion(layout: str, source: str, target: str) -> None:
     other.load_state_dict(saved)
     check_placing(other)
     check_same(gathered(other.state_dict()), alone.state_dict()["state"], fell_back(layout, target))
-    weights = [distributed.whole(p) for p in sharded.parameters()]
+    weights = [whole(p) for p in sharded.parameters()]
     assert raw_bytes(weights) == raw_bytes([p.detach() for p in twin.parameters()])
     mine = adamw(split(model, layout), source)
     mine.load_state_dict(saved)
@@ -271,60 +263,6 @@ def parts_are_refused(layout: str, preset: str) -> None:
     assert raw_bytes([local_of(v) for s in other.state.values() for v in s.values()]) == before
 
 
-OPTIONS = {
-    "sharded": StateDictOptions(),
-    "cpu_offload": StateDictOptions(cpu_offload=True),
-    "full": StateDictOptions(full_state_dict=True),
-    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
-    "broadcast": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-}
-
-
-def torchs_helpers(options: str, preset: str) -> None:
-    model, optimizer = trained(preset)
-    sharded = split(model, "rows")
-    other = adamw(sharded, preset)
-    other.load_state_dict(optimizer.state_dict())
-    wanted = raw_bytes(gathered(other.state_dict()))
-    chosen = OPTIONS[options]
-    found = get_optimizer_state_dict(sharded, other, options=chosen)
-    fresh = split(model, "rows")
-    sink = adamw(fresh, preset)
-    sink.init_state()
-    assert all(float(state["step"]) == 0 for state in sink.state.values())
-    set_optimizer_state_dict(fresh, sink, found, options=chosen)
-    check_placing(sink)
-    assert raw_bytes(gathered(sink.state_dict())) == wanted
-
-
-def checkpoints(path: str, preset: str) -> None:
-    """torch's distributed checkpoint: the same preset bit for bit, another one is an error."""
-    model, optimizer = trained(preset)
-    sharded = split(model, "rows")
-    other = adamw(sharded, preset)
-    other.load_state_dict(optimizer.state_dict())
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    dcp.save(get_optimizer_state_dict(sharded, other, options=options), checkpoint_id=path)
-    fresh = split(model, "columns")
-    sink = adamw(fresh, preset)
-    sink.init_state()
-    if not fell_back("columns", preset):
-        template = get_optimizer_state_dict(fresh, sink, options=options)
-        dcp.load(template, checkpoint_id=path)
-        set_optimizer_state_dict(fresh, sink, template, options=options)
-        check_placing(sink)
-        found = raw_bytes(gathered(sink.state_dict()))
-        assert found == raw_bytes(gathered(other.state_dict()))
-    for preset_of_sink in set(PRESETS) - {preset}:
-        sink = adamw(split(model, "rows"), preset_of_sink)
-        sink.init_state()
-        template = get_optimizer_state_dict(sharded, other, options=options)
-        wrong = {f"state.p0.{n}": v for n, v in sink.state_dict()["state"][0].items()}
-        template = {k: v for k, v in template.items() if not k.startswith("state.p0.")} | wrong
-        with pytest.raises(BaseException, match="Missing key in checkpoint state_dict"):
-            dcp.load(template, checkpoint_id=path)
-
-
 CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     **{
         f"{case.__name__}, {layout}, {preset}": (case, (layout, preset))
@@ -345,25 +283,18 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         ]
     },
     **{f"parts, {preset}": (parts_are_refused, ("rows", preset)) for preset in ("exact", "micro")},
-    **{
-        f"torch's helpers, {options}, {preset}": (torchs_helpers, (options, preset))
-        for options in OPTIONS
-        for preset in ("exact", "micro")
-    },
-    **{f"checkpoints, {preset}": (checkpoints, ("", preset)) for preset in ("exact", "micro")},
 }
 SOME = [name for name in CASES if not name.endswith(("float32", "lean", "tiny"))]
 FEW = [f"{case.__name__}, columns, micro" for case in (whole_tensors, first_state, masters)]
 FEW += ["whole_tensors, rows, micro", "conversion, rows, exact to micro", "parts, micro"]
-FEW += [f"torch's helpers, {options}, micro" for options in OPTIONS] + ["checkpoints, micro"]
 
 
-def run(case: str, path: str) -> None:
+def run(case: str) -> None:
     """What each of two processes does."""
     function, arguments = CASES[case]
-    function(*((path, *arguments[1:]) if function is checkpoints else arguments))
+    function(*arguments)
 
 
 @pytest.mark.parametrize("case", CASES if LARGE else tiered(SOME, FEW))
-def test_two_processes_hold_what_one_holds(case: str, tmp_path: Path) -> None:
-    on_ranks(2, run, case, str(tmp_path / "checkpoint"))
+def test_two_processes_hold_what_one_holds(case: str) -> None:
+    on_ranks(2, run, case)

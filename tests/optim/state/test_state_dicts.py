@@ -9,26 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import raw_bytes, state_names, through_a_file
+from rules import KINDS
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 PRESETS = ("float32", "exact", "lean", "tiny", "micro")
-KINDS: dict[str, dict[str, Any]] = {
-    "Adam": {},
-    "AdamW": {"amsgrad": True},
-    "SGD": {"momentum": 0.9},
-    "LARS": {},
-    "Adadelta": {},
-    "NAdam": {},
-    "RAdam": {"decoupled_weight_decay": True},
-    "Adagrad": {},
-    "RMSprop": {"momentum": 0.9},
-    "Adamax": {},
-    "Lion": {},
-    "LAMB": {},
-    "NovoGrad": {},
-}
 SHAPES = ((4, 32), (2, 3, 64), (3, 8, 8), (2, 3, 4, 8), (1, 64), (33,), (64,), (5, 31), (0, 32), ())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How far a format's numbers may be from what was stored, relative to the number itself, or for m8
@@ -200,26 +186,6 @@ def test_scales_have_the_parameters_shape_where_they_can(device: str) -> None:
     saved["state"][0]["exp_avg_m8_scale"] = saved["state"][0]["exp_avg_m8_scale"].view(4, 2, 16)
     optimizer.load_state_dict(saved)
     assert tuple(optimizer.state[turned]["exp_avg_m8_scale"].shape) == (128,)
-
-
-@pytest.mark.parametrize("format", ["float32", "bfloat16"])
-def test_another_format_of_a_group_replaces_the_entry(device: str, format: str) -> None:
-    (param,), optimizer = stepped("AdamW", [(4, 64)], [torch.bfloat16], "tiny", device)
-    wanted = decoded(optimizer.state[param], "exp_avg")[1]
-    optimizer.param_groups[0].update(lr=0.0, betas=(1 - 2**-20, 0.999), exp_avg=format)
-    optimizer.param_groups[0]["master"] = "split32"
-    amp.optim.forget(optimizer)
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    state = optimizer.state[param]
-    assert {e for e in state if e.startswith(("exp_avg", "remainder"))} == {
-        "exp_avg",
-        "exp_avg_sq_ue8m8",
-        "remainder16",
-    }
-    found = decoded(state, "exp_avg")
-    assert found[0] == format
-    assert bool(((found[1] - wanted).abs() <= 2.0**-6 * wanted.abs()).all())
 
 
 def test_a_state_held_twice_is_refused_by_name(device: str) -> None:

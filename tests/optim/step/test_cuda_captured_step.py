@@ -149,26 +149,6 @@ def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
         assert graphed.state() == eager.state(), step
 
 
-def test_a_captured_step_without_scaling_follows_its_rate() -> None:
-    rates = [torch.full((), 0.5, device=DEVICE) for _ in range(2)]
-    pairs = []
-    for rate in rates:
-        param = nn.Parameter(torch.ones(40, device=DEVICE))
-        param.grad = torch.full_like(param, 0.25)
-        pairs.append((param, amp.optim.SGD([param], lr=rate, momentum=0.9)))
-        pairs[-1][1].step()
-    (graphed, replayed), (eager, stepped) = pairs
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed.step()
-    for step in range(20):
-        for rate in rates:
-            rate.fill_(0.5 / (2 + step))
-        graph.replay()
-        stepped.step()
-        assert torch.equal(graphed, eager)
-
-
 @contextmanager
 def refused_capture(error: type[Exception], match: str) -> Iterator[None]:
     with pytest.raises(error, match=match), torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -167,21 +167,6 @@ def test_two_devices_have_one_verdict(kind: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-def test_on_a_side_stream() -> None:
-    here, there = Training(memory="exact"), Training(memory="exact")
-    stream = torch.cuda.Stream()
-    for step in range(4):
-        here.fill(step, step == 2)
-        here.step()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            there.fill(step, step == 2)
-            there.step()
-            assert there.optimizer.step_was_skipped == (step == 2)
-        torch.cuda.current_stream().wait_stream(stream)
-    assert here.state() == there.state()
-
-
 @pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])
 def test_a_model_moved_to_the_device_after_two_steps_is_trained_there(memory: str) -> None:
     """Bit for bit as one that was there from the start; model.cuda() keeps its parameters."""

@@ -216,16 +216,6 @@ def test_steps_among_changes_by_chance_are_the_hosts(seed: int) -> None:
             change(twins, step)
 
 
-def test_two_optimizers_have_tables_of_their_own() -> None:
-    pairs = [Twins(shapes_of(20), lr=lr, weight_decay=lr) for lr in (0.1, 0.01)]
-    for step in range(5):
-        for twins in pairs:
-            twins.fill(step)
-            twins.step()
-    for twins in pairs:
-        twins.check()
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_each_device_has_a_table() -> None:
     def trained(devices: list[str]) -> Any:

@@ -18,25 +18,28 @@ from torch import nn
 import amp_mp as amp
 
 PACKAGE = str(Path(amp.__file__).parent)
+KINDS = ("AdamW", "SGD", "LAMB", "RMSprop", "Muon")
 
 
 class Calls(NamedTuple):
-    """Functions of the package, native calls of it, and its functions inside of these."""
+    """Functions of the package, native calls of it, and functions and native calls inside these."""
 
     python: int
     native: int
     back: int
+    nested: int
 
 
 def calls_in(function: Callable[[], Any]) -> Calls:
-    python = native = back = depth = 0
+    python = native = back = nested = depth = 0
 
     def watch(frame: Any, event: str, what: Any) -> None:
-        nonlocal python, native, back, depth
+        nonlocal python, native, back, nested, depth
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             python, back = python + 1, back + (depth > 0)
         elif event.startswith("c_") and getattr(what, "__module__", None) == "amp_mp._C":
             native += event == "c_call" and depth == 0
+            nested += event == "c_call" and depth > 0
             depth += 1 if event == "c_call" else -1
 
     sys.setprofile(watch)
@@ -44,7 +47,7 @@ def calls_in(function: Callable[[], Any]) -> Calls:
         function()
     finally:
         sys.setprofile(None)
-    return Calls(python, native, back)
+    return Calls(python, native, back, nested)
 
 
 def network() -> nn.Module:
@@ -62,7 +65,10 @@ def made() -> tuple[nn.Module, amp.optim.AdamW]:
 
 
 def counted() -> dict[str, Calls]:
-    """Of a first step and of one after it, of checkpoint.load, of an FP16_Optimizer's iteration."""
+    """Of a first step and of one after it, of checkpoint.load, of an FP16_Optimizer's iteration.
+
+    And of a later step of each of KINDS.
+    """
     model, optimizer = made()
     found = {"first": calls_in(optimizer.step)}
     optimizer.step()
@@ -79,6 +85,13 @@ def counted() -> dict[str, Calls]:
         found["around"] = calls_in(lambda loss=loss: (around.backward(loss), around.step()))
         around.zero_grad()
     assert not around.overflow
+    for kind in KINDS:
+        params = [nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(6)]
+        for param in params:
+            param.grad = torch.randn(64, 64).bfloat16()
+        optimizer = getattr(amp.optim, kind)(params, lr=1e-3)
+        for _ in range(3):
+            found[kind] = calls_in(optimizer.step)
     return found
 
 
@@ -109,6 +122,13 @@ def test_a_step_is_one_native_call_and_gathering_calls_little_back(calls: dict[s
     assert 0 < first.back <= 50
     assert (later.native, later.back) == (1, 0)
     assert later.python <= 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_call_of_every_rule_is_near(calls: dict[str, Calls], kind: str) -> None:
+    assert calls[kind].native == 1
+    assert calls[kind].python <= 12
+    assert calls[kind].nested <= (2 if kind == "Muon" else 0)
 
 
 if __name__ == "__main__":

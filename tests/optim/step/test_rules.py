@@ -161,30 +161,6 @@ def test_rules_that_measure_skip_what_is_not_finite(device: str, rule: str, bad:
     assert raw_bytes([param, optimizer.state_dict()]) == before
 
 
-def test_groups_have_their_own_numbers_and_late_parameters_their_own_steps(device: str) -> None:
-    first, late = (torch.nn.Parameter(on(device, random(300, s), torch.bfloat16)) for s in (1, 2))
-    optimizer = amp.optim.AdamW(
-        [{"params": [first]}, {"params": [late], "lr": 1e-2}], lr=1e-3, master="float32"
-    )
-    grads = [random(300, s, 1e-2) for s in (3, 4, 5)]
-    zeros = np.zeros(300, np.float32)
-    want = {id(p): (array(p), zeros, zeros, reference.Clock()) for p in (first, late)}
-    for step, values in enumerate(grads):
-        for param, lr in ((first, 1e-3), (late, 1e-2)):
-            if param is late and step == 0:
-                continue
-            param.grad = on(device, values, torch.bfloat16)
-            w, m, v, clock = want[id(param)]
-            clock.tick(0.9, 0.999)
-            numbers = reference.Numbers(lr, (0.9, 0.999), eps=1e-8, weight_decay=1e-2)
-            w, m, v = reference.adam(array(param.grad), w, m, v, None, clock, numbers, True)
-            want[id(param)] = w, m, v, clock
-        optimizer.step()
-    for param, steps in ((first, 3), (late, 2)):
-        assert_same(array(optimizer.state[param]["master"]), want[id(param)][0], "master")
-        assert optimizer.state[param]["step"].item() == steps
-
-
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e9], ids=["unclipped", "clipped", "below"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
 def test_unscaling_and_clipping_are_one_multiplication(
@@ -279,46 +255,3 @@ def test_a_root_keeps_what_a_square_would_lose(device: str) -> None:
         steps[how] = param.item()
     assert steps["float16_root"] == pytest.approx(steps["float32"], rel=2e-3)
     assert abs(steps["float16"]) > 1.2 * abs(steps["float32"])
-
-
-def test_states_of_another_width_are_converted_when_loaded(device: str) -> None:
-    def trained(**storage: str) -> amp.optim.AdamW:
-        torch.manual_seed(0)
-        param = torch.nn.Parameter(torch.randn(100, device=device))
-        optimizer = amp.optim.AdamW([param], lr=1e-2, **storage)
-        for _ in range(3):
-            param.grad = torch.randn_like(param)
-            optimizer.step()
-        return optimizer
-
-    source = trained()
-    target = trained(exp_avg="float16", exp_avg_sq="float16_root")
-    target.load_state_dict(source.state_dict())
-    (wide,), (narrow,) = source.state.values(), target.state.values()
-    assert torch.equal(narrow["exp_avg"], wide["exp_avg"].half())
-    assert torch.equal(narrow["exp_avg_sq_root"], wide["exp_avg_sq"].sqrt().half())
-    again = trained(exp_avg="float16", exp_avg_sq="float16_root")
-    again.load_state_dict(target.state_dict())
-    (same,) = again.state.values()
-    assert torch.equal(same["exp_avg_sq_root"], narrow["exp_avg_sq_root"])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda p: amp.optim.SGD(p, master="half"),
-            "master must be one of float32, split32, split24, none; found 'half'",
-        ),
-        (lambda p: amp.optim.AdamW(p, exp_avg="float16_root"), "exp_avg must be one of float32"),
-        (lambda p: amp.optim.AdamW(p, exp_avg_sq="int8"), "exp_avg_sq must be one of float32"),
-        (lambda p: amp.optim.SGD(p, momentum_form="new"), "momentum_form must be one of unscaled"),
-        (
-            lambda p: amp.optim.SGD(p, momentum=0.9, dampening=0.1, momentum_form="scaled"),
-            'momentum_form="scaled" has no dampening',
-        ),
-    ],
-)
-def test_storage_that_is_none_is_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make([torch.nn.Parameter(torch.zeros(1))])

@@ -79,29 +79,6 @@ def test_25_skipped_steps_in_a_row_are_one_warning_that_names_the_parameter(
     assert len(warned(device, step, [True] * 2)) == 1
 
 
-def test_a_parameter_without_a_name_is_given_by_its_place(device: str) -> None:
-    model = Net().to(device)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.1, check_overflow=True)
-
-    def step(bad: bool) -> None:
-        bad_gradients(model, bad)
-        optimizer.step()
-
-    (message,) = warned(device, step, [True] * 26)
-    assert "parameter 2 of group 0" in message
-
-
-def test_rare_overflows_are_no_streak(device: str) -> None:
-    model = Net().to(device)
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=1.0)
-
-    def step(bad: bool) -> None:
-        bad_gradients(model, bad)
-        optimizer.step()
-
-    assert warned(device, step, [i % 25 != 0 for i in range(100)]) == []
-
-
 def test_released_gradients_are_named_too(device: str) -> None:
     model = Net().to(device)
     optimizer = amp.optim.AdamW(model.named_parameters(), lr=0.1, check_overflow=True)
