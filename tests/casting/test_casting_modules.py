@@ -198,8 +198,7 @@ def test_forward_and_plain_backward(
     raised, errors = [], {}
     with torch.backends.mkldnn.flags(enabled=onednn):
         wanted = {name: run(name, device) for name in LAYERS}
-        handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0, policies=table)
-        try:
+        with amp.init(device_type=device, dtype=dtype, loss_scale=1.0, policies=table):
             for name in LAYERS:
                 try:
                     found = run(name, device, low)
@@ -209,9 +208,7 @@ def test_forward_and_plain_backward(
                     raised.append(name)
                 else:
                     errors[name] = max(map(relative, found, wanted[name]))
-        finally:
-            handle._deactivate()
-            amp.casting.uninstall()
+        amp.casting.uninstall()
         for name in raised:  # torch's own lists raise where torch alone does
             with pytest.raises(RuntimeError), torch.autocast(device, dtype):
                 run(name, device, low)
@@ -224,10 +221,6 @@ def test_forward_and_plain_backward(
 def test_recurrent_layers_of_any_size_give_low_precision(
     device: str, name: str, dtype: torch.dtype
 ) -> None:
-    handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0)
-    try:
+    with amp.init(device_type=device, dtype=dtype, loss_scale=1.0):
         outputs, _ = run(name, device)
-    finally:
-        handle._deactivate()
-        amp.casting.uninstall()
     assert {output.dtype for output in outputs} == {dtype}

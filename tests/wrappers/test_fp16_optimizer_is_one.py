@@ -253,11 +253,7 @@ def test_its_hooks_are_called_once_and_global_ones_once(device: str) -> None:
 
 def test_what_unscales_by_itself_refuses_it_by_name(device: str) -> None:
     _, optimizer, _ = make(device)
-    handle = amp.init(device_type=device, loss_scale=128.0)
-    try:
-        with pytest.raises(TypeError, match="FP16_Optimizer"):
-            handle.wrap_optimizer(optimizer)
-        with pytest.raises(TypeError, match="FP16_Optimizer"):
-            amp.FP16_Optimizer(optimizer)
-    finally:
-        handle._deactivate()
+    with amp.init(device_type=device, loss_scale=128.0) as handle:
+        for wrap in (handle.wrap_optimizer, amp.FP16_Optimizer):
+            with pytest.raises(TypeError, match="FP16_Optimizer"):
+                wrap(optimizer)

@@ -44,15 +44,6 @@ def test_casts_end_with_the_block_also_after_an_error(device: str) -> None:
         pass
 
 
-def test_a_block_inside_a_script_that_casts_for_good(device: str) -> None:
-    outer = amp.init(device_type=device, dtype=torch.float16)
-    found = in_force(device)
-    with amp.init(device_type=device, dtype=torch.bfloat16, policies="torch", keep_casts=True):
-        assert in_force(device) != found
-    assert in_force(device) == found
-    outer.deactivate()
-
-
 def test_a_script_that_dropped_its_handle_casts_on_after_a_block(device: str) -> None:
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     amp.init(device_type=device, dtype=torch.float16)

@@ -330,13 +330,10 @@ def scaled_by(name: str, device: str, larc: Any, weight: nn.Parameter, grad: Ten
     scale = 2.0**16
     if name == "handle.scale_loss":
         policy = amp.scaling.Static(scale)
-        handle = amp.init(dtype=torch.float16, device_type="cpu", loss_scale=policy)
-        try:
+        with amp.init(dtype=torch.float16, device_type="cpu", loss_scale=policy) as handle:
             with handle.scale_loss((weight.float() * grad).sum(), larc) as loss:
                 loss.backward()
             larc.step()
-        finally:
-            handle._deactivate()
         return
     kind = amp.GradScaler if name == "amp.GradScaler" else torch.amp.GradScaler
     scaler = kind(device, init_scale=scale)

@@ -12,18 +12,13 @@ import torch
 from forked import Script, run_each
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from wrapping import INNER
 
 import amp_mp as amp
 from amp_mp.apex.opt_levels import DTYPE
 from amp_mp.casting.products import VARIABLE
 
 OFF = {"enabled": False}
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
-}
 
 
 def network(device: str) -> nn.Module:
