@@ -300,24 +300,6 @@ def test_capturable_makes_lr_a_tensor(device: str) -> None:
     train(optimizer, params)
 
 
-def test_beside_a_grad_scaler_and_larc(device: str) -> None:
-    for scaler in (torch.amp.GradScaler(device), amp.GradScaler(device)):
-        params = parameters(device)
-        optimizer = LARC(optimizers.FusedSGD(params, lr=0.1, momentum=0.9))
-        loss = sum((p * p).sum() for p in params)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    model = nn.Linear(3, 2).to(device)
-    fused = optimizers.FusedAdam(model.parameters(), bias_correction=False)
-    before = model.weight.detach().clone()
-    scaler = torch.amp.GradScaler(device)
-    scaler.scale(model(torch.ones(2, 3, device=device)).sum() * torch.inf).backward()
-    scaler.step(fused)
-    assert torch.equal(model.weight, before)
-    assert fused.step_was_skipped
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_groups_may_bring_the_rate(kind: str) -> None:
     """And then no default is needed; a group without one is refused where there is none."""

@@ -19,21 +19,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import amp_mp as amp
 from amp_mp.optim.state.original_values import awaits_original
 
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_training_goes_on_as_if_it_had_never_stopped(preset: str, tmp_path: Path) -> None:
-    model, optimizer = make(preset)
-    train(model, optimizer, 3)
-    amp.checkpoint.save(tmp_path / "c", model, optimizer, step=3)
-    other, another = make(preset)
-    train(other, another, 1, seed=9)
-    assert amp.checkpoint.load(tmp_path / "c", other, another) == {"step": 3}
-    assert snapshot(other, another) == snapshot(model, optimizer)
-    train(model, optimizer, 2, seed=3)
-    train(other, another, 2, seed=3)
-    assert snapshot(other, another) == snapshot(model, optimizer)
-
-
 KINDS = [(preset, dtype) for preset in PRESETS for dtype in (LOW, torch.float16)]
 KINDS += [("exact", None), ("micro", None)]  # float32 parameters, whose moments are formats' too
 NAMES = [f"{preset} {str(dtype).removeprefix('torch.')}" for preset, dtype in KINDS]

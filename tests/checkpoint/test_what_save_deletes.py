@@ -59,15 +59,6 @@ def a_link(name: str, to: str) -> Place:
     return place
 
 
-def a_folder(name: str) -> Place:
-    def place(folder: Path) -> Path:
-        (folder / name).mkdir()
-        (folder / name / "inside").write_text("mine")
-        return folder / name
-
-    return place
-
-
 PLACES: dict[str, Place] = {
     "a copy named previous": copied("c.previous"),
     "a copy named incomplete": copied("c.incomplete"),
@@ -77,8 +68,8 @@ PLACES: dict[str, Place] = {
     "file incomplete": a_file("c.incomplete"),
     "link previous": a_link("c.previous", "c"),
     "link incomplete": a_link("c.incomplete", "nowhere"),
-    "folder in it": a_folder("c/x.distcp"),
-    "folder named as data": a_folder("c/__7_0.distcp"),
+    "folder in it": with_notes("c/x.distcp"),
+    "folder named as data": with_notes("c/__7_0.distcp"),
     "file in it": a_file("c/mine.distcp"),
     "metadata of mine": a_file("c/mine.metadata"),
     "link in it": a_link("c/__5_0.distcp", "c/__0_0.distcp"),

@@ -211,13 +211,11 @@ def test_a_recording_leaves_the_process_as_it_was() -> None:
 
 
 def scale_by_handle(model: nn.Module, policy: amp.scaling.Policy) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(1, 4)).sum()
     handle = amp.init(loss_scale=policy, device_type="cpu")
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with handle.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
-    finally:
-        handle._deactivate()
+    with handle, handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
 
 
 def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
@@ -345,23 +343,12 @@ def test_parameters_of_a_prepared_model_are_named_by_their_path() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
 @pytest.mark.parametrize("make", ["torch.optim.SGD", "amp.optim.SGD"])
 @pytest.mark.parametrize("scaler", ["torch.amp.GradScaler", "amp.GradScaler"])
+@pytest.mark.usefixtures("_no_pictures")
 def test_the_command_line_counts_skipped_steps_and_finds_the_module(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    make: str,
-    scaler: str,
-    dtype: str | None,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: str, scaler: str, dtype: str | None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take a second each
-    script = tmp_path / "run.py"
-    script.write_text(
-        SKIPPING.replace("MAKE(", f"{make}(lr=0.1, params=").replace("SCALER", scaler)
-    )
-    main([*(["--dtype", dtype] if dtype else []), str(script)])
+    text = SKIPPING.replace("MAKE(", f"{make}(lr=0.1, params=").replace("SCALER", scaler)
+    main([*(["--dtype", dtype] if dtype else []), script(tmp_path, text=text)])
     out = capsys.readouterr().out
     assert f"what becomes of them in {dtype or 'float16'} at loss scale" in out
     assert "Steps skipped because of inf or NaN: 2" in out

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from converting import BATCH_NORM, FLOAT32, INTEGERS, NORMS, Model, converters, float32_in
 from helpers import raw_bytes
-from torch import Tensor, nn
+from torch import nn
 
 import amp_mp as amp
 from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
@@ -19,42 +20,10 @@ LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32
 
 
-class Model(nn.Module):
-    """Norms with statistics, a tied weight, and buffers of several dtypes, two of them one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.full((3,), 1 / 3))
-        self.register_buffer("same", self.table)
-        self.register_buffer("wide", torch.full((3,), 1 / 3, dtype=torch.float64))
-        self.register_buffer("steps", torch.arange(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(self.embed(tokens))))
-
-
-INTEGERS = {"steps", "body.1.num_batches_tracked"}
-NORMS = {"norm.weight", "norm.bias"} | {
-    f"body.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")
-}
-TIED = {"embed.weight", "head.weight"}
-BODY_0 = {"body.0.weight", "body.0.bias"}
-ALL = set(Model().state_dict())
-
-
-def float32_in(model: nn.Module) -> set[str]:
-    return {name for name, t in model.state_dict().items() if t.dtype == F32}
-
-
 # convert_network.
 
 
-@pytest.mark.parametrize("convert", [convert_network, amp.prepare])
+@converters
 @pytest.mark.parametrize("dtype", LOW)
 def test_parameters_and_buffers_are_converted_in_place_and_norms_are_not(
     device: str, dtype: torch.dtype, convert: Any
@@ -99,7 +68,7 @@ def test_back_to_float32_is_exact_for_what_was_low(device: str) -> None:
     model = convert_network(Model().to(device), torch.bfloat16)
     low = {name: t.clone() for name, t in model.state_dict().items()}
     convert_network(model, F32)
-    assert float32_in(model) == ALL - INTEGERS
+    assert float32_in(model) == FLOAT32 | {"wide"}
     assert all(torch.equal(t, low[name].to(t.dtype)) for name, t in model.state_dict().items())
 
 
@@ -130,7 +99,7 @@ def test_bn_convert_float_turns_batch_norms_and_nothing_else_into_float32(device
     model = Model().to(device).half()
     rounded = model.body[1].running_var.clone()
     assert BN_convert_float(model) is model
-    assert float32_in(model) == {n for n in NORMS if n.startswith("body.1")}
+    assert float32_in(model) == BATCH_NORM
     assert model.body[1].num_batches_tracked.dtype == torch.int64
     assert torch.equal(model.body[1].running_var, rounded.float())
     assert BN_convert_float(nn.BatchNorm2d(3).half()).weight.dtype == F32

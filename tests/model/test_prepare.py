@@ -8,40 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from converting import BATCH_NORM, FLOAT32, LAYER_NORM, NORMS, TIED, Model, float32_in, starting
 from helpers import raw_bytes
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 LOW = [torch.float16, torch.bfloat16]
-
-
-class Block(nn.Module):
-    """Norms, a tied weight, and buffers of several dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("steps", torch.arange(3))
-        self.register_buffer("table", torch.full((3,), 1 / 3))
-        self.register_buffer("exact", torch.ones(3, dtype=torch.float64))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.inner(self.norm(self.embed(tokens))))
-
-
-ALL = set(Block().state_dict())
-NORMS = {"norm.weight", "norm.bias", "inner.1.weight", "inner.1.bias"}
-NEVER = {"steps", "exact"}  # of other dtypes
-TIED = {"embed.weight", "head.weight"}
-
-
-def kept_in(model: nn.Module) -> set[str]:
-    return {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
 
 
 def set_same_gradients(params: Iterable[Tensor], twins: Iterable[Tensor]) -> None:
@@ -119,31 +92,29 @@ def test_channels_last_weights_keep_their_layout_and_their_bits(device: str) -> 
     [
         (None, NORMS),
         ([], set()),
-        (nn.LayerNorm, {"norm.weight", "norm.bias"}),
-        ([nn.GroupNorm], {"inner.1.weight", "inner.1.bias"}),
-        ([nn.LayerNorm, nn.GroupNorm], NORMS),
-        ("norm", {"norm.weight", "norm.bias"}),
-        (["inner.2"], {"inner.2.weight", "inner.2.bias"}),
-        (["inner"], {name for name in ALL if name.startswith("inner.")}),
-        (["inner.*"], {name for name in ALL if name.startswith("inner.")}),
-        (["*.bias"], {name for name in ALL if name.startswith(("inner.", "norm."))}),
-        (["*.0.weight", nn.LayerNorm],
-            {name for name in ALL if name.startswith(("inner.0", "norm."))}),
-        (["table"], {"table"}),
+        (nn.LayerNorm, LAYER_NORM),
+        ([nn.BatchNorm1d], BATCH_NORM),
+        ([nn.LayerNorm, nn.BatchNorm1d], NORMS),
+        ("norm", LAYER_NORM),
+        (["body.2"], starting("body.2")),
+        (["body"], starting("body")),
+        (["body.*"], starting("body")),
+        (["*.bias"], starting("body", "norm")),
+        (["*.0.weight", nn.LayerNorm], starting("body.0", "norm")),
+        (["table"], {"table", "same"}),
         (["head"], TIED),
         (["embed"], TIED),
         (["head.weight"], TIED),
         (["embed.weight"], TIED),
-        (["*"], ALL - NEVER),
-        (("nor?", "inner.[02]"), {n for n in ALL if n[:7] in ("norm.we", "norm.bi")}
-            | {n for n in ALL if n.startswith(("inner.0", "inner.2"))}),
+        (["*"], FLOAT32),
+        (("nor?", "body.[02]"), starting("norm", "body.0", "body.2")),
     ],
-)  # fmt: skip
+)
 def test_keep_fp32_adds_types_and_patterns_and_keep_fp32_only_has_no_others(
     keep: Any, kept: set[str]
 ) -> None:
-    assert kept_in(amp.prepare(Block(), torch.bfloat16, keep_fp32_only=keep)) == kept
-    assert kept_in(amp.prepare(Block(), torch.bfloat16, keep_fp32=keep)) == kept | NORMS
+    assert float32_in(amp.prepare(Model(), torch.bfloat16, keep_fp32_only=keep)) == kept
+    assert float32_in(amp.prepare(Model(), torch.bfloat16, keep_fp32=keep)) == kept | NORMS
 
 
 @pytest.mark.parametrize("call", [
@@ -170,7 +141,7 @@ def test_gradients_of_the_float32_model_are_dropped(device: str) -> None:
 
 
 def test_tied_weights_stay_tied_and_are_stepped_once(device: str) -> None:
-    model = Block().to(device)
+    model = Model().to(device)
     original = model.head.weight.detach().clone()
     amp.prepare(model, torch.bfloat16)
     assert model.head.weight is model.embed.weight
@@ -270,11 +241,11 @@ def test_an_error_in_a_kept_module_does_not_change_what_the_next_call_returns(de
     assert model(torch.ones(1, 4, device=device)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("keep", [None, ["norm", "inner.*"]])
+@pytest.mark.parametrize("keep", [None, ["norm", "body.*"]])
 @pytest.mark.parametrize("dtype", LOW)
 def test_preparing_twice_is_preparing_once(device: str, dtype: torch.dtype, keep: Any) -> None:
     tokens = torch.arange(6, device=device)
-    once = amp.prepare(Block().to(device), dtype, keep)
+    once = amp.prepare(Model().to(device), dtype, keep)
     twice = amp.prepare(copy.deepcopy(once), dtype, keep)
     assert raw_bytes(once.state_dict()) == raw_bytes(twice.state_dict())
     found, wanted = twice(tokens), once(tokens)

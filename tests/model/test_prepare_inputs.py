@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from converting import converters
 from helpers import raw_bytes
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.model.convert import convert_network
 
 BF16 = torch.bfloat16
-CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
-converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
 
 
 def network() -> nn.Sequential:

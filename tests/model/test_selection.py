@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from converting import NORMS, TIED, Model, converters, float32_in, starting
 from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
-from amp_mp.model.convert import convert_network
 from amp_mp.model.selection import keep_fp32
 
 BF16 = torch.bfloat16
-CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
-converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
-
-
-def float32_in(model: nn.Module) -> set[str]:
-    return {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
 
 
 class LlamaRMSNorm(nn.Module):
@@ -269,33 +263,14 @@ def test_a_parameter_of_no_dimensions_stays_float32_and_results_are_low(device: 
 LOW = [torch.float16, torch.bfloat16]
 
 
-class Model(nn.Module):
-    """A norm, a tied weight, and two buffers that are one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.full((3,), 1 / 3))
-        self.register_buffer("same", self.table)
-
-
-NORMS = {"body.1.weight", "body.1.bias"}
-TIED = {"embed.weight", "head.weight"}
-BODY_0 = {"body.0.weight", "body.0.bias"}
-BODY_2 = {"body.2.weight", "body.2.bias"}
-
-
 @converters
 @pytest.mark.parametrize(
     ("marks", "kept"),
     [
-        ("body.0", BODY_0),
-        ("body.*", BODY_0 | NORMS | BODY_2),
-        (nn.Linear, BODY_0 | TIED | BODY_2),
-        (["*.0.weight", "table"], BODY_0 | {"table", "same"}),
+        ("body.0", starting("body.0")),
+        ("body.*", starting("body")),
+        (nn.Linear, TIED | starting("body.0", "body.2")),
+        (["*.0.weight", "table"], {"table", "same"} | starting("body.0")),
         (["head.weight"], TIED),
         ([], set()),
     ],
@@ -313,7 +288,7 @@ def test_marks_add_to_what_both_conversions_keep(convert: Any, marks: Any, kept:
 def test_marks_add_up_and_travel_with_copies_pickles_and_parts(convert: Any) -> None:
     model = Model()
     keep_fp32(keep_fp32(model, "body.0.weight"), ["body.0.bias", "body.2"])
-    kept = BODY_0 | BODY_2
+    kept = starting("body.0", "body.2")
     for found in (copy.deepcopy(model), through_a_file(model)):
         assert float32_in(convert(found, torch.bfloat16, keep_fp32_only=[])) == kept
     whole = nn.Sequential(copy.deepcopy(model.body))

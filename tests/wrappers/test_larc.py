@@ -69,6 +69,7 @@ def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) 
     inner = Recorder(params, weight_decay=decay)
     larc = amp.apex.parallel.LARC(inner, trust_coefficient=0.02, clip=clip)
     fill(params, 0)
+    params[2].grad.zero_()  # type: ignore[union-attr]
     wanted = [adapted(p, p.grad, 0.1, decay, 0.02, clip) for p in params]
     assert larc.step() == "stepped"
     unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
@@ -81,19 +82,6 @@ def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) 
         assert (np.abs(found.double().cpu().numpy() - want) <= bound).all()
     assert inner.decays == [0.0]
     assert larc.param_groups[0]["weight_decay"] == decay
-
-
-def test_a_tensor_without_norm_is_used_as_it_is(device: str) -> None:
-    params = parameters(device)
-    inner = Recorder(params, weight_decay=0.1)
-    fill(params, 0)
-    assert params[0].grad is not None
-    assert params[3].grad is not None
-    params[0].grad.zero_()
-    before = params[3].grad.clone()
-    amp.apex.parallel.LARC(inner).step()
-    assert raw_bytes(inner.seen[3]) == raw_bytes(before)
-    assert (inner.seen[0] == 0).all()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
