@@ -24,6 +24,13 @@ def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torc
     return request.param
 
 
+@pytest.fixture
+def low_float32(low: torch.dtype) -> torch.dtype:
+    """A dtype whose products are computed in float32."""
+    products.choose_products("float32", low)
+    return low
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_of_prepared_models_convert_no_activation(kind: str) -> None:
     prepared, in_float32 = getattr(nn, kind)(8), getattr(amp.nn, f"Fp32{kind}")(8)
@@ -117,7 +124,6 @@ def test_what_torch_refuses_or_leaves_empty_it_does_too(low: torch.dtype) -> Non
         F.layer_norm(torch.ones(3, 4, dtype=low), (3,))
 
 
-DTYPES = [torch.bfloat16, torch.float16]
 KINDS = {
     "lstm": lambda **more: nn.LSTM(8, 6, 2, **more),
     "projected": lambda **more: nn.LSTM(8, 6, 2, proj_size=4, **more),
@@ -131,14 +137,6 @@ CELLS = {
     "tanh": lambda: nn.RNNCell(8, 6),
     "relu": lambda: nn.RNNCell(8, 6, bias=False, nonlinearity="relu"),
 }
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def low_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    monkeypatch.delenv(products.VARIABLE, raising=False)
-    products.choose_products("float32", request.param)
-    torch.manual_seed(0)
-    return request.param
 
 
 def tensors(found: object) -> list[Tensor]:

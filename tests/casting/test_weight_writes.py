@@ -251,16 +251,13 @@ def test_nothing_refers_to_a_weight_afterwards(
         with gradients, region(device):
             linear(x)
     else:
-        handle = amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0)
-        try:
+        with amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0):
             with torch.set_grad_enabled("training" in how):
                 out = linear(x)
             if out.requires_grad:
                 amp.casting.backward(out.float().mean())
                 linear.zero_grad()
-        finally:
             torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))
-            handle._deactivate()
     torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))
     assert bool((linear.weight == 1).all())
 

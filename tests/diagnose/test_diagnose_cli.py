@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -227,29 +228,23 @@ def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
 
 @pytest.mark.parametrize("scale_loss", [scale_by_handle, scale_by_optimizer])
 def test_the_scale_of_every_kind_of_training_is_found(scale_loss: object) -> None:
-    recording = Recording()
     model = nn.Linear(4, 1)
-    try:
+    with closing(Recording()) as recording:
         scale_loss(model, amp.scaling.Backoff(init_scale=2.0**9))  # type: ignore[operator]
-    finally:
-        recording.close()
     report = recording.report()
     assert report.scale == 2.0**9
     assert report.weights.amax == 1
 
 
 def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
-    recording = Recording()
     model, other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
     frozen = nn.Linear(1, 1).requires_grad_(False)
     x = torch.ones(1, 1)
-    try:
+    with closing(Recording()) as recording:
         model[0](x).sum().backward()  # a part first
         for _ in range(2):
             y = torch.utils.checkpoint.checkpoint(model[0], frozen(x), use_reentrant=False)
             (model(y) + other(x) + nn.Linear(1, 1)(x)).sum().backward()
-    finally:
-        recording.close()
     names = {row.name for row in recording.report() if row.kind == "weight"}
     assert {"Sequential.0.weight", "Sequential.1.weight", "Linear2.weight"} < names
     assert sum(name.startswith("Linear") for name in names) == 2 * 3
@@ -257,12 +252,9 @@ def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_compiled_code_is_seen() -> None:
-    recording = Recording()
     model = torch.compile(nn.Linear(2, 1))
-    try:
+    with closing(Recording()) as recording:
         model(torch.ones(1, 2)).sum().backward()
-    finally:
-        recording.close()
     assert [row.kind for row in recording.report()].count("activation") == 2
 
 

@@ -61,9 +61,6 @@ class PreNorm(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.block = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.norm(x))
-
 
 class AdaLayerNorm(nn.Module):
     """As diffusers has it: a Linear makes the scale."""
@@ -73,9 +70,6 @@ class AdaLayerNorm(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.linear = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) * self.linear(x)
-
 
 class LogNormal(nn.Module):
     """A distribution; its name has the word for another reason."""
@@ -83,9 +77,6 @@ class LogNormal(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.loc = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.loc
 
 
 NAMED = (
