@@ -106,22 +106,6 @@ def test_groups_follow_the_layout_of_the_parameter(saved: str, wanted: str, tmp_
             assert bool((off <= bound).all()), (number, name)
 
 
-def test_the_example_of_the_docstring(tmp_path: Path) -> None:
-    model, optimizer = make("exact")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train(model, optimizer, 1)
-    scheduler.step()
-    path = tmp_path / "step_1000"
-    amp.checkpoint.save(path, model, optimizer, scheduler=scheduler, step=1000)
-    other = amp.prepare(network(), LOW)
-    another = amp.optim.AdamW(other.parameters(), lr=1.0)
-    fresh = torch.optim.lr_scheduler.StepLR(another, 1)
-    found = amp.checkpoint.load(path, other, another, scheduler=fresh)
-    assert found["step"] == 1000
-    assert fresh.last_epoch == 1
-    assert another.param_groups[0]["lr"] == pytest.approx(1e-3)
-
-
 def optimizer_of(model: nn.Module) -> Any:
     return amp.optim.SGD(model.parameters(), lr=1.0)
 

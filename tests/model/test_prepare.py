@@ -140,17 +140,6 @@ def test_gradients_of_the_float32_model_are_dropped(device: str) -> None:
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
 
-def test_tied_weights_stay_tied_and_are_stepped_once(device: str) -> None:
-    model = Model().to(device)
-    original = model.head.weight.detach().clone()
-    amp.prepare(model, torch.bfloat16)
-    assert model.head.weight is model.embed.weight
-    optimizer = amp.optim.SGD(model.parameters(), lr=0.5, master="float32")
-    model.head.weight.grad = torch.ones_like(model.head.weight)
-    optimizer.step()
-    assert torch.equal(optimizer.state[model.embed.weight]["master"], original - 0.5)
-
-
 # Kept modules compute in float32 and return what they were given.
 
 NORM_MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
