@@ -105,19 +105,30 @@ def test_an_overflow_in_the_middle_is_survived(
     assert scale[1] == (scale[0][0] / 2, scale[0][1] + 1)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+# What says how long each script runs, of a whole run and of its first part; how many losses are
+# left then, and the models.
+EPOCHS = ["--images", "256", "--loss-scale", "dynamic", "--epochs"]
+RESUMED = {
+    "imagenet": (EPOCHS, "2", "1", 4, ["model"]),
+    "simple_distributed": (["--steps"], "8", "5", 3, ["model"]),
+    "dcgan": (["--niter"], "8", "5", 3, ["netD", "netG"]),
+}
+
+
+@pytest.mark.parametrize(("name", "level", "dtype"), paired(RESUMED, ("O0", "O1", "O2"), LOW))
 def test_a_resumed_script_goes_on_bit_for_bit(
-    run: Runner, level: str, dtype: str, tmp_path: Path
+    run: Runner, name: str, level: str, dtype: str, tmp_path: Path
 ) -> None:
+    length, all_of_it, part, left, models = RESUMED[name]
     file = str(tmp_path / "checkpoint.pt")
-    options = ["--opt-level", level, "--images", "256", "--loss-scale", "dynamic"]
-    whole = run("imagenet", *options, "--epochs", "2", dtype=dtype)
-    run("imagenet", *options, "--epochs", "1", "--save", file, dtype=dtype)
-    resumed = run("imagenet", *options, "--epochs", "2", "--resume", file, dtype=dtype)
-    assert resumed["losses"] == whole["losses"][-4:]
-    states = [each["model"].state_dict().values() for each in (whole, resumed)]
-    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    options = [LEVEL.get(name, "--opt-level"), level, *length]
+    whole = run(name, *options, all_of_it, dtype=dtype)
+    run(name, *options, part, "--save", file, dtype=dtype)
+    resumed = run(name, *options, all_of_it, "--resume", file, dtype=dtype)
+    assert resumed["losses"] == whole["losses"][-left:]
+    for model in models:
+        states = [each[model].state_dict().values() for each in (whole, resumed)]
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -127,27 +138,6 @@ def test_one_overflow_of_the_simple_script_skips_one_step(run: Runner, level: st
     assert broken["losses"][2] == torch.inf
     assert broken["losses"][3:] == clean["losses"][2:5]
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 3}
-
-
-# How many steps each script takes is an option; the models and losses that it ends with.
-RESUMED = {"simple_distributed": ("--steps", ["model"]), "dcgan": ("--niter", ["netD", "netG"])}
-
-
-@pytest.mark.parametrize(
-    ("name", "level", "dtype"), paired(RESUMED, ("O0", "O1", "O2"), ("bfloat16", "float16"))
-)
-def test_the_other_scripts_resume_bit_for_bit(
-    run: Runner, name: str, level: str, dtype: str, tmp_path: Path
-) -> None:
-    count, models = RESUMED[name]
-    file, options = str(tmp_path / "checkpoint.pt"), [LEVEL.get(name, "--opt-level"), level]
-    whole = run(name, *options, count, "8", dtype=dtype)
-    run(name, *options, count, "5", "--save", file, dtype=dtype)
-    resumed = run(name, *options, count, "8", "--resume", file, dtype=dtype)
-    assert resumed["losses"] == whole["losses"][5:]
-    for model in models:
-        states = [each[model].state_dict().values() for each in (whole, resumed)]
-        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:

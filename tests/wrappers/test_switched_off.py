@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forked import Script, run_each
+from handles import scaled_backward
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from wrapping import INNER
@@ -62,8 +63,7 @@ def with_fp16_optimizer(model: Any, optimizer: Any, device: str) -> None:
 def with_handle(model: Any, optimizer: Any, device: str) -> None:
     handle = amp.init(**OFF)
     for x, y in batches(device):
-        with handle.scale_loss(mse_loss(model(x), y), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, mse_loss(model(x), y), optimizer)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -71,8 +71,7 @@ def with_handle(model: Any, optimizer: Any, device: str) -> None:
 def with_wrapped_optimizer(model: Any, optimizer: Any, device: str) -> None:
     optimizer = amp.init(**OFF).wrap_optimizer(optimizer)
     for x, y in batches(device):
-        with optimizer.scale_loss(mse_loss(model(x), y)) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(optimizer, mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
 
