@@ -126,11 +126,11 @@ def eager(steps: int, **arguments: Any) -> tuple[list[tuple[Any, ...]], list[Ten
 
 @on_every_stream
 @for_every_scale
-@pytest.mark.parametrize("replayed", ["iteration", "backward", "two of three iterations"])
+@pytest.mark.parametrize("replayed", ["iteration", "iteration beside", "backward", "two of three"])
 def test_reports_after_a_replay_are_of_that_replay(
     side: bool, loss_scale: Any, replayed: str
 ) -> None:
-    """Of an iteration, also one that goes on from the scale that eager ones have left.
+    """Of an iteration, which goes on from the scale that eager ones have left, on any stream.
 
     Or of torch's documented loop: step and update are not in the graph.
     """
@@ -147,7 +147,8 @@ def test_reports_after_a_replay_are_of_that_replay(
                     p.grad.zero_()
                 loop.backward()
             else:
-                loop.replay()
+                with stream(replayed.endswith("beside")):
+                    loop.replay()
             if eager_now or replayed == "backward":
                 loop.step()
             assert loop.told() == told[step]
@@ -171,19 +172,6 @@ def test_each_report_alone_waits_for_the_replay(asked: int) -> None:
         loop.read(step)
         loop.replay()
         assert ask() == told[step][asked]
-
-
-def test_reports_after_a_replay_on_a_stream_that_is_not_current() -> None:
-    told, _ = eager(STEPS)
-    loop, beside = Loop(), torch.cuda.Stream()
-    loop.warm_up()
-    loop.capture(loop.backward, loop.step)
-    for step in range(STEPS):
-        loop.read(step)
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            loop.replay()
-        assert loop.told() == told[step]
 
 
 def test_a_captured_backward_with_another_optimizer_and_unscale() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helpers import DTYPES, raw_bytes, through_a_file
 from torch import Tensor, nn
+from wrapping import INNER
 
 import amp_mp as amp
 
@@ -251,14 +251,6 @@ def test_an_attached_optimizer_is_refused(device: str) -> None:
         pytest.raises(ValueError, match=r"attached to the backward pass"),
     ):
         larc.step()
-
-
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
-    "torch AdamW": lambda params: torch.optim.AdamW(params, 0.1),
-    "amp SGD": lambda params: amp.optim.SGD(params, 0.1, momentum=0.9),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, 0.1),
-}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
