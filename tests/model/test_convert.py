@@ -140,8 +140,7 @@ def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -
         reference.zero_grad(set_to_none=True)
         reference.backward(wrapped(x).float().square().mean())
         reference.step()
-    for a, b in zip(hand.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert raw_bytes([*hand.parameters()]) == raw_bytes([*wrapped.parameters()])
 
 
 def test_absent_gradients_of_masters_by_hand(device: str) -> None:

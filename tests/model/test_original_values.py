@@ -179,9 +179,14 @@ def test_a_copy_that_is_written_leaves_the_models(device: str) -> None:
     assert raw_bytes(first_masters(model)) == raw_bytes(exact)
 
 
-def test_tied_weights_of_a_copy_are_tied_and_exact(device: str) -> None:
+def tied(device: str) -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).to(device)
     model[1].weight = model[0].weight
+    return model
+
+
+def test_tied_weights_of_a_copy_are_tied_and_exact(device: str) -> None:
+    model = tied(device)
     exact = model[0].weight.detach().clone()
     copied = through_a_file(copy.deepcopy(amp.prepare(model, BF16)))
     assert copied[1].weight is copied[0].weight
@@ -234,12 +239,7 @@ def test_of_a_partial_checkpoint_both_parts_are_exact(device: str) -> None:
 
 
 def test_tied_weights_load_at_float32(device: str) -> None:
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).to(device)
-        model[1].weight = model[0].weight
-        return model
-
-    model, saved = amp.prepare(tied(), BF16), tied()
+    model, saved = amp.prepare(tied(device), BF16), tied(device)
     model.load_state_dict(saved.state_dict())
     assert torch.equal(first_masters(model)["0.weight"], saved[0].weight)
 

@@ -35,19 +35,11 @@ def casting(device: str, request: pytest.FixtureRequest) -> Iterator[torch.autoc
 NORMS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "LayerNorm": ("LayerNorm", {"normalized_shape": (3, 8), "eps": 1e4}, (4, 3, 8)),
     "LayerNorm without bias": ("LayerNorm", {"normalized_shape": 8, "bias": False}, (4, 8)),
-    "LayerNorm without weights": (
-        "LayerNorm",
-        {"normalized_shape": 8, "elementwise_affine": False},
-        (4, 8),
-    ),
+    "plain LayerNorm": ("LayerNorm", {"normalized_shape": 8, "elementwise_affine": False}, (4, 8)),
     "RMSNorm": ("RMSNorm", {"normalized_shape": 8, "eps": 1e4}, (4, 8)),
-    "RMSNorm without weights": (
-        "RMSNorm",
-        {"normalized_shape": 8, "elementwise_affine": False},
-        (4, 8),
-    ),
+    "plain RMSNorm": ("RMSNorm", {"normalized_shape": 8, "elementwise_affine": False}, (4, 8)),
     "GroupNorm": ("GroupNorm", {"num_groups": 2, "num_channels": 8, "eps": 1e4}, (4, 8, 5)),
-    "GroupNorm without weights": (
+    "plain GroupNorm": (
         "GroupNorm",
         {"num_groups": 2, "num_channels": 8, "affine": False},
         (4, 8, 5),

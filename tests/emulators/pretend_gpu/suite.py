@@ -52,7 +52,7 @@ FILES = {
     "wrappers/test_fp16_optimizer_snapshots": 33,
     "grad_scaler/test_grad_scaler": 120,
     "grad_scaler/test_cuda_streams": 25,
-    "wrappers/test_handle": 28,
+    "wrappers/test_handle": 26,
     "wrappers/test_handle_scaling": 55,
     "nn/test_linear_accumulate": 20,
     "nn/test_main_grads": 22,
