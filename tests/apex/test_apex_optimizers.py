@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from apex_reference import (
     start,
 )
 from helpers import DTYPES, PRETEND_GPU, array, assert_same, random, through_a_file
-from tiers import paired, pairs
+from tiers import paired, pairs, tiered
 from torch import nn
 
 import amp_mp as amp
@@ -58,18 +60,42 @@ def all_of(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     return {p.name: p.default for p in shown} | given
 
 
-@pytest.mark.parametrize(
-    ("adam_w_mode", "bias_correction", "weight_decay"),
-    paired((True, False), (True, False), (0.0, 0.1)),
-)
-def test_fused_adam(
-    device: str, adam_w_mode: bool, bias_correction: bool, weight_decay: float
-) -> None:
-    given = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction, "lr": 0.02}
-    given |= {"weight_decay": weight_decay}
+EITHER = (True, False)
+LAMB = dict.fromkeys(("use_nvlamb", "bias_correction", "adam_w_mode", "grad_averaging"), EITHER)
+LAMB |= {"weight_decay": (0.0, 0.01), "max_grad_norm": (1.0, 100.0, None)}
+# Each class's formula, its arguments with their values, and the gradients' size.
+FORMULAS: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "FusedAdam": (
+        adam,
+        {"adam_w_mode": EITHER, "bias_correction": EITHER, "weight_decay": (0.0, 0.1)},
+        1.0,
+    ),
+    "FusedAdagrad": (adagrad, {"adagrad_w_mode": EITHER, "weight_decay": (0.0, 0.1)}, 1.0),
+    "FusedLAMB": (partial(lamb, size=3.0), LAMB, 3.0),
+    "FusedMixedPrecisionLamb": (partial(lamb, size=3.0), LAMB, 3.0),
+    "FusedNovoGrad": (
+        novograd,
+        dict.fromkeys(("grad_averaging", "bias_correction", "reg_inside_moment"), EITHER)
+        | {"weight_decay": (0.01,)},
+        1.0,
+    ),
+}
+
+
+def cases(kind: str) -> list[Any]:
+    """The class with values for its arguments; `make test` has any two values together."""
+    values = FORMULAS[kind][1].values()
+    every, some = itertools.product(*values), pairs(*values)
+    return tiered([(kind, each) for each in every], [(kind, each) for each in some])
+
+
+@pytest.mark.parametrize(("kind", "values"), [case for kind in FORMULAS for case in cases(kind)])
+def test_fused_optimizers_are_the_formulas(device: str, kind: str, values: tuple[Any, ...]) -> None:
+    formula, arguments, size = FORMULAS[kind]
+    given = {"lr": 0.02, **dict(zip(arguments, values, strict=True))}
     params = parameters(device)
-    wanted = adam(start(params), 4, all_of("FusedAdam", given))
-    compare(train(optimizers.FusedAdam(params, **given), params), wanted)
+    wanted = formula(start(params), 4, all_of(kind, given))
+    compare(train(getattr(optimizers, kind)(params, **given), params, size=size), wanted)
 
 
 def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: str) -> None:
@@ -87,24 +113,6 @@ def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: 
             param.grad = torch.from_numpy(np.array(grad)).to(device)
         resumed.step()
     compare(start(params), wanted)
-
-
-LAMB = ("use_nvlamb", "bias_correction", "adam_w_mode", "grad_averaging")
-
-
-@pytest.mark.parametrize(
-    ("flags", "weight_decay", "max_grad_norm"),
-    paired(pairs(*[(True, False)] * 4), (0.0, 0.01), (1.0, 100.0, None)),
-)
-def test_fused_lamb(
-    device: str, flags: tuple[bool, ...], weight_decay: float, max_grad_norm: float | None
-) -> None:
-    given: dict[str, Any] = {"weight_decay": weight_decay, "lr": 0.02}
-    given |= {"max_grad_norm": max_grad_norm, **dict(zip(LAMB, flags, strict=True))}
-    for kind in (optimizers.FusedLAMB, optimizers.FusedMixedPrecisionLamb):
-        params = parameters(device)
-        wanted = lamb(start(params), 4, all_of("FusedLAMB", given), 3.0)
-        compare(train(kind(params, **given), params, size=3.0), wanted)
 
 
 @pytest.mark.parametrize("wd_after_momentum", [False, True])
@@ -126,29 +134,6 @@ def test_fused_sgd(
     params = parameters(device)
     wanted = sgd(start(params), 4, given)
     compare(train(optimizers.FusedSGD(params, **given), params), wanted)
-
-
-@pytest.mark.parametrize(
-    ("grad_averaging", "bias_correction", "reg_inside_moment"), paired(*[(True, False)] * 3)
-)
-def test_fused_novograd(
-    device: str, grad_averaging: bool, bias_correction: bool, reg_inside_moment: bool
-) -> None:
-    given: dict[str, Any] = {"grad_averaging": grad_averaging, "weight_decay": 0.01, "lr": 0.02}
-    given |= {"bias_correction": bias_correction, "reg_inside_moment": reg_inside_moment}
-    params = parameters(device)
-    wanted = novograd(start(params), 4, all_of("FusedNovoGrad", given))
-    compare(train(optimizers.FusedNovoGrad(params, **given), params), wanted)
-
-
-@pytest.mark.parametrize(
-    ("weight_decay", "adagrad_w_mode"), [(0.0, False), (0.1, False), (0.1, True)]
-)
-def test_fused_adagrad(device: str, weight_decay: float, adagrad_w_mode: bool) -> None:
-    params = parameters(device)
-    given = {"weight_decay": weight_decay, "adagrad_w_mode": adagrad_w_mode}
-    wanted = adagrad(start(params), 4, all_of("FusedAdagrad", given))
-    compare(train(optimizers.FusedAdagrad(params, **given), params), wanted)
 
 
 # What the rules of csrc/core do for Apex's classes alone, in the order of their operations.
@@ -298,24 +283,6 @@ def test_capturable_makes_lr_a_tensor(device: str) -> None:
         (pytest.approx(0.2), device),
     ]
     train(optimizer, params)
-
-
-def test_beside_a_grad_scaler_and_larc(device: str) -> None:
-    for scaler in (torch.amp.GradScaler(device), amp.GradScaler(device)):
-        params = parameters(device)
-        optimizer = LARC(optimizers.FusedSGD(params, lr=0.1, momentum=0.9))
-        loss = sum((p * p).sum() for p in params)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    model = nn.Linear(3, 2).to(device)
-    fused = optimizers.FusedAdam(model.parameters(), bias_correction=False)
-    before = model.weight.detach().clone()
-    scaler = torch.amp.GradScaler(device)
-    scaler.scale(model(torch.ones(2, 3, device=device)).sum() * torch.inf).backward()
-    scaler.step(fused)
-    assert torch.equal(model.weight, before)
-    assert fused.step_was_skipped
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -105,19 +105,30 @@ def test_an_overflow_in_the_middle_is_survived(
     assert scale[1] == (scale[0][0] / 2, scale[0][1] + 1)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+# What says how long each script runs, of a whole run and of its first part; how many losses are
+# left then, and the models.
+EPOCHS = ["--images", "256", "--loss-scale", "dynamic", "--epochs"]
+RESUMED = {
+    "imagenet": (EPOCHS, "2", "1", 4, ["model"]),
+    "simple_distributed": (["--steps"], "8", "5", 3, ["model"]),
+    "dcgan": (["--niter"], "8", "5", 3, ["netD", "netG"]),
+}
+
+
+@pytest.mark.parametrize(("name", "level", "dtype"), paired(RESUMED, ("O0", "O1", "O2"), LOW))
 def test_a_resumed_script_goes_on_bit_for_bit(
-    run: Runner, level: str, dtype: str, tmp_path: Path
+    run: Runner, name: str, level: str, dtype: str, tmp_path: Path
 ) -> None:
+    length, all_of_it, part, left, models = RESUMED[name]
     file = str(tmp_path / "checkpoint.pt")
-    options = ["--opt-level", level, "--images", "256", "--loss-scale", "dynamic"]
-    whole = run("imagenet", *options, "--epochs", "2", dtype=dtype)
-    run("imagenet", *options, "--epochs", "1", "--save", file, dtype=dtype)
-    resumed = run("imagenet", *options, "--epochs", "2", "--resume", file, dtype=dtype)
-    assert resumed["losses"] == whole["losses"][-4:]
-    states = [each["model"].state_dict().values() for each in (whole, resumed)]
-    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    options = [LEVEL.get(name, "--opt-level"), level, *length]
+    whole = run(name, *options, all_of_it, dtype=dtype)
+    run(name, *options, part, "--save", file, dtype=dtype)
+    resumed = run(name, *options, all_of_it, "--resume", file, dtype=dtype)
+    assert resumed["losses"] == whole["losses"][-left:]
+    for model in models:
+        states = [each[model].state_dict().values() for each in (whole, resumed)]
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -127,27 +138,6 @@ def test_one_overflow_of_the_simple_script_skips_one_step(run: Runner, level: st
     assert broken["losses"][2] == torch.inf
     assert broken["losses"][3:] == clean["losses"][2:5]
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 3}
-
-
-# How many steps each script takes is an option; the models and losses that it ends with.
-RESUMED = {"simple_distributed": ("--steps", ["model"]), "dcgan": ("--niter", ["netD", "netG"])}
-
-
-@pytest.mark.parametrize(
-    ("name", "level", "dtype"), paired(RESUMED, ("O0", "O1", "O2"), ("bfloat16", "float16"))
-)
-def test_the_other_scripts_resume_bit_for_bit(
-    run: Runner, name: str, level: str, dtype: str, tmp_path: Path
-) -> None:
-    count, models = RESUMED[name]
-    file, options = str(tmp_path / "checkpoint.pt"), [LEVEL.get(name, "--opt-level"), level]
-    whole = run(name, *options, count, "8", dtype=dtype)
-    run(name, *options, count, "5", "--save", file, dtype=dtype)
-    resumed = run(name, *options, count, "8", "--resume", file, dtype=dtype)
-    assert resumed["losses"] == whole["losses"][5:]
-    for model in models:
-        states = [each[model].state_dict().values() for each in (whole, resumed)]
-        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_dcgan_has_a_scale_for_each_loss(run: Runner) -> None:
@@ -308,7 +298,15 @@ def test_scripts_import_by_file(tmp_path: Path) -> None:
         "model, sgd = initialize(model, sgd, opt_level='O2', loss_scale=8.0)",
         "assert _amp_state.opt_properties.opt_level == 'O2'",
         "assert [s.loss_scale() for s in _amp_state.loss_scalers] == [8.0]",
-        "with scale_loss(model(torch.ones(1, 2)).sum(), sgd) as scaled: scaled.backward()",
+        "_amp_state.loss_scalers[0]._loss_scale = 2**20",
+        "assert [s._loss_scale for s in _amp_state.loss_scalers] == [2.0**20]",
+        "loss = model(torch.ones(1, 2)).sum() / 2**10",
+        "with scale_loss(loss, sgd) as scaled: scaled.backward()",
+        "assert scaled.item() == 2**20 * loss.item()",
+        "properties = _amp_state.opt_properties",
+        "assert properties.master_weights",
+        "assert properties.options['cast_model_type'] is torch.float16",
+        "assert properties.options.get('cast_model_outputs', torch.float32) is torch.float32",
         "assert [p.dtype for p in master_params(sgd)] == [torch.float32] * 2",
         "print('ends')",
     ]
@@ -351,70 +349,3 @@ def test_modules_and_code_run_as_python_runs_them(
         assert (found.returncode, found.stdout.rstrip("\n")) == (code, printed), (name, found)
         assert ("at the end" in found.stderr) == (name == "code")
         assert ("KeyError: 4" in found.stderr) == (name == "an error")
-
-
-# What scripts do, each after the imports of all; every one ends with a check of its own.
-AS_WRITTEN = {
-    "gradients are logged after the step": """
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-optimizer = apex.optimizers.FusedAdam(model.parameters(), lr=0.125)
-scaler.scale(model(x).sum()).backward()
-scaler.step(optimizer)
-scaler.update()
-assert torch.equal(model.bias.grad, torch.full((2,), 4.0))
-""",
-    "each layer has its rate": """
-groups = [{"params": [model.weight], "lr": 0.25}, {"params": [model.bias], "lr": 0.5}]
-optimizer = apex.optimizers.FusedSGD(groups, momentum=0.125, weight_decay=0.5)
-bias = model.bias.detach().clone()
-model(x).sum().backward()
-optimizer.step()
-torch.testing.assert_close(model.bias, bias - 0.5 * (4 + 0.5 * bias))
-""",
-    "a half network below a loss": """
-perceptual = torch.nn.Linear(2, 1).half()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-(model, perceptual), optimizer = apex.amp.initialize(
-    [model, perceptual], optimizer, opt_level="O1", cast_model_type=False, loss_scale=64.0
-)
-with apex.amp.scale_loss(perceptual(model(x)).sum(), optimizer) as scaled_loss:
-    scaled_loss.backward()
-optimizer.step()
-torch.testing.assert_close(model.bias.grad, 4 * perceptual.weight[0].float())
-""",
-    "a loss scale to begin with": """
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O2")
-state = apex.amp._amp_state
-state.loss_scalers[0]._loss_scale = 2**20
-assert state.loss_scalers[0]._loss_scale == state.loss_scalers[0].loss_scale() == 2.0**20
-with apex.amp.scale_loss(model(x).sum() / 2**10, optimizer) as scaled_loss:
-    assert scaled_loss.item() == 2**10 * model(x).sum()
-    scaled_loss.backward()
-properties = state.opt_properties
-assert properties.master_weights and properties.options["cast_model_type"] is torch.float16
-assert properties.options.get("cast_model_outputs", torch.float32) is torch.float32
-""",
-    "the loop of fp16_utils": """
-from apex.fp16_utils.loss_scaler import DynamicLossScaler
-half = apex.fp16_utils.FP16Model(model)
-scaler = DynamicLossScaler(init_scale=2.0**40)
-for step in range(40):
-    half.zero_grad()
-    scaler.backward(half(x).float().sum())
-    overflow = scaler.has_overflow(half.parameters())
-    scaler.update_scale(overflow)
-assert not overflow and 1 < scaler.loss_scale < 2.0**16
-""",
-}
-
-
-def test_scripts_end_as_with_apex(tmp_path: Path) -> None:
-    before = "import torch, apex\nx, model = torch.ones(4, 3), torch.nn.Linear(3, 2)\n"
-    for name, text in AS_WRITTEN.items():
-        (tmp_path / f"{name}.py").write_text(f"{before}{text}\nprint('ends')\n")
-    files = [str(tmp_path / f"{name}.py") for name in AS_WRITTEN]
-    done = run_each([Script(["-m", "amp_mp.apex", file]) for file in files])
-    assert [found.stdout.splitlines()[-1:] for found in done] == [["ends"]] * len(done), [
-        found.stderr for found in done
-    ]

@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gpu_report
 import gpu_step
 import pytest
 import torch
 from gpu_candidates import Candidate, Copy
 from gpu_lists import ShapeList, shape_lists
 from gpu_peers import KEY, candidates
-from gpu_worker import Worker
+from gpu_worker import DEVICE_LOST, Worker, limit
 
 GOOD = {"ms": 1.0, "launches": 3}
 KEYS = [s.key for s in shape_lists(quick=True)]
@@ -175,12 +176,6 @@ def test_the_deciding_ones_exist() -> None:
     assert names[: len(KEY)] == list(KEY)
     assert len(names) == len(set(names))
 
-
-ROOT = Path(__file__).resolve().parents[2]
-
-import gpu_report  # noqa: E402
-from gpu_lists import shape_lists  # noqa: E402
-from gpu_worker import DEVICE_LOST, limit  # noqa: E402
 
 # ---- failures ------------------------------------------------------------------------------------
 

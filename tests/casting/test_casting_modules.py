@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -74,45 +74,32 @@ LAYERS: dict[str, Make] = {
         [torch.randn(6, 8), 3 * torch.arange(6)],
     ),
 }
+
+
+def made(name: str, *sizes: Any, given: Callable[[], list[Any]], **options: Any) -> Make:
+    """A layer by its name, and what it is given."""
+    return lambda: (getattr(nn, name)(*sizes, **options), given())
+
+
 for dim in (1, 2, 3):
-    for kind in ("Conv", "ConvTranspose", "LazyConv", "LazyConvTranspose"):
-        name = f"{kind}{dim}d"
-        sizes = (8, 3) if "Lazy" in kind else (4, 8, 3)
-        LAYERS[name] = lambda name=name, sizes=sizes, dim=dim: (
-            getattr(nn, name)(*sizes),
-            [images(dim)],
-        )
-    LAYERS[f"Conv{dim}d, grouped"] = lambda dim=dim: (
-        getattr(nn, f"Conv{dim}d")(4, 8, 3, groups=2, padding="same", padding_mode="reflect"),
-        [images(dim)],
-    )
-    for kind in ("BatchNorm", "InstanceNorm", "LazyBatchNorm", "LazyInstanceNorm"):
-        name = f"{kind}{dim}d"
-        sizes = () if "Lazy" in kind else (4,)
-        LAYERS[name] = lambda name=name, sizes=sizes, dim=dim: (
-            getattr(nn, name)(*sizes, affine=True),
-            [images(dim)],
-        )
+    image = partial(lambda dim: [images(dim)], dim)
+    for kind in ("Conv", "ConvTranspose"):
+        LAYERS[f"{kind}{dim}d"] = made(f"{kind}{dim}d", 4, 8, 3, given=image)
+        LAYERS[f"Lazy{kind}{dim}d"] = made(f"Lazy{kind}{dim}d", 8, 3, given=image)
+    options = {"groups": 2, "padding": "same", "padding_mode": "reflect"}
+    LAYERS[f"Conv{dim}d, grouped"] = made(f"Conv{dim}d", 4, 8, 3, given=image, **options)
+    for kind in ("BatchNorm", "InstanceNorm"):
+        LAYERS[f"{kind}{dim}d"] = made(f"{kind}{dim}d", 4, given=image, affine=True)
+        LAYERS[f"Lazy{kind}{dim}d"] = made(f"Lazy{kind}{dim}d", given=image, affine=True)
 for kind in ("RNN", "LSTM", "GRU"):
-    LAYERS[kind] = lambda kind=kind: (getattr(nn, kind)(8, 16), sequence(8))
-    LAYERS[f"{kind}, deep"] = lambda kind=kind: (
-        getattr(nn, kind)(8, 16, num_layers=2, bidirectional=True, batch_first=True),
-        sequence(8),
-    )
-    LAYERS[f"{kind}, packed"] = lambda kind=kind: (
-        getattr(nn, kind)(8, 16, bidirectional=True),
-        [packed()],
-    )
-    LAYERS[f"{kind}, large"] = lambda kind=kind: (
-        getattr(nn, kind)(256, 256),
-        [torch.randn(3, 64, 256)],
-    )
-    LAYERS[f"{kind}Cell"] = lambda kind=kind: (
-        getattr(nn, f"{kind}Cell")(8, 16),
-        [torch.randn(3, 8)],
-    )
-LAYERS["RNN, relu"] = lambda: (nn.RNN(8, 16, nonlinearity="relu"), sequence(8))
-LAYERS["LSTM, projected"] = lambda: (nn.LSTM(8, 16, proj_size=4), sequence(8))
+    row, two = partial(sequence, 8), {"num_layers": 2, "batch_first": True}
+    LAYERS[kind] = made(kind, 8, 16, given=row)
+    LAYERS[f"{kind}, deep"] = made(kind, 8, 16, given=row, bidirectional=True, **two)
+    LAYERS[f"{kind}, packed"] = made(kind, 8, 16, given=lambda: [packed()], bidirectional=True)
+    LAYERS[f"{kind}, large"] = made(kind, 256, 256, given=lambda: [torch.randn(3, 64, 256)])
+    LAYERS[f"{kind}Cell"] = made(f"{kind}Cell", 8, 16, given=lambda: [torch.randn(3, 8)])
+LAYERS["RNN, relu"] = made("RNN", 8, 16, given=partial(sequence, 8), nonlinearity="relu")
+LAYERS["LSTM, projected"] = made("LSTM", 8, 16, given=partial(sequence, 8), proj_size=4)
 RECURRENT = [name for name in LAYERS if name.startswith(("RNN", "LSTM", "GRU"))]
 # Of one process they need several, or nothing at all.
 NOT_HERE = {"Module", "ParameterList", "ParameterDict", "SyncBatchNorm", "RNNBase", "RNNCellBase",
@@ -198,8 +185,7 @@ def test_forward_and_plain_backward(
     raised, errors = [], {}
     with torch.backends.mkldnn.flags(enabled=onednn):
         wanted = {name: run(name, device) for name in LAYERS}
-        handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0, policies=table)
-        try:
+        with amp.init(device_type=device, dtype=dtype, loss_scale=1.0, policies=table):
             for name in LAYERS:
                 try:
                     found = run(name, device, low)
@@ -209,9 +195,7 @@ def test_forward_and_plain_backward(
                     raised.append(name)
                 else:
                     errors[name] = max(map(relative, found, wanted[name]))
-        finally:
-            handle._deactivate()
-            amp.casting.uninstall()
+        amp.casting.uninstall()
         for name in raised:  # torch's own lists raise where torch alone does
             with pytest.raises(RuntimeError), torch.autocast(device, dtype):
                 run(name, device, low)
@@ -224,10 +208,6 @@ def test_forward_and_plain_backward(
 def test_recurrent_layers_of_any_size_give_low_precision(
     device: str, name: str, dtype: torch.dtype
 ) -> None:
-    handle = amp.init(device_type=device, dtype=dtype, loss_scale=1.0)
-    try:
+    with amp.init(device_type=device, dtype=dtype, loss_scale=1.0):
         outputs, _ = run(name, device)
-    finally:
-        handle._deactivate()
-        amp.casting.uninstall()
     assert {output.dtype for output in outputs} == {dtype}

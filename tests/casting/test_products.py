@@ -354,12 +354,8 @@ def test_ranks_that_chose_differently_agree() -> None:
 
 def test_casts_leave_products_alone_where_low_precision_is_slower(low: torch.dtype) -> None:
     linear, x = nn.Linear(256, 256), torch.randn(64, 256)
-    handle = amp.init(device_type="cpu", dtype=low, loss_scale=1.0)
-    try:
+    with amp.init(device_type="cpu", dtype=low, loss_scale=1.0):
         assert linear(x).dtype == torch.float32
         casts = amp.explain(linear, x)
         assert [cast.op for cast in casts] == []
         assert f"{low} on this CPU: products are faster in float32" in str(casts)
-    finally:
-        handle._deactivate()
-        amp.casting.uninstall()

@@ -74,8 +74,7 @@ def test_reductions_into_low_precision_give_what_torch_gives(
 ) -> None:
     x = names["v"].view(16, 16).to(dtype)
     wanted = REDUCTIONS[name](x, out=torch.empty(0, device=x.device, dtype=dtype))
-    handle = amp.init(device_type=names["device"], dtype=dtype, loss_scale=1.0)
-    try:
+    with amp.init(device_type=names["device"], dtype=dtype, loss_scale=1.0):
         out = torch.empty(0, device=x.device, dtype=dtype)
         assert REDUCTIONS[name](x, out=out) is out
         assert torch.equal(out, wanted)
@@ -83,6 +82,3 @@ def test_reductions_into_low_precision_give_what_torch_gives(
             torch.testing.assert_close(
                 REDUCTIONS[name](x.float(), out=out), wanted, rtol=2.0**-6, atol=0
             )
-    finally:
-        handle._deactivate()
-        amp.casting.uninstall()

@@ -234,11 +234,8 @@ def test_amp_init_sees_every_write(device: str, uninstalled: None, how: str, tab
         return scenario(device, forward_in_a_region, write)
 
     wanted = run_all(stock, device)
-    handle = amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0)
-    try:
+    with amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0) as handle:
         check(run_all(training(backward) if backward else evaluation, device), wanted)
-    finally:
-        handle._deactivate()
 
 
 @pytest.mark.parametrize("table", ["apex", "torch"])
@@ -254,16 +251,13 @@ def test_nothing_refers_to_a_weight_afterwards(
         with gradients, region(device):
             linear(x)
     else:
-        handle = amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0)
-        try:
+        with amp.init(device_type=device, dtype=LOW, policies=table, loss_scale=1.0):
             with torch.set_grad_enabled("training" in how):
                 out = linear(x)
             if out.requires_grad:
                 amp.casting.backward(out.float().mean())
                 linear.zero_grad()
-        finally:
             torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))
-            handle._deactivate()
     torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones_like(linear.weight)))
     assert bool((linear.weight == 1).all())
 
@@ -281,23 +275,3 @@ def test_a_critic_is_clipped_after_our_step(device: str, uninstalled: None) -> N
         optimizer.zero_grad()
         for param in critic.parameters():
             param.data.clamp_(-0.001, 0.001)
-
-
-@pytest.mark.parametrize("policies", ["apex", "torch"])
-def test_averaged_weights_are_swapped_in_for_evaluation(
-    device: str, uninstalled: None, policies: str
-) -> None:
-    """And out again, through `.data`, under amp.init."""
-    model, x = nn.Linear(SIZE, SIZE, bias=False).to(device), torch.randn(ROWS, SIZE).to(device)
-    average = torch.zeros_like(model.weight)
-    handle = amp.init(device_type=device, dtype=LOW, policies=policies, loss_scale=1.0)
-    try:
-        trained = model(x)
-        with torch.no_grad():
-            before = model.weight.data.clone()
-            model.weight.data.copy_(average)
-            assert not model(x).any()
-            model.weight.data.copy_(before)
-            assert is_equal(model(x), trained)
-    finally:
-        handle._deactivate()

@@ -19,21 +19,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import amp_mp as amp
 from amp_mp.optim.state.original_values import awaits_original
 
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_training_goes_on_as_if_it_had_never_stopped(preset: str, tmp_path: Path) -> None:
-    model, optimizer = make(preset)
-    train(model, optimizer, 3)
-    amp.checkpoint.save(tmp_path / "c", model, optimizer, step=3)
-    other, another = make(preset)
-    train(other, another, 1, seed=9)
-    assert amp.checkpoint.load(tmp_path / "c", other, another) == {"step": 3}
-    assert snapshot(other, another) == snapshot(model, optimizer)
-    train(model, optimizer, 2, seed=3)
-    train(other, another, 2, seed=3)
-    assert snapshot(other, another) == snapshot(model, optimizer)
-
-
 KINDS = [(preset, dtype) for preset in PRESETS for dtype in (LOW, torch.float16)]
 KINDS += [("exact", None), ("micro", None)]  # float32 parameters, whose moments are formats' too
 NAMES = [f"{preset} {str(dtype).removeprefix('torch.')}" for preset, dtype in KINDS]
@@ -119,22 +104,6 @@ def test_groups_follow_the_layout_of_the_parameter(saved: str, wanted: str, tmp_
             floor = 2.0**-26 * 64 / 31 * largest
             bound = 3 / 64 * largest if name == "exp_avg" else values / 8 + floor
             assert bool((off <= bound).all()), (number, name)
-
-
-def test_the_example_of_the_docstring(tmp_path: Path) -> None:
-    model, optimizer = make("exact")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train(model, optimizer, 1)
-    scheduler.step()
-    path = tmp_path / "step_1000"
-    amp.checkpoint.save(path, model, optimizer, scheduler=scheduler, step=1000)
-    other = amp.prepare(network(), LOW)
-    another = amp.optim.AdamW(other.parameters(), lr=1.0)
-    fresh = torch.optim.lr_scheduler.StepLR(another, 1)
-    found = amp.checkpoint.load(path, other, another, scheduler=fresh)
-    assert found["step"] == 1000
-    assert fresh.last_epoch == 1
-    assert another.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
 def optimizer_of(model: nn.Module) -> Any:

@@ -17,7 +17,8 @@ from everything import everything
 import amp_mp as amp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-Place = Callable[[Path], Path]  # puts something of a user's beside or into the checkpoint "c"
+# Makes something of a user's at the path, which is beside or in the folder's checkpoint "c".
+Place = Callable[[Path, Path], object]
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -30,58 +31,36 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def copied(name: str) -> Place:
-    return lambda folder: Path(shutil.copytree(folder / "c", folder / name))
+def a_copy(folder: Path, path: Path) -> None:
+    shutil.copytree(folder / "c", path)
 
 
-def with_notes(name: str) -> Place:
-    def place(folder: Path) -> Path:
-        (folder / name).mkdir()
-        (folder / name / "notes.txt").write_text("mine")
-        return folder / name
-
-    return place
+def notes(folder: Path, path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
 
 
-def a_file(name: str) -> Place:
-    def place(folder: Path) -> Path:
-        (folder / name).write_text("mine")
-        return folder / name
-
-    return place
+def a_file(folder: Path, path: Path) -> None:
+    path.write_text("mine")
 
 
-def a_link(name: str, to: str) -> Place:
-    def place(folder: Path) -> Path:
-        (folder / name).symlink_to(folder / to)
-        return folder / name
-
-    return place
-
-
-def a_folder(name: str) -> Place:
-    def place(folder: Path) -> Path:
-        (folder / name).mkdir()
-        (folder / name / "inside").write_text("mine")
-        return folder / name
-
-    return place
-
-
-PLACES: dict[str, Place] = {
-    "a copy named previous": copied("c.previous"),
-    "a copy named incomplete": copied("c.incomplete"),
-    "notes in previous": with_notes("c.previous"),
-    "notes in incomplete": with_notes("c.incomplete"),
-    "file previous": a_file("c.previous"),
-    "file incomplete": a_file("c.incomplete"),
-    "link previous": a_link("c.previous", "c"),
-    "link incomplete": a_link("c.incomplete", "nowhere"),
-    "folder in it": a_folder("c/x.distcp"),
-    "folder named as data": a_folder("c/__7_0.distcp"),
-    "file in it": a_file("c/mine.distcp"),
-    "metadata of mine": a_file("c/mine.metadata"),
-    "link in it": a_link("c/__5_0.distcp", "c/__0_0.distcp"),
+PLACES: dict[str, tuple[str, Place]] = {
+    "a copy named previous": ("c.previous", a_copy),
+    "a copy named incomplete": ("c.incomplete", a_copy),
+    "notes in previous": ("c.previous", notes),
+    "notes in incomplete": ("c.incomplete", notes),
+    "file previous": ("c.previous", a_file),
+    "file incomplete": ("c.incomplete", a_file),
+    "link previous": ("c.previous", lambda folder, path: path.symlink_to(folder / "c")),
+    "link incomplete": ("c.incomplete", lambda folder, path: path.symlink_to(folder / "nowhere")),
+    "folder in it": ("c/x.distcp", notes),
+    "folder named as data": ("c/__7_0.distcp", notes),
+    "file in it": ("c/mine.distcp", a_file),
+    "metadata of mine": ("c/mine.metadata", a_file),
+    "link in it": (
+        "c/__5_0.distcp",
+        lambda _, path: path.symlink_to(path.with_name("__0_0.distcp")),
+    ),
 }
 
 
@@ -92,7 +71,9 @@ def test_what_a_user_has_put_there_stays(case: str, kind: str, tmp_path: Path) -
     pair = make("exact") if kind == "amp" else (model, torch.optim.AdamW(model.parameters()))
     train(*pair, 1)
     amp.checkpoint.save(tmp_path / "c", *pair, step=1)
-    placed = PLACES[case](tmp_path)
+    name, place = PLACES[case]
+    placed = tmp_path / name
+    place(tmp_path, placed)
     before = contents(tmp_path), everything(*pair)
     with pytest.raises(FileExistsError, match=placed.name if placed.parent != tmp_path else "c"):
         amp.checkpoint.save(tmp_path / "c", *pair, step=2)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from handles import Start, scaled_backward
 from helpers import raw_bytes
 from torch import Tensor, nn
 
@@ -115,10 +116,11 @@ def test_iter_size_adds_in_float32_and_steps_once(device: str) -> None:
     weight = weight_of([0.0], torch.float16, device)
     inner = torch.optim.SGD([weight], lr=1.0)
     wrapper = compat.MixedPrecisionOptimizerWrapper(inner, 4.0, iter_size=4)
-    for factor in (4.0, 2.0**-9, 2.0**-9, 2.0**-9):
-        with pytest.raises(RuntimeError, match="of iter_size=4") if factor != 4.0 else _ok():
-            wrapper.step() if factor != 4.0 else None
-        wrapper.backward((weight * factor).sum())
+    wrapper.backward((weight * 4.0).sum())
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="of iter_size=4"):
+            wrapper.step()
+        wrapper.backward((weight * 2.0**-9).sum())
     (master,) = wrapper.fp32_from_fp16_groups[0]
     assert master.grad is not None
     assert master.grad.item() == 1 + 3 * 2.0**-11
@@ -126,11 +128,6 @@ def test_iter_size_adds_in_float32_and_steps_once(device: str) -> None:
     assert master.item() == -(1 + 3 * 2.0**-11)
     wrapper.zero_grad()
     wrapper.backward((weight * 4.0).sum())
-
-
-class _ok:  # noqa: N801
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_a_regularizer_counts_once_a_step_whatever_iter_size(device: str) -> None:
@@ -340,39 +337,23 @@ def test_a_wrong_configuration_is_refused_and_the_model_left_alone(
 
 @pytest.mark.parametrize("through", ["FP16_Optimizer", "scale_loss"])
 def test_a_nan_that_no_scale_cures_is_told_once_with_its_parameter(
-    device: str, through: str
+    start: Start, device: str, through: str
 ) -> None:
-    good, bad = nn.Parameter(torch.ones(2, device=device)), nn.Parameter(
-        torch.ones(3, device=device)
-    )  # fmt: skip
+    good, bad = (nn.Parameter(torch.ones(n, device=device)) for n in (2, 3))
     inner = torch.optim.SGD([("encoder.weight", good), ("head.bias", bad)], lr=0.0)
     policy = Backoff(scale_min=1.0, scale_max=4.0)
     if through == "scale_loss":
-        handle = amp.init(device_type=device, dtype=torch.bfloat16, loss_scale=policy)
+        handle, optimizer = start(dtype=torch.bfloat16, loss_scale=policy), inner
+        backward = lambda loss: scaled_backward(handle, loss, inner)  # noqa: E731
     else:
         optimizer = amp.FP16_Optimizer(inner, loss_scale=policy, verbose=False)
-
-    def step(factor: float) -> None:
-        inner.zero_grad()
-        loss = good.sum() + (bad * factor).sum()
-        if through == "scale_loss":
-            with handle.scale_loss(loss, inner) as scaled:
-                scaled.backward()
-            inner.step()
-        else:
-            optimizer.backward(loss)
+        backward = optimizer.backward
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for factor in [1.0, *[math.nan] * 12]:
+            optimizer.zero_grad()
+            backward(good.sum() + (bad * factor).sum())
             optimizer.step()
-
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            step(1.0)
-            for _ in range(12):
-                step(math.nan)
-    finally:
-        if through == "scale_loss":
-            handle._deactivate()
-            amp.casting.uninstall()
     messages = [str(w.message) for w in told if "no scale can cure" in str(w.message)]
     assert len(messages) == 1
     assert "since step 2" in messages[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +212,11 @@ def test_a_recording_leaves_the_process_as_it_was() -> None:
 
 
 def scale_by_handle(model: nn.Module, policy: amp.scaling.Policy) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(1, 4)).sum()
     handle = amp.init(loss_scale=policy, device_type="cpu")
-    try:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with handle.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
-    finally:
-        handle._deactivate()
+    with handle, handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
 
 
 def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
@@ -229,29 +228,23 @@ def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
 
 @pytest.mark.parametrize("scale_loss", [scale_by_handle, scale_by_optimizer])
 def test_the_scale_of_every_kind_of_training_is_found(scale_loss: object) -> None:
-    recording = Recording()
     model = nn.Linear(4, 1)
-    try:
+    with closing(Recording()) as recording:
         scale_loss(model, amp.scaling.Backoff(init_scale=2.0**9))  # type: ignore[operator]
-    finally:
-        recording.close()
     report = recording.report()
     assert report.scale == 2.0**9
     assert report.weights.amax == 1
 
 
 def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
-    recording = Recording()
     model, other = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
     frozen = nn.Linear(1, 1).requires_grad_(False)
     x = torch.ones(1, 1)
-    try:
+    with closing(Recording()) as recording:
         model[0](x).sum().backward()  # a part first
         for _ in range(2):
             y = torch.utils.checkpoint.checkpoint(model[0], frozen(x), use_reentrant=False)
             (model(y) + other(x) + nn.Linear(1, 1)(x)).sum().backward()
-    finally:
-        recording.close()
     names = {row.name for row in recording.report() if row.kind == "weight"}
     assert {"Sequential.0.weight", "Sequential.1.weight", "Linear2.weight"} < names
     assert sum(name.startswith("Linear") for name in names) == 2 * 3
@@ -259,12 +252,9 @@ def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_compiled_code_is_seen() -> None:
-    recording = Recording()
     model = torch.compile(nn.Linear(2, 1))
-    try:
+    with closing(Recording()) as recording:
         model(torch.ones(1, 2)).sum().backward()
-    finally:
-        recording.close()
     assert [row.kind for row in recording.report()].count("activation") == 2
 
 
@@ -345,23 +335,12 @@ def test_parameters_of_a_prepared_model_are_named_by_their_path() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
 @pytest.mark.parametrize("make", ["torch.optim.SGD", "amp.optim.SGD"])
 @pytest.mark.parametrize("scaler", ["torch.amp.GradScaler", "amp.GradScaler"])
+@pytest.mark.usefixtures("_no_pictures")
 def test_the_command_line_counts_skipped_steps_and_finds_the_module(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    make: str,
-    scaler: str,
-    dtype: str | None,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: str, scaler: str, dtype: str | None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take a second each
-    script = tmp_path / "run.py"
-    script.write_text(
-        SKIPPING.replace("MAKE(", f"{make}(lr=0.1, params=").replace("SCALER", scaler)
-    )
-    main([*(["--dtype", dtype] if dtype else []), str(script)])
+    text = SKIPPING.replace("MAKE(", f"{make}(lr=0.1, params=").replace("SCALER", scaler)
+    main([*(["--dtype", dtype] if dtype else []), script(tmp_path, text=text)])
     out = capsys.readouterr().out
     assert f"what becomes of them in {dtype or 'float16'} at loss scale" in out
     assert "Steps skipped because of inf or NaN: 2" in out

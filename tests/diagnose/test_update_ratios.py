@@ -10,10 +10,9 @@ import torch
 from counting import UP, stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import amp_mp as amp
-from amp_mp import diagnose
 from amp_mp.diagnose import UpdateRatios
 
 
@@ -154,54 +153,3 @@ def test_bad_arguments_of_update_ratios() -> None:
         ValueError, match=r"dtype must be torch\.float32, torch\.float16 or torch\.bfloat16"
     ):
         UpdateRatios(dtype=torch.float64)
-
-
-# What the tools say of runs that go wrong, and that they do go wrong.
-
-
-class Faint(nn.Module):
-    """Gradients of 2^-27, of which float16 keeps nothing."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.dtype = dtype
-
-    def forward(self) -> Tensor:
-        return ((self.weight.to(self.dtype) * 2.0**-10).float() * 2.0**-17).sum()
-
-
-def test_without_loss_scaling_training_stalls_and_the_histogram_foretells_it() -> None:
-    model = Faint(torch.float32)
-    with diagnose.watch(model) as watch:
-        model().backward()
-    for scale, lost in ((1.0, 1.0), (4.0, 1.0), (8.0, 0.0), (1024.0, 0.0)):
-        assert watch.report(scale)[0].diagnosis.lost == lost
-        model = Faint(torch.float16)
-        optimizer = amp.FP16_Optimizer(
-            torch.optim.SGD(model.parameters(), lr=2.0**20), scale, verbose=False
-        )
-        for _ in range(4):
-            optimizer.zero_grad()
-            optimizer.backward(model())
-            optimizer.step()
-        assert (model.weight == (1.0 if lost else 1 - 4 * 2.0**-7)).all()
-
-
-def test_without_masters_training_stalls_and_the_ratios_say_why() -> None:
-    """w goes from 1 to 0 in steps of 2^-10, which bfloat16 loses beside 1."""
-    ends = {}
-    for masters in (False, True):
-        model = amp.prepare(nn.Linear(1, 1, bias=False), torch.bfloat16)
-        nn.init.ones_(model.weight)
-        kind = amp.optim.SGD if masters else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=2.0**-10)
-        with UpdateRatios(model) as ratios:
-            for _ in range(512):
-                model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        ends[masters] = model.weight.item()
-        assert ratios.report()[0].name == "weight"
-        assert ratios.report()[0].lost == (1.0 if not masters else pytest.approx(0.99, abs=0.02))
-    assert ends == {False: 1.0, True: 0.5}

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,19 +202,12 @@ def test_a_leaf_as_the_whole_model_is_named_by_its_class() -> None:
     assert list(watch.activations) == ["Linear"]
 
 
-class Holder:
-    """Something with a loss scale under a name."""
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-
 @pytest.mark.parametrize(
     "scaler",
     [
         8,
         Static(8.0),
-        Holder(loss_scale=8.0),
+        SimpleNamespace(loss_scale=8.0),
         torch.amp.GradScaler("cpu", init_scale=8.0),
         amp.GradScaler("cpu", init_scale=8.0),
         lambda: torch.tensor(8.0),

@@ -126,20 +126,30 @@ def eager(steps: int, **arguments: Any) -> tuple[list[tuple[Any, ...]], list[Ten
 
 @on_every_stream
 @for_every_scale
-@pytest.mark.parametrize("whole", [True, False], ids=["iteration", "backward"])
+@pytest.mark.parametrize("replayed", ["iteration", "iteration beside", "backward", "two of three"])
 def test_reports_after_a_replay_are_of_that_replay(
-    side: bool, loss_scale: Any, whole: bool
+    side: bool, loss_scale: Any, replayed: str
 ) -> None:
-    """Of an iteration, or of torch's documented loop: step and update are not in the graph."""
+    """Of an iteration, which goes on from the scale that eager ones have left, on any stream.
+
+    Or of torch's documented loop: step and update are not in the graph.
+    """
     told, weights = eager(STEPS, loss_scale=loss_scale)
     loop = Loop(loss_scale)
     with stream(side):
         loop.warm_up()
-        loop.capture(loop.backward, *[loop.step] * whole)
+        loop.capture(loop.backward, *[loop.step] * (replayed != "backward"))
         for step in range(STEPS):
             loop.read(step)
-            loop.replay()
-            if not whole:
+            eager_now = replayed.startswith("two") and step % 3 == 1
+            if eager_now:
+                for p in loop.model.parameters():
+                    p.grad.zero_()
+                loop.backward()
+            else:
+                with stream(replayed.endswith("beside")):
+                    loop.replay()
+            if eager_now or replayed == "backward":
                 loop.step()
             assert loop.told() == told[step]
         for found, wanted in zip(loop.weights(), weights, strict=True):
@@ -162,19 +172,6 @@ def test_each_report_alone_waits_for_the_replay(asked: int) -> None:
         loop.read(step)
         loop.replay()
         assert ask() == told[step][asked]
-
-
-def test_reports_after_a_replay_on_a_stream_that_is_not_current() -> None:
-    told, _ = eager(STEPS)
-    loop, beside = Loop(), torch.cuda.Stream()
-    loop.warm_up()
-    loop.capture(loop.backward, loop.step)
-    for step in range(STEPS):
-        loop.read(step)
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            loop.replay()
-        assert loop.told() == told[step]
 
 
 def test_a_captured_backward_with_another_optimizer_and_unscale() -> None:
@@ -200,29 +197,6 @@ def test_a_captured_backward_with_another_optimizer_and_unscale() -> None:
     assert scale == wanted_scale
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
-
-
-@on_every_stream
-@for_every_scale
-def test_eager_iterations_between_replays(side: bool, loss_scale: Any) -> None:
-    """A graph of a whole iteration goes on from the scale that eager iterations have left."""
-    told, weights = eager(STEPS, loss_scale=loss_scale)
-    loop = Loop(loss_scale)
-    with stream(side):
-        loop.warm_up()
-        loop.capture(loop.backward, loop.step)
-        for step in range(STEPS):
-            loop.read(step)
-            if step % 3 == 1:
-                for p in loop.model.parameters():
-                    p.grad.zero_()
-                loop.backward()
-                loop.step()
-            else:
-                loop.replay()
-            assert loop.told() == told[step]
-        for found, wanted in zip(loop.weights(), weights, strict=True):
-            assert torch.equal(found, wanted)
 
 
 def test_a_captured_backward_after_the_step_of_an_optimizer_before_update() -> None:

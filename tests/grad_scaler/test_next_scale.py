@@ -95,34 +95,22 @@ def test_a_second_loss_carries_the_same_scale(device: str, loss_scale: Any) -> N
         assert scaler.get_scale() == begin(scaler, device).item() < max(before, 1.0 + before / 2)
 
 
-def _by_hand(scaler: Any) -> None:
-    scaler.update(8.0)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "by hand": lambda scaler: scaler.update(8.0),
+    "a snapshot": lambda scaler: scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0}),
+    "another factor": lambda scaler: (scaler.set_growth_factor(4.0), scaler.update()),
+    "in place": lambda scaler: (scaler._scale.fill_(4.0), scaler.update()),
+}
 
 
-def _from_a_snapshot(scaler: Any) -> None:
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
-
-
-def _other_factor(scaler: Any) -> None:
-    scaler.set_growth_factor(4.0)
-    scaler.update()
-
-
-def _in_place(scaler: Any) -> None:
-    scaler._scale.fill_(4.0)
-    scaler.update()
-
-
-@pytest.mark.parametrize("change", [_by_hand, _from_a_snapshot, _other_factor, _in_place])
-def test_what_changes_between_step_and_update_counts(
-    device: str, change: Callable[[Any], None]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_step_and_update_counts(device: str, change: str) -> None:
     scaler = amp.GradScaler(device, init_scale=2.0, growth_interval=1)
     (optimizer,) = optimizers(device, 1)
     begin(scaler, device)
     set_gradients(optimizer, bad=False)
     scaler.step(optimizer)
-    change(scaler)
+    CHANGES[change](scaler)
     assert scaler.get_scale() == scaler._scale.item() == 8.0
 
 

@@ -90,27 +90,6 @@ def test_the_formula_bit_for_bit(device: str, average: str, decay: float) -> Non
         assert_same(held(parts, average), expected, f"{average}, {to.numel()}")
 
 
-def test_an_average_of_float32_keeps_what_float32_can(device: str) -> None:
-    """1,000 updates against float64: half a unit in the last place each, at the worst."""
-    generator = np.random.default_rng(0)
-    target = generator.standard_normal(4096).astype(np.float32)
-    average = torch.zeros(4096, dtype=torch.bfloat16, device=device)
-    rest = torch.zeros(4096, dtype=torch.int16, device=device)
-    exact = np.zeros(4096)
-    for _ in range(1000):
-        _C.average_([average], [rest], [torch.from_numpy(target).to(device)], [None], 0.999)
-        exact = 0.999 * exact + (1 - 0.999) * target
-    found = _C.decode(average, rest, "bfloat16_split32")
-    assert np.abs(array(found) - exact).max() <= 1000 * 2.0**-24 * np.abs(target).max()
-
-
-def test_a_decay_of_0_copies_whatever_the_average_was(device: str) -> None:
-    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -0.0], device=device)
-    to = odd.clone()
-    _C.average_([to], [None], [torch.arange(5.0, device=device)], [None], 0.0)
-    assert to.tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4, 5)])
 def test_the_next_value_may_lie_otherwise_in_memory(device: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device=device)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from converting import BATCH_NORM, FLOAT32, INTEGERS, NORMS, Model, converters, float32_in
 from helpers import raw_bytes
-from torch import Tensor, nn
+from torch import nn
 
 import amp_mp as amp
 from amp_mp.apex.fp16_utils import BN_convert_float, network_to_half, tofp16
@@ -20,53 +20,23 @@ LOW = [torch.float16, torch.bfloat16]
 F32 = torch.float32
 
 
-class Model(nn.Module):
-    """Norms with statistics, a tied weight, and buffers of several dtypes, two of them one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.full((3,), 1 / 3))
-        self.register_buffer("same", self.table)
-        self.register_buffer("wide", torch.full((3,), 1 / 3, dtype=torch.float64))
-        self.register_buffer("steps", torch.arange(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.body(self.embed(tokens))))
-
-
-INTEGERS = {"steps", "body.1.num_batches_tracked"}
-NORMS = {"norm.weight", "norm.bias"} | {
-    f"body.1.{name}" for name in ("weight", "bias", "running_mean", "running_var")
-}
-TIED = {"embed.weight", "head.weight"}
-BODY_0 = {"body.0.weight", "body.0.bias"}
-ALL = set(Model().state_dict())
-
-
-def float32_in(model: nn.Module) -> set[str]:
-    return {name for name, t in model.state_dict().items() if t.dtype == F32}
-
-
 # convert_network.
 
 
+@converters
 @pytest.mark.parametrize("dtype", LOW)
 def test_parameters_and_buffers_are_converted_in_place_and_norms_are_not(
-    device: str, dtype: torch.dtype
+    device: str, dtype: torch.dtype, convert: Any
 ) -> None:
+    """Nor integers; and prepare leaves float64."""
     model = Model().to(device)
+    staying = NORMS | INTEGERS | ({"wide"} if convert is amp.prepare else set())
     objects = dict(model.named_parameters(remove_duplicate=False))
     values = {name: t.clone() for name, t in model.state_dict().items()}
-    assert convert_network(model, dtype) is model
+    assert convert(model, dtype) is model
     assert all(objects[n] is p for n, p in model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
-        stays = name in NORMS | INTEGERS
-        wanted = values[name] if stays else values[name].float().to(dtype)
+        wanted = values[name] if name in staying else values[name].float().to(dtype)
         assert raw_bytes(tensor) == raw_bytes(wanted), name
 
 
@@ -98,64 +68,8 @@ def test_back_to_float32_is_exact_for_what_was_low(device: str) -> None:
     model = convert_network(Model().to(device), torch.bfloat16)
     low = {name: t.clone() for name, t in model.state_dict().items()}
     convert_network(model, F32)
-    assert float32_in(model) == ALL - INTEGERS
+    assert float32_in(model) == FLOAT32 | {"wide"}
     assert all(torch.equal(t, low[name].to(t.dtype)) for name, t in model.state_dict().items())
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_a_converted_model_computes_norms_in_float32_between_low_layers(
-    device: str, dtype: torch.dtype
-) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device)
-    twin = copy.deepcopy(model)
-    for layer in twin[::2]:
-        layer.to(dtype)
-    x = torch.randn(5, 8, device=device).to(dtype)
-    wanted = twin[2](twin[1](twin[0](x).float()).to(dtype))
-    assert torch.equal(convert_network(model, dtype)(x), wanted)
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        (None, NORMS),
-        ([], set()),
-        (nn.LayerNorm, {"norm.weight", "norm.bias"}),
-        (["body.0", "table"], BODY_0 | {"table", "same"}),
-        ("body.*.weight", {name for name in ALL - INTEGERS if name.startswith("body.")}),
-        (["head"], TIED),
-    ],
-)
-def test_convert_network_keeps_types_and_patterns(keep: Any, kept: set[str]) -> None:
-    assert float32_in(convert_network(Model(), torch.bfloat16, keep_fp32_only=keep)) == kept
-
-
-def test_what_is_kept_is_float32_even_if_it_was_low(device: str) -> None:
-    model = Model().to(device).bfloat16()
-    assert float32_in(convert_network(model, torch.float16)) == NORMS
-    assert model(torch.arange(11, device=device)).dtype == torch.float16
-
-
-def test_convert_network_refuses_by_name_and_converts_nothing() -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=r"^dtype must be .*found torch.int8"):
-        convert_network(model, torch.int8)
-    with pytest.raises(ValueError, match=r"keep_fp32: 'haed' matches no module or parameter"):
-        convert_network(model, torch.bfloat16, keep_fp32=["norm", "haed"])
-    with pytest.raises(TypeError, match=r"takes nn.Module types, modules and strings, found 3"):
-        convert_network(model, torch.bfloat16, keep_fp32=[3])  # type: ignore[list-item]
-    assert float32_in(model) == ALL - INTEGERS - {"wide"}
-
-
-def test_recurrent_weights_are_flattened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For cuDNN, which takes them as one piece of memory."""
-    seen: list[torch.dtype] = []
-    model = nn.Sequential(nn.LSTM(4, 3))
-    monkeypatch.setattr(
-        nn.LSTM, "flatten_parameters", lambda self: seen.append(self.weight_ih_l0.dtype)
-    )
-    convert_network(model, torch.bfloat16)
-    assert seen == [torch.bfloat16]
 
 
 # Apex's helpers.
@@ -181,31 +95,11 @@ def test_network_to_half_is_float16_unless_told_and_takes_no_other() -> None:
         network_to_half(nn.Linear(2, 2), F32)
 
 
-def test_network_to_half_trains_under_fp16_optimizer(device: str) -> None:
-    """Apex's recipe of 2018: float32 inputs, low-precision model, masters around."""
-    model = network_to_half(
-        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).to(device),
-        torch.bfloat16,
-    )
-    optimizer = amp.FP16_Optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05), static_loss_scale=128.0, verbose=False
-    )
-    x = torch.randn(64, 8, device=device)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 4
-
-
 def test_bn_convert_float_turns_batch_norms_and_nothing_else_into_float32(device: str) -> None:
     model = Model().to(device).half()
     rounded = model.body[1].running_var.clone()
     assert BN_convert_float(model) is model
-    assert float32_in(model) == {n for n in NORMS if n.startswith("body.1")}
+    assert float32_in(model) == BATCH_NORM
     assert model.body[1].num_batches_tracked.dtype == torch.int64
     assert torch.equal(model.body[1].running_var, rounded.float())
     assert BN_convert_float(nn.BatchNorm2d(3).half()).weight.dtype == F32
@@ -246,8 +140,7 @@ def test_masters_by_hand_train_as_fp16_optimizer_does(device: str, flat: bool) -
         reference.zero_grad(set_to_none=True)
         reference.backward(wrapped(x).float().square().mean())
         reference.step()
-    for a, b in zip(hand.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert raw_bytes([*hand.parameters()]) == raw_bytes([*wrapped.parameters()])
 
 
 def test_absent_gradients_of_masters_by_hand(device: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapping
 from helpers import raw_bytes
 from torch import Tensor, nn
 
@@ -20,13 +21,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.05, momentum=0.9, master="float32"),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.01),
-    "amp AdamW micro": lambda params: amp.optim.AdamW(
-        params, lr=0.01, betas=(0.9, 0.99), memory="micro"
-    ),
+    **wrapping.INNER,
+    "amp AdamW exact": lambda params: amp.optim.AdamW(params, lr=0.01),
+    "amp AdamW micro": lambda p: amp.optim.AdamW(p, lr=0.01, betas=(0.9, 0.99), memory="micro"),
 }
 LOW = [torch.bfloat16, torch.float16]
 

@@ -176,12 +176,6 @@ def test_a_model_converted_after_prepare_is_a_plain_model(device: str, dtype: to
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_model_back_in_float32_is_a_plain_model(device: str) -> None:
-    model = amp.prepare(nn.Sequential(nn.Embedding(5, 8), block(device)).to(device), BF16, "0")
-    model.float()
-    assert model(torch.arange(5, device=device)).dtype == F32
-
-
 def test_norms_of_a_float64_model_are_computed_in_float64(device: str) -> None:
     model = amp.prepare(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(device), BF16)
     model[1].double()

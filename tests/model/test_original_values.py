@@ -65,24 +65,38 @@ def test_a_frozen_base_keeps_nothing(device: str) -> None:
     assert original_bytes(model) < 2.05 * 4000
 
 
-def test_the_first_step_frees_them(device: str) -> None:
+def test_the_first_step_frees_them_also_those_of_a_later_checkpoint(device: str) -> None:
     model = amp.prepare(network(device), BF16)
     assert original_bytes(model) > 0
     first_masters(model)
     assert original_bytes(model) == 0
+    model.load_state_dict(network(device).state_dict())
+    assert original_bytes(model) == 0
 
 
-@pytest.mark.parametrize("write", ["mul_", "load_state_dict", "data"])
-def test_a_written_weight_keeps_none(device: str, write: str) -> None:
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "mul_": lambda model: model.weight.mul_(2),
+    "one element": lambda model: model.weight[3, 7].add_(1),
+    "data": lambda model: model.weight.data.clamp_(min=0),
+    "load_state_dict": lambda model: model.load_state_dict(
+        {"weight": torch.randn(20, 30).bfloat16()}
+    ),
+}
+
+
+@pytest.mark.parametrize("reports", [True, False])  # before the step: it frees what is kept
+@pytest.mark.parametrize("write", WRITES)
+def test_a_written_weight_keeps_none_and_is_what_its_master_starts_from(
+    device: str, write: str, reports: bool
+) -> None:
     model = amp.prepare(nn.Linear(30, 20, bias=False).to(device), BF16)
     with torch.no_grad():
-        if write == "mul_":
-            model.weight.mul_(2)
-        elif write == "data":
-            model.weight.data.clamp_(min=0)
-        else:
-            model.load_state_dict({"weight": torch.randn(20, 30).bfloat16()})
-    assert original_bytes(model) == 0
+        WRITES[write](model)
+    if reports:
+        assert original_bytes(model) == 0
+    written = model.weight.detach().clone()
+    assert torch.equal(first_masters(model)["weight"], written.float())
+    assert torch.equal(model.weight, written)
 
 
 # What is kept is exact.
@@ -106,10 +120,11 @@ def test_every_float32_is_kept_to_the_bit(device: str, dtype: torch.dtype) -> No
 
 @lows
 def test_values_that_two_bytes_cannot_hold_are_kept_too(device: str, dtype: torch.dtype) -> None:
-    """All of them ties that round down, in bfloat16; far below float16's range."""
+    """All of them ties that round down, in bfloat16; far below float16's range, and beyond it."""
     value = 1 + 2.0**-8 if dtype == BF16 else 3.3e-7
     model = nn.Linear(64, 64, bias=False).to(device)
     nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.weight[0], 7e4)
     exact = model.weight.detach().clone()
     amp.prepare(model, dtype)
     assert original_bytes(model) <= 4 * 64 * 64
@@ -164,9 +179,14 @@ def test_a_copy_that_is_written_leaves_the_models(device: str) -> None:
     assert raw_bytes(first_masters(model)) == raw_bytes(exact)
 
 
-def test_tied_weights_of_a_copy_are_tied_and_exact(device: str) -> None:
+def tied(device: str) -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).to(device)
     model[1].weight = model[0].weight
+    return model
+
+
+def test_tied_weights_of_a_copy_are_tied_and_exact(device: str) -> None:
+    model = tied(device)
     exact = model[0].weight.detach().clone()
     copied = through_a_file(copy.deepcopy(amp.prepare(model, BF16)))
     assert copied[1].weight is copied[0].weight
@@ -194,8 +214,14 @@ def test_float32_state_dict_before_the_first_step_has_them(device: str, dtype: t
 
 
 @lows
-def test_a_float32_checkpoint_keeps_its_bits(device: str, dtype: torch.dtype) -> None:
-    model = amp.prepare(network(device), dtype)
+@pytest.mark.parametrize("kind", ["the model", "a copy", "frozen when prepared"])
+def test_a_float32_checkpoint_keeps_its_bits(device: str, dtype: torch.dtype, kind: str) -> None:
+    model = network(device)
+    model[0].requires_grad_(kind != "frozen when prepared")
+    amp.prepare(model, dtype)
+    model[0].requires_grad_(True)
+    if kind == "a copy":
+        model = through_a_file(copy.deepcopy(model))
     saved = network("cpu")
     model.load_state_dict(saved.state_dict())
     for name, value in model.state_dict().items():
@@ -212,20 +238,8 @@ def test_of_a_partial_checkpoint_both_parts_are_exact(device: str) -> None:
     assert raw_bytes(first_masters(model)) == raw_bytes(exact | saved)
 
 
-def test_a_copy_loads_as_the_model_does(device: str) -> None:
-    model = through_a_file(copy.deepcopy(amp.prepare(network(device), BF16)))
-    saved = network(device)
-    model.load_state_dict(saved.state_dict())
-    assert raw_bytes(first_masters(model)) == raw_bytes(low_values(saved))
-
-
 def test_tied_weights_load_at_float32(device: str) -> None:
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).to(device)
-        model[1].weight = model[0].weight
-        return model
-
-    model, saved = amp.prepare(tied(), BF16), tied()
+    model, saved = amp.prepare(tied(device), BF16), tied(device)
     model.load_state_dict(saved.state_dict())
     assert torch.equal(first_masters(model)["0.weight"], saved[0].weight)
 
@@ -261,25 +275,6 @@ def test_float16_that_overflows_while_loading_is_what_is_seen(device: str) -> No
     model.load_state_dict({"weight": torch.tensor([[1e5, 1 / 3]])})
     found = amp.float32_state_dict(model, sgd(model))["weight"]
     assert found.tolist() == [[float("inf"), torch.tensor(1 / 3).item()]]
-
-
-def test_after_the_first_step_a_checkpoint_keeps_nothing_aside(device: str) -> None:
-    model = amp.prepare(network(device), BF16)
-    first_masters(model)
-    model.load_state_dict(network(device).state_dict())
-    assert original_bytes(model) == 0
-
-
-def test_a_module_that_was_frozen_when_prepared_loads_at_float32_when_it_is_not(
-    device: str,
-) -> None:
-    model = network(device)
-    model[0].requires_grad_(False)
-    amp.prepare(model, BF16)
-    model[0].requires_grad_(True)
-    saved = network(device)
-    model.load_state_dict(saved.state_dict())
-    assert raw_bytes(first_masters(model)) == raw_bytes(low_values(saved))
 
 
 def test_convert_network_drops_them(device: str) -> None:

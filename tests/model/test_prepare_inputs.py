@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from converting import converters
 from helpers import raw_bytes
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.model.convert import convert_network
 
 BF16 = torch.bfloat16
-CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
-converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
 
 
 def network() -> nn.Sequential:
@@ -31,6 +30,23 @@ def test_a_list_is_refused_and_a_module_list_is_a_module(convert: Any, device: s
     assert models[0][0].weight.dtype == torch.float32
     convert(nn.ModuleList(models), BF16)
     assert {m[0].weight.dtype for m in models} == {BF16}
+
+
+@converters
+def test_wrong_arguments_are_named_and_nothing_is_converted(convert: Any) -> None:
+    model = network()
+    for dtype in (torch.int8, None):
+        with pytest.raises(ValueError, match=rf"^dtype must be .*found {dtype}"):
+            convert(model, dtype)
+    for wrong in ("haed", "*.wieght", "", "0.", "Linear"):
+        words = rf"^keep_fp32: {re.escape(repr(wrong))} matches no module or parameter"
+        with pytest.raises(ValueError, match=words):
+            convert(model, BF16, keep_fp32=["0", wrong])
+    for wrong in (3, None, int, BF16):
+        words = rf"takes nn.Module types, modules and strings, found {re.escape(repr(wrong))}"
+        with pytest.raises(TypeError, match=words):
+            convert(model, BF16, keep_fp32=["0", wrong])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("source", "target"), [("bfloat16", "float16"), ("float16", "bfloat16")])
@@ -106,48 +122,3 @@ def test_recurrent_weights_are_flattened_again(monkeypatch: pytest.MonkeyPatch) 
     seen.clear()
     amp.prepare(model, BF16)
     assert seen == [BF16]
-
-
-# Adapters: nothing but float32 parameters in the optimizer.
-
-
-class Adapted(nn.Module):
-    """A frozen layer and a low-rank adapter beside it, which computes in float32."""
-
-    def __init__(self, base: nn.Linear, rank: int = 32) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        device, width = base.weight.device, base.in_features
-        self.down = nn.Parameter(torch.randn(rank, width, device=device) / width**0.5)
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + (x.float() @ self.down.t() @ self.up.t()).to(x.dtype)
-
-
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "micro"])
-def test_memory_is_for_the_states_where_all_parameters_are_float32(
-    device: str, memory: str
-) -> None:
-    base = amp.prepare(nn.Linear(64, 64).to(device).requires_grad_(False), BF16)
-    model = Adapted(base)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = amp.optim.AdamW(trained, lr=0.01, memory=memory)
-    before = raw_bytes(base.state_dict())
-    x = torch.randn(32, 64, device=device).bfloat16()
-    wanted = x.float().flip(1)
-    losses = []
-    for _ in range(30):
-        loss = (model(x).float() - wanted).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert raw_bytes(base.state_dict()) == before
-    names = {name for state in optimizer.state.values() for name in state}
-    assert not [name for name in names if name.startswith(("master", "remainder"))]
-    bytes_ = {"exact": 8, "lean": 4, "tiny": 3.0625, "micro": 2.09375}[memory]
-    report = optimizer.memory_report().bytes
-    states = sum(n for kind, n in report.items() if kind.startswith("exp_avg"))
-    assert states == bytes_ * sum(p.numel() for p in trained)

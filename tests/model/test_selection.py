@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from converting import NORMS, TIED, Model, converters, float32_in, starting
 from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
 
 import amp_mp as amp
-from amp_mp.model.convert import convert_network
 from amp_mp.model.selection import keep_fp32
 
 BF16 = torch.bfloat16
-CONVERTERS = {"prepare": amp.prepare, "convert_network": convert_network}
-converters = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
-
-
-def float32_in(model: nn.Module) -> set[str]:
-    return {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
 
 
 class LlamaRMSNorm(nn.Module):
@@ -67,9 +61,6 @@ class PreNorm(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.block = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.norm(x))
-
 
 class AdaLayerNorm(nn.Module):
     """As diffusers has it: a Linear makes the scale."""
@@ -79,9 +70,6 @@ class AdaLayerNorm(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.linear = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) * self.linear(x)
-
 
 class LogNormal(nn.Module):
     """A distribution; its name has the word for another reason."""
@@ -89,9 +77,6 @@ class LogNormal(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.loc = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.loc
 
 
 NAMED = (
@@ -146,19 +131,12 @@ def test_a_module_of_the_model_is_kept_and_another_refused() -> None:
     )
 
 
-def test_keep_fp32_adds_and_keep_fp32_only_replaces() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm(4), nn.Linear(4, 2, bias=False))
-
-    kept: Any = amp.prepare(model(), BF16, keep_fp32="2")
-    assert float32_in(kept) == {"1.weight", "2.weight"}
-    assert float32_in(amp.prepare(model(), BF16, keep_fp32_only="2")) == {"2.weight"}
-    assert float32_in(amp.prepare(model(), BF16, keep_fp32_only=[])) == set()
-    both = amp.prepare(model(), BF16, "2", keep_fp32_only="0")
-    assert float32_in(both) == {"0.weight", "0.bias", "2.weight"}
-    for wrong in ({"keep_fp32": "3"}, {"keep_fp32_only": "3"}):
-        with pytest.raises(ValueError, match=rf"{next(iter(wrong))}: '3' matches no module"):
-            amp.prepare(model(), BF16, **wrong)
+def test_keep_fp32_and_keep_fp32_only_add_up() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm(4), nn.Linear(4, 2, bias=False))
+    with pytest.raises(ValueError, match="keep_fp32_only: '3' matches no module"):
+        amp.prepare(model, BF16, "2", keep_fp32_only="3")
+    amp.prepare(model, BF16, "2", keep_fp32_only="0")
+    assert float32_in(model) == {"0.weight", "0.bias", "2.weight"}
 
 
 # Rotary positions.
@@ -177,32 +155,12 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-class Attention(nn.Module):
-    """One head with rotary positions; logits of all pairs of positions."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rotary = Rotary(width)
-        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-
-        def turned(y: Tensor) -> Tensor:
-            a, b = y.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-        query, key = turned(self.query(x)), turned(self.key(x))
-        return nn.functional.scaled_dot_product_attention(query[None], key[None], x[None])
-
-
 def test_rotary_frequencies_stay_float32_and_results_are_low(device: str) -> None:
-    model = amp.prepare(Attention(32).to(device), BF16)
-    assert model.rotary.inv_freq.dtype == torch.float32
+    model = amp.prepare(nn.ModuleList([Rotary(32), nn.Linear(32, 32)]).to(device), BF16)
+    assert model[0].inv_freq.dtype == torch.float32
     x, positions = torch.randn(6, 32, device=device).bfloat16(), torch.arange(6, device=device)
-    assert [t.dtype for t in model.rotary(x, positions)] == [BF16, BF16]
-    assert model(x, positions).dtype == BF16
-    found = model.rotary(x, positions + 1000)[0]
+    assert [t.dtype for t in model[0](x, positions)] == [BF16, BF16]
+    found = model[0](x, positions + 1000)[0]
     wanted = Rotary(32).to(device)(x, positions + 1000)[0]
     assert (found - wanted).abs().max() <= 2.0**-9  # .99 in place of .004 when converted
 
@@ -230,22 +188,6 @@ def test_which_buffers_are_frequencies(class_name: str, buffer: str, stays: bool
     module = type(class_name, (nn.Module,), {})()
     module.register_buffer(buffer, torch.rand(8))
     assert (float32_in(amp.prepare(module, BF16)) == {buffer}) is stays
-
-
-class WithTable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("pe", torch.rand(20, 8))
-        self.body = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x + self.pe[: len(x)])
-
-
-def test_positions_that_are_added_are_converted(device: str) -> None:
-    model = amp.prepare(WithTable().to(device), BF16)
-    assert model.pe.dtype == BF16
-    assert model(torch.randn(5, 8, device=device).bfloat16()).dtype == BF16
 
 
 # Single numbers.
@@ -276,33 +218,14 @@ def test_a_parameter_of_no_dimensions_stays_float32_and_results_are_low(device: 
 LOW = [torch.float16, torch.bfloat16]
 
 
-class Model(nn.Module):
-    """A norm, a tied weight, and two buffers that are one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.full((3,), 1 / 3))
-        self.register_buffer("same", self.table)
-
-
-NORMS = {"body.1.weight", "body.1.bias"}
-TIED = {"embed.weight", "head.weight"}
-BODY_0 = {"body.0.weight", "body.0.bias"}
-BODY_2 = {"body.2.weight", "body.2.bias"}
-
-
 @converters
 @pytest.mark.parametrize(
     ("marks", "kept"),
     [
-        ("body.0", BODY_0),
-        ("body.*", BODY_0 | NORMS | BODY_2),
-        (nn.Linear, BODY_0 | TIED | BODY_2),
-        (["*.0.weight", "table"], BODY_0 | {"table", "same"}),
+        ("body.0", starting("body.0")),
+        ("body.*", starting("body")),
+        (nn.Linear, TIED | starting("body.0", "body.2")),
+        (["*.0.weight", "table"], {"table", "same"} | starting("body.0")),
         (["head.weight"], TIED),
         ([], set()),
     ],
@@ -320,7 +243,7 @@ def test_marks_add_to_what_both_conversions_keep(convert: Any, marks: Any, kept:
 def test_marks_add_up_and_travel_with_copies_pickles_and_parts(convert: Any) -> None:
     model = Model()
     keep_fp32(keep_fp32(model, "body.0.weight"), ["body.0.bias", "body.2"])
-    kept = BODY_0 | BODY_2
+    kept = starting("body.0", "body.2")
     for found in (copy.deepcopy(model), through_a_file(model)):
         assert float32_in(convert(found, torch.bfloat16, keep_fp32_only=[])) == kept
     whole = nn.Sequential(copy.deepcopy(model.body))

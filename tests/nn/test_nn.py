@@ -30,43 +30,17 @@ def casting(device: str, request: pytest.FixtureRequest) -> Iterator[torch.autoc
     amp.casting.uninstall()
 
 
-# Norms. Ours, torch's, arguments, and the shape of an input.
+# Norms: the class's name without Fp32, arguments, and the shape of an input.
 
-NORMS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
-    "LayerNorm": (
-        amp_nn.Fp32LayerNorm,
-        nn.LayerNorm,
-        {"normalized_shape": (3, 8), "eps": 1e4},
-        (4, 3, 8),
-    ),
-    "LayerNorm without bias": (
-        amp_nn.Fp32LayerNorm,
-        nn.LayerNorm,
-        {"normalized_shape": 8, "bias": False},
-        (4, 8),
-    ),
-    "LayerNorm without weights": (
-        amp_nn.Fp32LayerNorm,
-        nn.LayerNorm,
-        {"normalized_shape": 8, "elementwise_affine": False},
-        (4, 8),
-    ),
-    "RMSNorm": (amp_nn.Fp32RMSNorm, nn.RMSNorm, {"normalized_shape": 8, "eps": 1e4}, (4, 8)),
-    "RMSNorm without weights": (
-        amp_nn.Fp32RMSNorm,
-        nn.RMSNorm,
-        {"normalized_shape": 8, "elementwise_affine": False},
-        (4, 8),
-    ),
-    "GroupNorm": (
-        amp_nn.Fp32GroupNorm,
-        nn.GroupNorm,
-        {"num_groups": 2, "num_channels": 8, "eps": 1e4},
-        (4, 8, 5),
-    ),
-    "GroupNorm without weights": (
-        amp_nn.Fp32GroupNorm,
-        nn.GroupNorm,
+NORMS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "LayerNorm": ("LayerNorm", {"normalized_shape": (3, 8), "eps": 1e4}, (4, 3, 8)),
+    "LayerNorm without bias": ("LayerNorm", {"normalized_shape": 8, "bias": False}, (4, 8)),
+    "plain LayerNorm": ("LayerNorm", {"normalized_shape": 8, "elementwise_affine": False}, (4, 8)),
+    "RMSNorm": ("RMSNorm", {"normalized_shape": 8, "eps": 1e4}, (4, 8)),
+    "plain RMSNorm": ("RMSNorm", {"normalized_shape": 8, "elementwise_affine": False}, (4, 8)),
+    "GroupNorm": ("GroupNorm", {"num_groups": 2, "num_channels": 8, "eps": 1e4}, (4, 8, 5)),
+    "plain GroupNorm": (
+        "GroupNorm",
         {"num_groups": 2, "num_channels": 8, "affine": False},
         (4, 8, 5),
     ),
@@ -79,8 +53,9 @@ def make_norm(name: str, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn
 
     The inputs' squares are beyond float16; so large an eps makes a difference to them.
     """
-    ours, torchs, kwargs, shape = NORMS[name]
-    norm, twin = ours(**kwargs).to(device, dtype), torchs(**kwargs).to(device)
+    kind, kwargs, shape = NORMS[name]
+    norm = getattr(amp_nn, f"Fp32{kind}")(**kwargs).to(device, dtype)
+    twin = getattr(nn, kind)(**kwargs).to(device)
     with torch.no_grad():
         for param in norm.parameters():
             param.copy_(torch.rand_like(param) + 0.5)

@@ -83,12 +83,11 @@ def test_the_kernels_know_neither_torch_nor_python() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"AMP_MP_CUDA": "yes"}, "AMP_MP_CUDA must be 0 or 1"),
-        ({"AMP_MP_CUDA": "1", "CUDA_HOME": "/nowhere"}, "no nvcc is in CUDA_HOME"),
+        ({"AMP_MP_CUDA": "yes"}, "AMP_MP_CUDA must be 0 or 1, found 'yes'"),
         ({"AMP_MP_TORCH": "/nowhere"}, "/nowhere is not the folder of a package torch"),
         ({"CXX": "g++-99"}, "g++-99 cannot be started"),
     ],
-    ids=["AMP_MP_CUDA", "no nvcc", "AMP_MP_TORCH", "CXX"],
+    ids=["AMP_MP_CUDA", "AMP_MP_TORCH", "CXX"],
 )
 def test_a_wrong_build_setting_is_refused_by_name(
     tmp_path: Path, environment: dict[str, str], message: str

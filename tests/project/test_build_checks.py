@@ -245,12 +245,6 @@ def test_a_build_for_the_cpu_alone_says_so_in_one_line(
     assert capsys.readouterr().out.splitlines()[0].endswith("without CUDA kernels")
 
 
-def test_a_wrong_setting_of_cuda_is_named(here: Here) -> None:
-    here.set(AMP_MP_CUDA="yes")
-    with pytest.raises(SystemExit, match=r"AMP_MP_CUDA must be 0 or 1, found 'yes'"):
-        found.find_cuda(here.torches())
-
-
 def test_nvcc_of_pips_packages_is_found_beside_torch(here: Here) -> None:
     nvcc = nvcc_of("13.0", here.site / "nvidia/cu13")
     cuda = found.find_cuda(here.torches())

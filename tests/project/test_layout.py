@@ -170,18 +170,3 @@ def test_retired_names_do_not_come_back(word: str) -> None:
         for line in names_of(path).get(word, [])
     ]
     assert not wrong
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("int a = 1;  // b\n", ["int", "a"]),
-        ('f("b \\" c");\n/* d\n e */ g\n', ["f", "g"]),
-    ],
-)
-def test_comments_and_strings_have_no_identifiers(
-    tmp_path: Path, text: str, names: list[str]
-) -> None:
-    path = tmp_path / "x.cpp"
-    path.write_text(text)
-    assert [name for _, name in identifiers(path)] == names

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from wrapping import wrap
 
-# What masters and scaling are for.
-
 SIZE = 64
 STEPS = 700
 LEARNING_RATE = 2.0**15

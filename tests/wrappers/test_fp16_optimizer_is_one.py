@@ -114,16 +114,6 @@ def _late(model: Mixed, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-def _by_hand(model: Mixed, optimizer: Any, x: Tensor) -> None:
-    model(x).backward()
-    optimizer.update_master_grads()
-    optimizer.step()
-
-
-def _without_loss(model: Mixed, optimizer: Any, x: Tensor) -> None:
-    optimizer.step()
-
-
 def _zeros(model: Mixed, optimizer: Any, x: Tensor) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -146,23 +136,16 @@ def _closure(model: Mixed, optimizer: Any, x: Tensor) -> None:
     optimizer.step(evaluate)
 
 
-def _overflow(model: Mixed, optimizer: Any, x: Tensor) -> None:
-    optimizer.backward(model(x) * float("inf"))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.backward(model(x))
-    optimizer.step()
-
-
 def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    optimizer.step()  # without any gradient
     for _ in range(2):
         for _ in range(3):
             optimizer.backward(model(x))
         optimizer.step()
 
 
-LEGAL: list[Callable[..., None]] = [_twice, _late, _by_hand, _without_loss, _zeros]
-LEGAL += [_clipped_in_the_model, _closure, _overflow, _accumulated]
+LEGAL: list[Callable[..., None]] = [_twice, _late, _zeros, _clipped_in_the_model, _closure]
+LEGAL += [_accumulated]
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -253,11 +236,7 @@ def test_its_hooks_are_called_once_and_global_ones_once(device: str) -> None:
 
 def test_what_unscales_by_itself_refuses_it_by_name(device: str) -> None:
     _, optimizer, _ = make(device)
-    handle = amp.init(device_type=device, loss_scale=128.0)
-    try:
-        with pytest.raises(TypeError, match="FP16_Optimizer"):
-            handle.wrap_optimizer(optimizer)
-        with pytest.raises(TypeError, match="FP16_Optimizer"):
-            amp.FP16_Optimizer(optimizer)
-    finally:
-        handle._deactivate()
+    with amp.init(device_type=device, loss_scale=128.0) as handle:
+        for wrap in (handle.wrap_optimizer, amp.FP16_Optimizer):
+            with pytest.raises(TypeError, match="FP16_Optimizer"):
+                wrap(optimizer)

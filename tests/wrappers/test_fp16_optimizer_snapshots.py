@@ -170,16 +170,7 @@ def test_it_cannot_be_unpickled() -> None:
 
 # Around amp_mp's own optimizers: the same results, and no copies.
 
-FUSED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "AdamW": (
-        lambda p: amp.optim.AdamW(p, lr=1e-2, master="float32"),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    ),
-    "SGD": (
-        lambda p: amp.optim.SGD(p, lr=0.1, momentum=0.9, master="float32"),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    ),
-}
+FUSED: dict[str, dict[str, float]] = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -189,8 +180,9 @@ def test_the_folded_path_equals_the_one_with_copies(
 ) -> None:
     ours, torchs = (Mixed(torch.float16).to(device) for _ in range(2))
     torchs.load_state_dict(ours.state_dict())
-    folded = wrap(FUSED[name][0](ours.parameters()), dynamic_loss_scale=True)
-    copied = wrap(FUSED[name][1](torchs.parameters()), dynamic_loss_scale=True)
+    inner = getattr(amp.optim, name)(ours.parameters(), **FUSED[name], master="float32")
+    other = getattr(torch.optim, name)(torchs.parameters(), **FUSED[name], fused=True)
+    folded, copied = (wrap(each, dynamic_loss_scale=True) for each in (inner, other))
     for optimizer in (folded, copied):
         optimizer.loss_scale = 256.0
     for step in range(8):

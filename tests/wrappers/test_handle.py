@@ -61,6 +61,10 @@ def test_a_disabled_handle_changes_nothing(device: str) -> None:
     handle = amp.init(enabled=False, device_type=device)
     assert autocast_state() == before
     assert not handle.is_active()
+    assert (handle.has_cache, handle.cache) == (False, {})
+    handle._clear_cache()
+    with handle._disable_casts():
+        assert autocast_state() == before
     weight = weight_on(device)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     loss = weight.sum() * float("inf")
@@ -128,6 +132,7 @@ def test_casts_are_off_inside_scale_loss_and_disable_casts(start: Start, device:
     for block in (
         handle.scale_loss(weight.sum(), optimizer),
         amp.casting.disable_casts(device),
+        handle._disable_casts(),
     ):
         assert product(weight).dtype == torch.bfloat16
         with block:
@@ -135,24 +140,9 @@ def test_casts_are_off_inside_scale_loss_and_disable_casts(start: Start, device:
             assert product(weight).dtype == torch.float32
         assert handle.is_active()
         assert product(weight).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, amp.optim.SGD], ids=["torch", "amp"])
-def test_a_weight_cast_before_a_step_is_not_stale_after_it(
-    start: Start, device: str, kind: Any, caching: bool
-) -> None:
-    start(dtype=torch.bfloat16, enable_caching=caching)
-    weight = weight_on(device, 8.0)
-    optimizer = kind([weight], lr=1.0)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        out = product(weight)  # 2 x weight; d(sum)/d(weight) is 2
-        found.append(out[0, 0].item())
-        out.sum().backward()  # scale_loss, which ends a region of torch's, would clear the cache
-        optimizer.step()
-    assert found == [16.0, 12.0, 8.0]
+    with pytest.raises(ZeroDivisionError), handle._disable_casts():
+        1 // 0  # noqa: B018
+    assert handle.is_active()
 
 
 @pytest.mark.parametrize("fails_in", ["the step", "the closure"])
@@ -268,14 +258,6 @@ def test_the_handle_has_apexs_members(start: Start, device: str, cast_products: 
         handle._default_scaler.loss_scale = 0.0
 
 
-def test_casts_are_on_again_after_an_exception_in_disable_casts(start: Start, device: str) -> None:
-    handle = start(dtype=torch.bfloat16)
-    for block in (handle._disable_casts, lambda: amp.casting.disable_casts(device)):
-        with pytest.raises(ZeroDivisionError), block():
-            1 // (not handle.is_active() and 0)
-        assert handle.is_active()
-
-
 def test_backward_on_the_unscaled_loss_warns_and_works(start: Start, device: str) -> None:
     handle = start(dtype=torch.bfloat16, loss_scale=8.0)
     weight = weight_on(device)
@@ -322,16 +304,3 @@ def test_a_wrong_number_of_losses_is_refused(start: Start, device: str, num_loss
         handle.wrap_optimizer(torch.optim.SGD([weight_on(device)]), num_loss)
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer.*found list"):
         handle.wrap_optimizer([], 1)
-
-
-def test_a_disabled_handle_has_the_same_members() -> None:
-    handle, weight = amp.init(enabled=False), nn.Parameter(torch.ones(2))
-    assert (handle.has_cache, handle.cache) == (False, {})
-    handle._clear_cache()
-    optimizer = handle.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
-    loss = weight.sum()
-    with handle._disable_casts(), optimizer.scale_loss(loss) as scaled:
-        assert scaled is loss
-        scaled.backward()
-    optimizer.step()
-    assert weight.tolist() == [0.0, 0.0]

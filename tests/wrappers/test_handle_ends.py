@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import Start, scaled_backward, weight_on
+from handles import Start, weight_on
 from helpers import autocast_state
 from torch import nn
 
@@ -42,15 +42,6 @@ def test_casts_end_with_the_block_also_after_an_error(device: str) -> None:
     assert autocast_state() == before
     with pytest.raises(RuntimeError, match=r"was deactivated; amp\.init\(\) switches"), handle:
         pass
-
-
-def test_a_block_inside_a_script_that_casts_for_good(device: str) -> None:
-    outer = amp.init(device_type=device, dtype=torch.float16)
-    found = in_force(device)
-    with amp.init(device_type=device, dtype=torch.bfloat16, policies="torch", keep_casts=True):
-        assert in_force(device) != found
-    assert in_force(device) == found
-    outer.deactivate()
 
 
 def test_a_script_that_dropped_its_handle_casts_on_after_a_block(device: str) -> None:
@@ -91,19 +82,6 @@ def test_a_change_for_a_block_leaves_what_init_allowed(device: str) -> None:
         with amp.set_policy("aten::gelu", "float32"):
             pass
         assert amp.policies(device)["aten::binary_cross_entropy"] == "float32"
-
-
-def test_a_resumed_script_goes_on_with_its_scale(start: Start, device: str) -> None:
-    handle = start(loss_scale=Backoff(init_scale=16.0))
-    weight = weight_on(device)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaled_backward(handle, weight.sum() * float("inf"), optimizer)
-    kept = handle.state_dict()
-    handle.deactivate()
-    resumed = start(loss_scale=Backoff(init_scale=16.0))
-    resumed.load_state_dict(kept)
-    assert resumed.loss_scaler.scale == 8.0
-    assert resumed.state_dict() == kept
 
 
 def test_wrapped_optimizers_scales_are_resumed_or_refused_before_any_change(

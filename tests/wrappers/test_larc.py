@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helpers import DTYPES, raw_bytes, through_a_file
 from torch import Tensor, nn
+from wrapping import INNER
 
 import amp_mp as amp
 
@@ -69,6 +69,7 @@ def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) 
     inner = Recorder(params, weight_decay=decay)
     larc = amp.apex.parallel.LARC(inner, trust_coefficient=0.02, clip=clip)
     fill(params, 0)
+    params[2].grad.zero_()  # type: ignore[union-attr]
     wanted = [adapted(p, p.grad, 0.1, decay, 0.02, clip) for p in params]
     assert larc.step() == "stepped"
     unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
@@ -81,19 +82,6 @@ def test_gradients_are_apexs(device: str, clip: bool, decay: float, dtype: str) 
         assert (np.abs(found.double().cpu().numpy() - want) <= bound).all()
     assert inner.decays == [0.0]
     assert larc.param_groups[0]["weight_decay"] == decay
-
-
-def test_a_tensor_without_norm_is_used_as_it_is(device: str) -> None:
-    params = parameters(device)
-    inner = Recorder(params, weight_decay=0.1)
-    fill(params, 0)
-    assert params[0].grad is not None
-    assert params[3].grad is not None
-    params[0].grad.zero_()
-    before = params[3].grad.clone()
-    amp.apex.parallel.LARC(inner).step()
-    assert raw_bytes(inner.seen[3]) == raw_bytes(before)
-    assert (inner.seen[0] == 0).all()
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -265,14 +253,6 @@ def test_an_attached_optimizer_is_refused(device: str) -> None:
         larc.step()
 
 
-INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
-    "torch AdamW": lambda params: torch.optim.AdamW(params, 0.1),
-    "amp SGD": lambda params: amp.optim.SGD(params, 0.1, momentum=0.9),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, 0.1),
-}
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
 @pytest.mark.parametrize("inner", INNER)
 def test_a_copy_made_after_a_scheduler_steps_its_own_parameters(inner: str, copied: Any) -> None:
@@ -330,13 +310,10 @@ def scaled_by(name: str, device: str, larc: Any, weight: nn.Parameter, grad: Ten
     scale = 2.0**16
     if name == "handle.scale_loss":
         policy = amp.scaling.Static(scale)
-        handle = amp.init(dtype=torch.float16, device_type="cpu", loss_scale=policy)
-        try:
+        with amp.init(dtype=torch.float16, device_type="cpu", loss_scale=policy) as handle:
             with handle.scale_loss((weight.float() * grad).sum(), larc) as loss:
                 loss.backward()
             larc.step()
-        finally:
-            handle._deactivate()
         return
     kind = amp.GradScaler if name == "amp.GradScaler" else torch.amp.GradScaler
     scaler = kind(device, init_scale=scale)

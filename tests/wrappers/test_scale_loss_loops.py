@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from handles import Start, scaled_backward
+from handles import OPTIMIZERS, Start, scaled_backward
 from helpers import raw_bytes
 from torch import Tensor, nn
 
@@ -19,12 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU"),
     pytest.mark.filterwarnings("ignore:amp_mp. gradients have been"),
 ]
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.125),
-    "amp SGD": lambda params: amp.optim.SGD(params, lr=0.125),
-    "amp AdamW": lambda params: amp.optim.AdamW(params, lr=0.125),
-}
 
 
 def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -49,7 +43,7 @@ CLEAR: dict[str, Callable[[Any, Any], None]] = {
 def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
     start: Start, device: str, name: str, clear: str, dtype: torch.dtype
 ) -> None:
-    """It used to stay where the first overflow had left it, and every step overflowed."""
+    """It used to stay where the first overflow had left it. A clean step is then taken."""
     handle = start(loss_scale=Backoff(init_scale=2.0**20, scale_max=2.0**20))
     weight = weight_on(device, dtype)
     optimizer = OPTIMIZERS[name]([weight])
@@ -63,23 +57,9 @@ def test_the_scale_falls_each_time_a_loop_goes_on_past_an_overflow(
         optimizer.step()
     assert scales == [2.0**k for k in range(20, 8, -1)]
     assert raw_bytes(weight) == before
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_after_a_continue_the_next_clean_step_is_taken(
-    start: Start, device: str, name: str
-) -> None:
-    handle = start(loss_scale=128.0)
-    weight = weight_on(device)
-    optimizer = OPTIMIZERS[name]([weight])
-    for factor in (float("inf"), 1.0):
-        optimizer.zero_grad()
-        before = raw_bytes(weight)
-        scaled_backward(handle, weight.sum() * factor, optimizer)
-        if overflows([weight]):
-            continue
-        optimizer.step()
-        assert raw_bytes(weight) != before
+    scaled_backward(handle, weight.float().sum(), optimizer)
+    optimizer.step()
+    assert raw_bytes(weight) != before
 
 
 @pytest.mark.parametrize("clear", CLEAR)
@@ -178,17 +158,12 @@ def test_other_gradients_are_true_after_the_block(
     assert (weight.grad == 2.0**-20).all()
 
 
-def test_amp_scaling_false_and_optimizers_of_torch_get_true_gradients(
-    start: Start, device: str
-) -> None:
+def test_amp_scaling_false_gets_true_gradients(start: Start, device: str) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**16)
-    for make in (
-        lambda params: amp.optim.SGD(params, lr=1.0, amp_scaling=False),
-        lambda params: torch.optim.SGD(params, lr=1.0),
-    ):
-        weight = weight_on(device, torch.float16)
-        scaled_backward(handle, small_loss(weight, -10), make([weight]))
-        assert (weight.grad == 2.0**-10).all()
+    weight = weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=1.0, amp_scaling=False)
+    scaled_backward(handle, small_loss(weight, -10), optimizer)
+    assert (weight.grad == 2.0**-10).all()
 
 
 def test_clipping_is_by_the_true_norm(start: Start, device: str) -> None:
