@@ -58,12 +58,12 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
     const std::string refused = entries.refusal(name);
     return refused.empty() ? wrong_shape(t, param, false) : refused;
   }
-  const std::string dtype = text_of(value.attr("dtype"));
+  const auto dtype = [&] { return text_of(value.attr("dtype")); };
   if (entry->like == Like::number) {
     const bool two = name == "beta_powers";
     const bool fits = two ? t.dim() == 1 && t.numel() == 2 : t.numel() == 1;
     if (fits && !t.is_complex()) return "";
-    return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype + ", must be " +
+    return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be " +
            (two ? "two numbers" : "one number");
   }
   const bool in_groups = entry->like == Like::scale || !entry->scale.empty();
@@ -71,19 +71,19 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
   if (in_groups && !local_of(value).is_non_overlapping_and_dense())
     return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const at::ScalarType kind = t.scalar_type();
-  const std::string shown = entry->shown ? text_of(py::cast(*entry->shown)) : "";
+  const auto shown = [&] { return text_of(py::cast(*entry->shown)); };
   const bool is_shown = entry->shown.value_or(kind) == kind;
   if (entry->like == Like::scale) {
     const int64_t count = tensor_of(param).numel() / kGroup;
     if (is_shown && t.numel() == count) return "";
-    return "has " + std::to_string(t.numel()) + " elements of " + dtype + ", must have " +
-           std::to_string(count) + " of " + shown;
+    return "has " + std::to_string(t.numel()) + " elements of " + dtype() + ", must have " +
+           std::to_string(count) + " of " + shown();
   }
   if (!entry->shown && kind != at::kFloat && kind != at::kBFloat16 && kind != at::kHalf &&
       kind != at::kDouble)
-    return "has dtype " + dtype + ", must be floating-point";
+    return "has dtype " + dtype() + ", must be floating-point";
   if (!is_shown)
-    return "has dtype " + dtype + ", but '" + entry->format + "' is stored as " + shown;
+    return "has dtype " + dtype() + ", but '" + entry->format + "' is stored as " + shown();
   return wrong_shape(t, param, entry->in_bytes, entry->like == Like::row);
 }
 
