@@ -8,8 +8,13 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.muon import matrices as of_matrices
-from amp_mp.optim.muon.matrices import blocks_of, factor_of_rate
+from amp_mp.optim.muon.matrices import (
+    blocks_of,
+    factor_of_rate,
+    make_updates,
+    refuse_shape,
+    shape_of,
+)
 from amp_mp.optim.muon.selection import muon_groups
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule
@@ -25,10 +30,10 @@ MUON = Rule(
     Directions(
         (*SHAPES, "use_muon"),
         check_muon,
-        of_matrices.refuse_shape,
-        of_matrices.shape_of,
+        refuse_shape,
+        shape_of,
         lambda group, shape: {"trust": factor_of_rate(group, shape)},
-        of_matrices.make_updates,
+        make_updates,
     ),
 )
 NORMUON = MUON._replace(row_state="second_momentum_buffer")
