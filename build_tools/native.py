@@ -146,7 +146,8 @@ def binding_units(torch: Torch, cuda: Cuda | None, folder: Path) -> list[Unit]:
     """What the binding to a torch is made of; `folder` is for generated sources."""
     # -O2: no loop over elements is in here, and a wheel holds five of them.
     flags = CXX_FLAGS.replace("-O3", "-O2").split()
-    command = [*compiler(), *flags, HIDDEN, *WARNINGS.split(), f"-I{CSRC}"]
+    # -DNDEBUG, as torch is compiled: pybind11 else looks for the GIL at each reference it counts.
+    command = [*compiler(), *flags, "-DNDEBUG", HIDDEN, *WARNINGS.split(), f"-I{CSRC}"]
     for path in [*torch.includes, sysconfig.get_paths()["include"]]:
         command += ["-isystem", str(path)]
     about_cuda = (cuda.release, cuda.codes) if cuda else ("", "")

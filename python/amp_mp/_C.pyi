@@ -130,11 +130,14 @@ class SavedEntries:
         """The entries of 16-bit integers, which state dicts show as bytes."""
 
 def wrong_state(
-    entries: SavedEntries, rules: Iterable[Any], given: Any, param: Tensor
-) -> tuple[str, str] | None:
-    """The entry of a parameter's saved state that cannot be loaded, and what is wrong with it.
+    entries: SavedEntries,
+    rules: Iterable[Any],
+    states: list[dict[str, Any] | None],
+    params: list[Tensor],
+) -> tuple[int, tuple[str, str]] | None:
+    """The first of these parameters whose saved state cannot be loaded, by its place.
 
-    rules: those that its param_group may have.
+    With the entry and what is wrong with it. rules: those that their param_group may have.
     """
 
 # What csrc/torch/state/rule_table.h knows of rules (optim/rule.py, Rule).

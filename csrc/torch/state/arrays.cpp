@@ -1,6 +1,7 @@
 #include "torch/state/arrays.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -123,7 +124,7 @@ at::Tensor placed(const at::Tensor& value, const at::Tensor& param) {
 }
 
 at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tensor& local) {
-  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView no_grad;  // nor a version: the copy is new
   at::Tensor made = at::empty_like(local, local.options().dtype(dtype));
   const bool from_bytes = value.scalar_type() == at::kByte && dtype == at::kShort;
   (from_bytes ? made.unsqueeze(-1).view(at::kByte) : made).copy_(value);

@@ -41,8 +41,8 @@ void bind_saved(py::module_& m) {
       .def(py::init<const py::iterable&>(), py::arg("rules"))
       .def("in_bytes", &SavedEntries::in_bytes);
   m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
-  m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("given"),
-        py::arg("param"));
+  m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("states"),
+        py::arg("params"));
   bind_restore(m);
 }
 

@@ -68,15 +68,17 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
     TORCH_CHECK_VALUE(entry, "amp_mp: \"", format, "\" is not a format of masters");
   }
   const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
-  bool is_first = false;  // then what `prepare` kept stays until the state has the master
+  bool waited = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
     if (format == "none") return drop_master(state);
     if (item_of(state, entry->entry)) return;
     values = master_values(weight, state);
     if (!values.defined()) {
-      is_first = true;
-      const py::object kept = package("optim.state.original_values").attr("find")(param);
-      if (!kept.is_none()) values = local_of(kept);
+      static const auto& find =
+          *new py::object(package("optim.state.original_values").attr("find"));
+      const py::object kept = find(param);  // a tuple of the values, or of None
+      waited = !kept.is_none();
+      if (waited && !kept[py::int_(0)].is_none()) values = local_of(kept[py::int_(0)]);
     }
   }
   if (format == "none") return drop_master(state);
@@ -96,7 +98,7 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   drop_master(state);
   set_item(state, entry->entry, made);
   if (bumps) bump_version(tensor_of(param));  // its shard has advanced alone
-  if (is_first) package("optim.state.original_values").attr("drop")(param);
+  if (waited) package("optim.state.original_values").attr("drop")(param);
 }
 
 void follow_master(py::handle param, const at::Tensor& weight, py::handle state) {

@@ -41,7 +41,8 @@ std::string param_label(py::handle group, int64_t number, int64_t position) {
   const py::handle names = item_of(group, key);
   std::string label =
       "parameter " + std::to_string(position) + " of group " + std::to_string(number);
-  if (!names || PySequence_Size(names.ptr()) <= position) return label;
+  const bool named = names && PySequence_Check(names.ptr());  // a file may have anything there
+  if (!named || PySequence_Size(names.ptr()) <= position) return label;
   return label + " (" + repr_of(owned(PySequence_GetItem(names.ptr(), Py_ssize_t(position)))) + ")";
 }
 

@@ -5,7 +5,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <array>
 #include <cstring>
+#include <deque>
 
 #include "torch/bind.h"
 #include "torch/python/unpack.h"
@@ -19,9 +21,16 @@ using Like = SavedEntry::Like;
 
 // This process's part of a tensor that is split as the parameter is, or could be.
 at::Tensor part_of(py::handle value, py::handle param) {
-  if (is_plain(value) && !is_dtensor(param)) return tensor_of(value).detach();
+  if (is_plain(value) && !is_dtensor(param)) return tensor_of(value);
   return py::cast<at::Tensor>(package("sharding.shards").attr("part")(value, param));
 }
+
+// An entry of a file's state. entry: what the rules say of it; null where they have none so named.
+struct Given {
+  py::object key, value;
+  const SavedEntry* entry;
+  bool is(Like like) const { return entry && entry->like == like; }
+};
 
 // One parameter, and what is known of it.
 struct Restoring {
@@ -33,18 +42,26 @@ struct Restoring {
   const int64_t index;
   const py::handle old;  // the state until now; or null
   const at::Tensor local = local_of(param);
+  const std::vector<Given> all_given = given_in(entries, saved);
   py::dict state, masters;
+
+  static std::vector<Given> given_in(const SavedEntries& entries, const py::dict& saved) {
+    std::vector<Given> found;
+    for (const auto& [key, value] : saved)
+      found.push_back({py::reinterpret_borrow<py::object>(key),
+                       py::reinterpret_borrow<py::object>(value), entries.find(text_of(key))});
+    return found;
+  }
 
   // Adds what its arrays will take on the host.
   void add_bytes(BytesByDevice& all) const {
     if (!offloads(group, local)) return;
     const int64_t count = local.numel();
     size_t& bytes = all[local.device().index()];
-    for (const auto& [key, value] : saved) {
-      const SavedEntry* const entry = entries.find(text_of(key));
-      const bool is_array = entry && entry->like == Like::param && is_tensor(value);
-      if (!is_array || entry->state == "master") continue;
-      const Format format = format_beside(format_named(format_at(entry->state)), param);
+    for (const Given& given : all_given) {
+      if (!given.is(Like::param) || !is_tensor(given.value) || given.entry->state == "master")
+        continue;
+      const Format format = format_beside(format_named(format_at(given.entry->state)), param);
       bytes += host_bytes(count, dtype_of(format));
       if (kFormats[int(format)].is(kGrouped))
         bytes += host_bytes(count / kGroup, rest_dtype_of(format));
@@ -56,18 +73,17 @@ struct Restoring {
         return void(bytes += host_bytes(count, master->dtype));
   }
 
+  // New tensors in the file's order, but for the master.
   py::dict restored(py::list undo) {
-    join_clock();
-    for (const auto& [key, value] : saved) add(key, value);
+    const at::Tensor clock = new_clock();
+    for (const Given& given : all_given)
+      if (clock.defined() && given.is(Like::number))
+        add_to(clock, given);
+      else
+        add(given);
     add_master(undo);
-    // The entries that the file has, too, in its order.
-    py::dict ordered;
-    for (const auto& [key, value] : state)
-      if (!saved.contains(key)) ordered[key] = value;
-    for (const auto& [key, value] : saved)
-      if (state.contains(key)) ordered[key] = state[key];
-    settle(group, local, ordered);
-    return ordered;
+    settle(group, local, state);
+    return state;
   }
 
   std::string format_at(const std::string& name) const {
@@ -76,16 +92,12 @@ struct Restoring {
 
   void set(py::handle key, const at::Tensor& part,
            const std::optional<std::vector<int64_t>>& shape = {}) {
-    state[key] = like(part, param, shape);
+    set_item(state, key, like(part, param, shape));
   }
 
-  void add(const py::handle& key, const py::handle& value) {
-    if (state.contains(key)) return;  // of the clock
-    const SavedEntry* const entry = entries.find(text_of(key));
-    if (!is_tensor(value)) {
-      state[key] = value;
-      return;
-    }
+  void add(const Given& given) {
+    const auto& [key, value, entry] = given;
+    if (!is_tensor(value)) return set_item(state, key, value);
     const at::Tensor& t = tensor_of(value);
     const at::IntArrayRef own_sizes = tensor_of(param).sizes();
     if (!entry && t.sizes() == own_sizes) {
@@ -93,7 +105,8 @@ struct Restoring {
       set(key, copy_as(part, part.scalar_type(), local));
     } else if (!entry || entry->like == Like::number) {
       const at::Tensor whole = whole_of(value);
-      state[key] = wrapped(whole.to(local.device(), whole.scalar_type(), false, /*copy=*/true));
+      const at::Tensor copy = whole.to(local.device(), whole.scalar_type(), false, /*copy=*/true);
+      set_item(state, key, wrapped(copy));
     } else if (entry->state == "master") {
       masters[key] = value;
     } else if (entry->like == Like::row) {
@@ -134,33 +147,37 @@ struct Restoring {
     return {part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
   }
 
-  // The clock in one piece, as the step keeps it (core/rules/base.h), where the file has all of it.
-  void join_clock() {
-    py::object keys[3];  // step, beta_powers, the rule's own number
-    for (const auto& [key, value] : saved) {
-      const std::string name = text_of(key);
-      const SavedEntry* const entry = entries.find(name);
-      if (!entry || entry->like != Like::number) continue;
-      const int place = name == "step" ? 0 : name == "beta_powers" ? 1 : 2;
-      keys[place] = py::reinterpret_borrow<py::object>(key);
+  // Where the clock (core/rules/base.h) has an entry: its first number, and how many.
+  static std::pair<int64_t, int64_t> place_in_clock(const std::string& entry) {
+    if (entry == "step") return {0, 1};
+    return entry == "beta_powers" ? std::pair(1, 2) : std::pair(3, 1);
+  }
+
+  // Memory of the clock in one piece, as the step keeps it; undefined where the file has not each
+  // of its entries once in float64.
+  at::Tensor new_clock() const {
+    std::array<int, 4> found{};
+    for (const Given& given : all_given) {
+      if (!given.is(Like::number)) continue;
+      if (!is_plain(given.value) || tensor_of(given.value).scalar_type() != at::kDouble) return {};
+      ++found[size_t(place_in_clock(given.entry->name).first)];
     }
-    for (const py::object& key : keys) {
-      const py::handle value = key ? item_of(saved, key) : py::handle();
-      if (!value || !is_plain(value) || tensor_of(value).scalar_type() != at::kDouble) return;
-    }
+    if (found != std::array{1, 1, 0, 1}) return {};
+    return at::empty({4}, local.options().dtype(at::kDouble));
+  }
+
+  void add_to(const at::Tensor& clock, const Given& given) {
     // No autograd graph holds a clock: its views need no version counter in common.
     const at::AutoDispatchBelowADInplaceOrView plain_views;
-    const at::Tensor clock = at::empty({4}, local.options().dtype(at::kDouble));
-    const at::Tensor places[] = {clock.select(0, 0), clock.narrow(0, 1, 2), clock.select(0, 3)};
-    for (int i = 0; i < 3; ++i) {
-      const at::Tensor& value = tensor_of(item_of(saved, keys[i]));
-      // torch's copy of one number takes a microsecond.
-      if (value.is_cpu() && clock.is_cpu() && value.is_contiguous() && !value.is_neg())
-        std::memcpy(places[i].mutable_data_ptr(), value.const_data_ptr(), places[i].nbytes());
-      else
-        places[i].copy_(value.detach().view(places[i].sizes()));
-      state[keys[i]] = wrapped(places[i]);
-    }
+    const auto [first, count] = place_in_clock(given.entry->name);
+    const at::Tensor place = count == 1 ? clock.select(0, first) : clock.narrow(0, first, count);
+    const at::Tensor& value = tensor_of(given.value);
+    // torch's copy of one number takes a microsecond.
+    if (value.is_cpu() && clock.is_cpu() && value.is_contiguous() && !value.is_neg())
+      std::memcpy(place.mutable_data_ptr(), value.const_data_ptr(), place.nbytes());
+    else
+      place.copy_(value.detach().view(place.sizes()));
+    set_item(state, given.key, wrapped(place));
   }
 
   void add_master(py::list undo) {
@@ -171,17 +188,16 @@ struct Restoring {
       for (const MasterEntry& each : master_entries())
         if (const py::handle held = item_of(old, each.entry)) masters[each.entry] = held;
     if (masters.empty()) return;
-    py::dict found;
-    for (const MasterEntry& each : master_entries())
-      if (masters.contains(each.entry))
-        found[each.entry] =
-            wrapped(copy_as(part_of(masters[each.entry], param), each.dtype, local));
+    const auto part = [&](const MasterEntry& entry) {
+      return copy_as(part_of(masters[entry.entry], param), entry.dtype, local);
+    };
     const std::string format = format_at("master");
     const MasterEntry* const wanted = master_entry(format, local.scalar_type());
-    if (wanted && found.size() == 1 && found.contains(wanted->entry)) {
-      set(wanted->entry, tensor_of(item_of(found, wanted->entry)));
-      return;
-    }
+    if (wanted && masters.size() == 1 && masters.contains(wanted->entry))
+      return set(wanted->entry, part(*wanted));
+    py::dict found;
+    for (const MasterEntry& each : master_entries())
+      if (masters.contains(each.entry)) found[each.entry] = wrapped(part(each));
     // The parameter changes only where the format of before rounds otherwise.
     const at::Tensor weight = local.detach();
     const at::Tensor values = master_values(weight, found);
@@ -204,7 +220,7 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
   const py::dict found = state_dict["state"];
   const py::list files = state_dict["param_groups"];
   py::list made;
-  std::vector<std::optional<Restoring>> all;
+  std::deque<Restoring> all;
   BytesByDevice bytes;
   for (size_t number = 0; number < groups.size(); ++number) {
     const py::dict file = files[number];
@@ -214,16 +230,14 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
       const py::object param = params[i];
       const py::object saved = found.attr("get")(numbers[i]);
       made.append(saved);
-      all.emplace_back();
       if (!py::isinstance<py::dict>(saved) || py::len(saved) == 0) continue;
-      all.back().emplace(entries, saved, param, groups[number].ptr(), own_seed,
-                         int64_t(all.size()) - 1, item_of(states, param));
-      all.back()->add_bytes(bytes);
+      all.emplace_back(entries, saved, param, groups[number].ptr(), own_seed,
+                       int64_t(made.size()) - 1, item_of(states, param));
+      all.back().add_bytes(bytes);
     }
   }
   const HostRoom room(bytes);
-  for (size_t i = 0; i < all.size(); ++i)
-    if (all[i]) made[i] = all[i]->restored(undo);
+  for (Restoring& each : all) made[size_t(each.index)] = each.restored(undo);
   return made;
 }
 

@@ -105,31 +105,9 @@ std::set<std::string> needed_under(const py::iterable& rules) {
   return found;
 }
 
-}  // namespace
-
-std::string wrong_clock(const py::object& value, const std::string& name) {
-  const bool is_step = name == "step", is_powers = name == "beta_powers";
-  std::vector<double> numbers;
-  if (is_tensor(value)) {
-    const at::Tensor here = doubles_on_host(local_of(value));
-    numbers.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
-  } else {
-    numbers = {PyFloat_AsDouble(value.ptr())};
-    const bool failed = PyErr_Occurred() != nullptr;
-    PyErr_Clear();
-    if (failed || PyBool_Check(value.ptr())) return "must be a number, found " + described(value);
-  }
-  for (const double number : numbers) {
-    const bool is_count = number >= 0 && std::isfinite(number) && number == std::floor(number);
-    const std::string found = ", found " + repr_of(py::float_(number));
-    if (is_step && !is_count) return "must be a whole number from 0 on" + found;
-    if (is_powers && !(number >= 0 && number <= 1)) return "must be in [0, 1]" + found;
-  }
-  return "";
-}
-
-py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
-                       const py::object& given, const py::object& param) {
+// As wrong_state, of one parameter. needed: what it has after a step.
+py::object wrong_state_of(const SavedEntries& entries, const std::set<std::string>& needed,
+                          const py::handle& given, const py::handle& param) {
   const auto wrong = [](const std::string& entry, const std::string& what) {
     return py::make_tuple(entry, what);
   };
@@ -167,7 +145,6 @@ py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
     return wrong(strange,
                  "is there, and nothing that the optimizer keeps: another optimizer saved it");
   const py::handle step = item_of(state, py::str("step"));
-  const std::set<std::string> needed = needed_under(rules);
   for (const std::string& name : needed) {
     const auto found = held.find(name);
     if (found != held.end() && !step && name != "momentum_buffer")  // torch's Muon has no count
@@ -178,6 +155,40 @@ py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
     if (!held.count(name) && !item_of(state, py::str(name)) && step &&
         (is_tensor(step) ? doubles_on_host(local_of(step)).item<double>() : number_in(step)) > 0)
       return wrong(name, "is missing, though it has taken steps");
+  return py::none();
+}
+
+}  // namespace
+
+std::string wrong_clock(const py::object& value, const std::string& name) {
+  const bool is_step = name == "step", is_powers = name == "beta_powers";
+  std::vector<double> numbers;
+  if (is_tensor(value)) {
+    const at::Tensor here = doubles_on_host(local_of(value));
+    numbers.assign(here.const_data_ptr<double>(), here.const_data_ptr<double>() + here.numel());
+  } else {
+    numbers = {PyFloat_AsDouble(value.ptr())};
+    const bool failed = PyErr_Occurred() != nullptr;
+    PyErr_Clear();
+    if (failed || PyBool_Check(value.ptr())) return "must be a number, found " + described(value);
+  }
+  for (const double number : numbers) {
+    const bool is_count = number >= 0 && std::isfinite(number) && number == std::floor(number);
+    const std::string found = ", found " + repr_of(py::float_(number));
+    if (is_step && !is_count) return "must be a whole number from 0 on" + found;
+    if (is_powers && !(number >= 0 && number <= 1)) return "must be in [0, 1]" + found;
+  }
+  return "";
+}
+
+py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
+                       const py::list& states, const py::list& params) {
+  const std::set<std::string> needed = needed_under(rules);
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (states[i].is_none()) continue;
+    const py::object wrong = wrong_state_of(entries, needed, states[i], params[i]);
+    if (!wrong.is_none()) return py::make_tuple(i, wrong);
+  }
   return py::none();
 }
 

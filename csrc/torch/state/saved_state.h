@@ -2,6 +2,7 @@
 // The entries of a parameter's state in a state dict, before anything of them is loaded.
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include "torch/state/rule_table.h"
 
@@ -28,7 +29,7 @@ class SavedEntries {
   std::set<std::string> in_bytes() const;  // the names of such entries
 
  private:
-  std::map<std::string, SavedEntry> entries_;
+  std::unordered_map<std::string, SavedEntry> entries_;
   std::map<std::string, std::string> refused_;
 };
 
@@ -36,9 +37,10 @@ class SavedEntries {
 // steps, no powers of betas. Empty where it can be.
 std::string wrong_clock(const py::object& value, const std::string& name);
 
-// The entry of a parameter's saved state that cannot be loaded, and what is wrong with it; None
-// where all can. rules: those that its param_group may have.
+// The first of a group's parameters whose saved state cannot be loaded, by its place, with the
+// entry and what is wrong with it; None where all can. rules: those that the param_group may have.
+// states: of each parameter; None for those without.
 py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
-                       const py::object& given, const py::object& param);
+                       const py::list& states, const py::list& params);
 
 }  // namespace amp_mp

@@ -110,20 +110,19 @@ def check_loadable(
             what = f"param_group {index}:"
             check_group(group)
         for group in state_dict["param_groups"]:
+            what = ""
             possible = tuple(rules_of(group))
-            directions = possible[0].directions
-            for number in group["params"]:
-                if directions is not None:
-                    what = ""
-                    directions.refuse(group, params[at], f"parameter {at}")
-                state = state_dict["state"].get(number)
-                wrong = None
-                if state is not None:
-                    wrong = _C.wrong_state(entries, possible, state, params[at])
-                if wrong:
-                    what = f"{wrong[0]!r} of {repr(names[at]) if names else f'parameter {at}'}"
-                    raise ValueError(wrong[1])
-                at += 1
+            own = params[at : at + len(group["params"])]
+            if (directions := possible[0].directions) is not None:
+                for index, param in enumerate(own, at):
+                    directions.refuse(group, param, f"parameter {index}")
+            states = [state_dict["state"].get(number) for number in group["params"]]
+            if wrong := _C.wrong_state(entries, possible, states, own):
+                place, (entry, found) = wrong
+                label = repr(names[at + place]) if names else f"parameter {at + place}"
+                what = f"{entry!r} of {label}"
+                raise ValueError(found)
+            at += len(own)
     except ValueError as error:
         raise ValueError(f"state_dict: {what} {error}; nothing was loaded") from None
     for index, group in enumerate(state_dict["param_groups"]):

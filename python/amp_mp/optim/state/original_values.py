@@ -171,15 +171,17 @@ def take_original(param: Tensor) -> Tensor:
     Raises RuntimeError for a DTensor whose values were lost: fully_shard and parallelize_module
     make new Parameters. A state dict that is loaded after it brings values.
     """
-    values = find(param)
+    found = find(param)
     drop(param)
-    return _weight(param)[0].to(torch.float32, copy=True) if values is None else values
+    if found is None or found[0] is None:
+        return _weight(param)[0].to(torch.float32, copy=True)
+    return found[0]
 
 
-def find(param: Tensor) -> Tensor | None:
-    """As take_original, but keeps them; None where the parameter's own values are all.
+def find(param: Tensor) -> tuple[Tensor | None] | None:
+    """As take_original, but keeps the values; the native code asks where it makes a master.
 
-    The native code asks where it makes a master.
+    (None,) where the parameter's own values are all, and None where it does not wait.
     """
     if not _plain and not is_dtensor(param):
         return None
@@ -195,9 +197,9 @@ def find(param: Tensor) -> Tensor | None:
         return None
     weight, version = _weight(param)
     if found.values is None or not found.values.belong_to(weight, version):
-        return None
+        return (None,)
     _C.used_on_current_stream(found.values.tensors)  # of `prepare`, which are dropped afterwards
-    return _C.decode_original(weight, found.values.tensors)
+    return (_C.decode_original(weight, found.values.tensors),)
 
 
 def tensors_of(param: Tensor) -> tuple[Tensor, ...]:
