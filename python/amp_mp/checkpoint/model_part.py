@@ -77,12 +77,12 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
             found[name] = contents.empty(key)
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if shape != entry.shape:
+        if shape != entry.size:
             raise ValueError(
-                f"{key!r} has shape {entry.shape} in the checkpoint, {shape} in the model; nothing "
-                "was loaded"
+                f"{key!r} has shape {tuple(entry.size)} in the checkpoint, {shape} in the model; "
+                "nothing was loaded"
             )
-        found[name] = empty_like(value, entry)
+        found[name] = empty_like(value, entry.properties.dtype)
     return found
 
 
@@ -93,7 +93,6 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
     float32 in both, or low-precision beside a master that the optimizer's load_state_dict reads.
     """
     found = {}
-    restored = reading.names
     for name, param in reading.params.items():
         if name not in reading.weights:
             continue
@@ -104,7 +103,7 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
             if entry in MASTER_ENTRIES and value is not None
         }
         low = weight.dtype in LOW_PRECISION
-        if weight.dtype == param.dtype and (not low or (masters and name in restored)):
+        if weight.dtype == param.dtype and (not low or (masters and name in reading.names)):
             continue
         values = _C.master_of(weight, masters) if low else None
         found[name] = weight.float() if values is None else values

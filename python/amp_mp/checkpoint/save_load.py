@@ -171,15 +171,17 @@ def load(
         contents = Contents(path, params)
         groups = [] if optimizer is None else optimizer_part.names_of_groups(params, optimizer)
         _check_more(contents, more)
+        names = {name for own in groups for name in own}
         weights = model_part.template(contents, targets, strict)
         if optimizer is not None:
-            optimizer_part.check_has_optimizer(contents, groups, strict)
+            optimizer_part.check_has_optimizer(contents, names, strict)
         given = [] if optimizer is None else optimizer.param_groups
         away = {p for group in given if group.get("offload") for p in group["params"]}
-        states = optimizer_part.templates(contents, params, groups, away)
+        template = partial(optimizer_part.template, contents)
+        states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
         rest = {key: contents.empty(key) for key in others}
-        reading = Reading(contents, params, targets, groups, weights, states, rest)
+        reading = Reading(contents, params, targets, groups, names, weights, states, rest)
     reading.read(Path(path))
     with all_or_none():
         reading.masters = model_part.float32_values(reading)
