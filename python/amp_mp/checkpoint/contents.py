@@ -72,7 +72,7 @@ class Contents:
             self.optimizer = None
 
     def _find_parts(self, known: set[str]) -> None:
-        """Of files that `save` did not write: by the names of the model's parameters in the keys."""
+        """Of other files: by the names of the model's parameters in the keys."""
         weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name in _states(key) if name in known)
@@ -85,7 +85,7 @@ class Contents:
     def _sort(self) -> None:
         """Says of every key what it is of, in the same order on all processes."""
         state, group = f"{self.optimizer}state.", f"{self.optimizer}param_groups."
-        # A part that is not below a name may have keys with any beginning.
+        # Where one of them is "", every key begins so.
         starts = tuple(start for start in (self.model, self.optimizer) if start is not None)
         for key in sorted(self.keys):
             start = state if key.startswith(state) else group

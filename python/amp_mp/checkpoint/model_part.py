@@ -1,7 +1,6 @@
 """A model in a checkpoint: names without what wrappers add, and weights in the file's dtypes."""
 
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
     return found
 
 
-def load_weights(model: nn.Module, reading: Reading, undo: list[Callable[[], Any]]) -> None:
+def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
     undo: gets what takes each change back. A copied weight makes room for the one before: its name
@@ -125,13 +124,13 @@ def load_weights(model: nn.Module, reading: Reading, undo: list[Callable[[], Any
         if name.endswith(EXTRA):
             module = modules[name.removesuffix(EXTRA).rstrip(".")]
             wrapped = isinstance(value, tuple) and len(value) == 1
-            undo.append(partial(module.set_extra_state, module.get_extra_state()))
+            undo.callback(module.set_extra_state, module.get_extra_state())
             module.set_extra_state(value[0] if wrapped else value)
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
             source = value if same else reading.masters.get(name, value)
             to, values = local_of(targets[name]), local_of(source)
-            undo.append(partial(to.copy_, to.clone()))
+            undo.callback(to.copy_, to.clone())
             to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
             if is_dtensor(param):  # what was written is the memory below it
                 torch.autograd.graph.increment_version(every[name])

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -190,8 +191,7 @@ def load(
             packed = optimizer_part.packed_state(reading, optimizer, strict)
         found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
     reading.states.clear()  # masters that became float32 values are in memory no longer
-    undo: list[Callable[[], Any]] = []
-    try:
+    with ExitStack() as undo:
         model_part.load_weights(model, reading, undo)
         if optimizer is not None and packed is not None:
             absent = reading.names - reading.weights.keys()
@@ -201,21 +201,18 @@ def load(
                 if n in absent and p in optimizer.state
             }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
-            undo.append(partial(vars(optimizer).update, held))
+            undo.callback(vars(optimizer).update, held)
             optimizer.load_state_dict(packed)
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
-            undo.append(_way_back(each))
+            undo.callback(_way_back(each))
             try:
                 each.load_state_dict(found.get(name, {}))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
                 raise ValueError(f"{name} {wrong}; nothing was loaded") from error
         model_part.keep_masters(model, optimizer, reading)
-    except BaseException:
-        for back in reversed(undo):
-            back()
-        raise
+        undo.pop_all()  # nothing is to be undone
     return found
 
 
