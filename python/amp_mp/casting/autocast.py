@@ -60,7 +60,8 @@ def autocast(
     compiling = torch.compiler.is_compiling()
     if enabled and not compiling:
         install_step_hooks()
-        op_table.install_default("torch", device)
+        if table_of(device, None) is None:
+            op_table.install("torch", device)
         if device == "cpu":
             choose_products("auto", low)
     region = _KeepingCasts if keep_casts and not compiling else torch.autocast

@@ -79,12 +79,6 @@ def table_of(device: str, never: Any = ("stock", False)) -> Any:
     return _active.get(device, never)
 
 
-def install_default(table: str, device: str) -> None:
-    """Puts the table in force unless one is, or was and has been deactivated."""
-    if device not in _active:
-        install(table, device)
-
-
 def _apex_rows(device: str, allow_banned: bool) -> dict[str, str]:
     rows = {}
     for policy, names in (*APEX, *_C.casting.op_list(f"apex {device}")):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +22,11 @@ PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it
 STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
 
 
-class TensorInfo(NamedTuple):
-    """A tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Contents:
     """The names of everything in a directory of torch.distributed.checkpoint.
 
-    keys: of everything. tensors: those of them that are tensors. parts: the names at the top.
+    keys: of everything. tensors: torch's metadata of those that are tensors. parts: the names at
+    the top.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
     the keys; None where there is no such part. In what `save` wrote they are "model." and
     "optimizer."; in other files they are found by the parameters' names, so these may call the two
@@ -55,63 +49,60 @@ class Contents:
         metadata = _read(Path(path))
         self.keys = set(metadata.state_dict_metadata)
         self.tensors = {
-            key: TensorInfo(tuple(found.size), found.properties.dtype)
+            key: found
             for key, found in metadata.state_dict_metadata.items()
             if isinstance(found, TensorStorageMetadata)
         }
         self.paths: dict[str, Any] = {key: (key,) for key in self.keys}
         self.paths |= metadata.planner_data or {}
         self.parts = {str(self.paths[key][0]) for key in self.keys - {STRUCTURE}}
-        self.model: str | None = None
-        self.optimizer: str | None = None
+        self.model: str | None = "model."
+        self.optimizer: str | None = "optimizer."
         self.states: dict[str, dict[str, str]] = {}
         self.groups: dict[str, tuple[str, str]] = {}
         self.others: list[str] = []
-        if STRUCTURE in self.keys and "model" in self.parts:
-            self._sort_own(set(names))
-        else:
-            self._find_parts(set(names))
-
-    def _sort_own(self, known: set[str]) -> None:
-        """Of what `save` wrote, whose nesting says what each key is of."""
-        for key in sorted(self.keys):
-            part, *inside = map(str, self.paths[key])
-            if part == "model":
-                self.model = "model." if ".".join(inside) in known else self.model
-            elif part != "optimizer":
-                self.others.append(key)
-            elif inside[:1] == ["state"] and len(inside) > 2:
-                self.states.setdefault(".".join(inside[1:-1]), {})[inside[-1]] = key
-            elif inside[:1] == ["param_groups"] and len(inside) > 2:
-                self.groups[key] = ".".join(inside[1:-1]), inside[-1]
-        if self.groups and (not self.states or known & self.states.keys()):
-            self.optimizer = "optimizer."
+        known = set(names)
+        own = STRUCTURE in self.keys and "model" in self.parts
+        if not own:
+            self._find_parts(known)
+        self._sort()
+        if own and self.keys.isdisjoint({f"model.{name}" for name in known}):
+            self.model = None
+        if own and (not self.groups or (self.states and known.isdisjoint(self.states))):
+            self.optimizer = None
 
     def _find_parts(self, known: set[str]) -> None:
-        """Of other files: the parts with the names of the model's parameters between dots."""
+        """Of other files: by the names of the model's parameters in the keys."""
         weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
-        states = Counter(s for key in self.keys for s, name, _ in _states(key) if name in known)
+        states = Counter(s for key in self.keys for s, name in _states(key) if name in known)
         if not states:  # as of SGD without momentum; but no states by numbers in place of names
-            by_number = {start for key in self.keys for start, _, _ in _states(key)}
+            by_number = {start for key in self.keys for start, _ in _states(key)}
             groups = Counter(s for key in self.keys for s, _ in _after(key, "param_groups"))
             states = Counter({s: count for s, count in groups.items() if s not in by_number})
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
-        for key in sorted(self.keys):  # in the same order on all processes
-            for start, name, entry in _states(key):
-                if start == self.optimizer:
-                    self.states.setdefault(name, {})[entry] = key
-        start = f"{self.optimizer}param_groups."
-        own = sorted(key for key in self.keys if key.startswith(start))
-        self.groups = {key: _split(key.removeprefix(start)) for key in own}
-        if "" not in (self.model, self.optimizer):
-            starts = tuple(start for start in (self.model, self.optimizer) if start)
-            self.others = sorted(key for key in self.keys if not key.startswith(starts))
+
+    def _sort(self) -> None:
+        """Says of every key what it is of, in the same order on all processes."""
+        state, group = f"{self.optimizer}state.", f"{self.optimizer}param_groups."
+        # Where one of them is "", every key begins so.
+        starts = tuple(start for start in (self.model, self.optimizer) if start is not None)
+        for key in sorted(self.keys):
+            start = state if key.startswith(state) else group
+            name, _, entry = key.removeprefix(start).rpartition(".")
+            if key.startswith(group):
+                self.groups[key] = name, entry
+            elif key.startswith(state) and name:
+                self.states.setdefault(name, {})[entry] = key
+            elif not key.startswith(starts):
+                self.others.append(key)
 
     def empty(self, key: str, device: torch.device | None = None) -> Tensor | None:
         """A whole tensor to read into, or None for what is not a tensor."""
         entry = self.tensors.get(key)
-        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if entry is None:
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
 def _read(path: Path) -> Any:
@@ -165,19 +156,15 @@ def _after(key: str, word: str) -> list[tuple[str, str]]:
     return [(key[:at], key[at + len(word) + 1 :]) for at in found]
 
 
-def _states(key: str) -> list[tuple[str, str, str]]:
-    found = [(start, *_split(rest)) for start, rest in _after(key, "state")]
-    return [(start, name, entry) for start, name, entry in found if name]
+def _states(key: str) -> list[tuple[str, str]]:
+    """Where a parameter's state may begin in the key, and the parameter's name there."""
+    found = [(start, rest.rpartition(".")[0]) for start, rest in _after(key, "state")]
+    return [(start, name) for start, name in found if name]
 
 
-def _split(text: str) -> tuple[str, str]:
-    before, _, after = text.rpartition(".")
-    return before, after
-
-
-def empty_like(value: Any, entry: TensorInfo) -> Tensor:
-    """A tensor to read into, as the file has it, split and placed as the value is."""
-    return like(torch.empty_like(local_of(value), dtype=entry.dtype), value)
+def empty_like(value: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor to read into, in the file's dtype, split and placed as the value is."""
+    return like(torch.empty_like(local_of(value), dtype=dtype), value)
 
 
 def with_structure(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A model in a checkpoint: names without what wrappers add, and weights in the file's dtypes."""
 
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,12 +76,12 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
             found[name] = contents.empty(key)
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if shape != entry.shape:
+        if shape != entry.size:
             raise ValueError(
-                f"{key!r} has shape {entry.shape} in the checkpoint, {shape} in the model; nothing "
-                "was loaded"
+                f"{key!r} has shape {tuple(entry.size)} in the checkpoint, {shape} in the model; "
+                "nothing was loaded"
             )
-        found[name] = empty_like(value, entry)
+        found[name] = empty_like(value, entry.properties.dtype)
     return found
 
 
@@ -93,7 +92,6 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
     float32 in both, or low-precision beside a master that the optimizer's load_state_dict reads.
     """
     found = {}
-    restored = reading.names
     for name, param in reading.params.items():
         if name not in reading.weights:
             continue
@@ -104,14 +102,14 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
             if entry in MASTER_ENTRIES and value is not None
         }
         low = weight.dtype in LOW_PRECISION
-        if weight.dtype == param.dtype and (not low or (masters and name in restored)):
+        if weight.dtype == param.dtype and (not low or (masters and name in reading.names)):
             continue
         values = _C.master_of(weight, masters) if low else None
         found[name] = weight.float() if values is None else values
     return found
 
 
-def load_weights(model: nn.Module, reading: Reading, undo: list[Callable[[], Any]]) -> None:
+def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
     undo: gets what takes each change back. A copied weight makes room for the one before: its name
@@ -126,13 +124,13 @@ def load_weights(model: nn.Module, reading: Reading, undo: list[Callable[[], Any
         if name.endswith(EXTRA):
             module = modules[name.removesuffix(EXTRA).rstrip(".")]
             wrapped = isinstance(value, tuple) and len(value) == 1
-            undo.append(partial(module.set_extra_state, module.get_extra_state()))
+            undo.callback(module.set_extra_state, module.get_extra_state())
             module.set_extra_state(value[0] if wrapped else value)
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
             source = value if same else reading.masters.get(name, value)
             to, values = local_of(targets[name]), local_of(source)
-            undo.append(partial(to.copy_, to.clone()))
+            undo.callback(to.copy_, to.clone())
             to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
             if is_dtensor(param):  # what was written is the memory below it
                 torch.autograd.graph.increment_version(every[name])

@@ -7,7 +7,6 @@ count; codes of groups that the shards here would cut, with their scales; and wh
 model's nor the optimizer's.
 """
 
-from collections.abc import Collection
 from inspect import signature
 from numbers import Real
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.checkpoint.contents import Contents, TensorInfo, empty_like
+from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.model_part import named_params
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -88,10 +87,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def check_has_optimizer(contents: Contents, groups: list[list[str]], strict: bool) -> None:
+def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
     """Raises ValueError where the file has no optimizer.
 
-    So it does, with strict, where the file has states of parameters that are not in `groups`.
+    So it does, with strict, where the file has states of parameters that are not among `names`.
     """
     if contents.optimizer is None:
         raise ValueError(
@@ -99,7 +98,7 @@ def check_has_optimizer(contents: Contents, groups: list[list[str]], strict: boo
             "are in what amp_mp.checkpoint.save and torch's get_optimizer_state_dict write, not in "
             "optimizer.state_dict()); nothing was loaded"
         )
-    others = sorted(contents.states.keys() - {name for own in groups for name in own})
+    others = sorted(contents.states.keys() - names)
     if strict and others:
         raise ValueError(
             f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
@@ -108,79 +107,68 @@ def check_has_optimizer(contents: Contents, groups: list[list[str]], strict: boo
         )
 
 
-def templates(
-    contents: Contents, params: dict[str, Tensor], groups: list[list[str]], offloaded: set[Tensor]
-) -> dict[str, dict[str, Any]]:
-    """`template` of every parameter by name: of those that are in no group the masters alone."""
-    own = {name for names in groups for name in names}
-    wanted = {name: None if name in own else formats.MASTER_ENTRIES for name in params}
-    return {
-        name: template(contents, name, p, wanted[name], p in offloaded)
-        for name, p in params.items()
-    }
-
-
 def template(
     contents: Contents,
     name: str,
     param: Tensor,
-    wanted: Collection[str] | None = None,
+    masters_alone: bool = False,
     offloads: bool = False,
 ) -> dict[str, Any]:
     """By entry, an empty tensor for what the file has of a parameter's optimizer state.
 
-    wanted: the entries to read, all by default. offloads: whether into memory of the CPU. Raises
-    ValueError for codes in an unknown layout.
+    masters_alone: of no other state. offloads: whether into memory of the CPU. Raises ValueError
+    for codes in an unknown layout.
     """
     keys = contents.states.get(name, {})
-    keys = {entry: key for entry, key in keys.items() if wanted is None or entry in wanted}
+    if masters_alone:
+        keys = {entry: key for entry, key in keys.items() if entry in formats.MASTER_ENTRIES}
+    shape, device = tuple(param.shape), local_of(param).device
     found: dict[str, Any] = {}
     for entry, key in keys.items():
+        data = contents.tensors.get(key)
         scales = contents.tensors.get(keys.get(formats.scale_name(entry), ""))
-        if key not in contents.tensors or entry in formats.CLOCK:
-            found[entry] = contents.empty(key, local_of(param).device)
+        if data is None or entry in formats.CLOCK:
+            found[entry] = contents.empty(key, device)
         elif scales is not None:
-            data = contents.tensors[key]
             found |= _grouped(entry, data, scales, param)
-        elif entry not in found:
-            found[entry] = _empty_state(contents, key, param)
+        elif entry in found:  # the scales of codes
+            continue
+        elif data.size == shape:
+            found[entry] = empty_like(param, data.properties.dtype)
+        elif data.size == (*shape, 2) and data.properties.dtype == torch.uint8:
+            found[entry] = formats.as_bytes(empty_like(param, torch.int16))
+        else:  # whole
+            found[entry] = contents.empty(key, device)
     for entry, value in found.items():
         if offloads and value is not None:
             found[entry] = like(torch.empty_like(local_of(value), device="cpu"), value)
     return found
 
 
-def _empty_state(contents: Contents, key: str, param: Tensor) -> Tensor | None:
-    """An empty tensor for a state without groups, or for what has another shape: whole."""
-    entry = contents.tensors[key]
-    shape = tuple(param.shape)
-    if entry.shape == shape:
-        return empty_like(param, entry)
-    if entry.shape == (*shape, 2) and entry.dtype == torch.uint8:
-        return formats.as_bytes(empty_like(param, TensorInfo(shape, torch.int16)))
-    return contents.empty(key, local_of(param).device)
+def _grouped(entry: str, data: Any, scales: Any, param: Tensor) -> dict[str, Tensor]:
+    """Empty codes and their scales: cut as the parameter is where that cuts between groups.
 
-
-def _grouped(entry: str, data: TensorInfo, scales: TensorInfo, param: Tensor) -> dict[str, Tensor]:
-    """Empty codes and their scales: cut as the parameter is where that cuts between groups."""
+    data, scales: torch's metadata.
+    """
     local = local_of(param)
     second = formats.scale_name(entry)
-    if scales.shape == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
-        own = local.new_empty(_C.scale_shape(param, local.shape), dtype=scales.dtype)
-        return {entry: empty_like(param, data), second: like(own, param, scales.shape)}
-    row_major = _C.scale_shape(torch.empty(data.shape, device="meta"))
-    order = tuple(range(len(data.shape)))
-    if len(scales.shape) == 1 and row_major != scales.shape:
+    kind, kind_of_scales = data.properties.dtype, scales.properties.dtype
+    if scales.size == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
+        own = local.new_empty(_C.scale_shape(param, local.shape), dtype=kind_of_scales)
+        return {entry: empty_like(param, kind), second: like(own, param, scales.size)}
+    row_major = _C.scale_shape(torch.empty(data.size, device="meta"))
+    order = tuple(range(len(data.size)))
+    if len(scales.size) == 1 and row_major != scales.size:
         # Groups are of neighbours in memory, and flat scales say that this was not row-major.
-        order = OTHER_LAYOUTS.get(len(data.shape), ())
+        order = OTHER_LAYOUTS.get(len(data.size), ())
         if not order:
             raise ValueError(
-                f"{entry!r} of a parameter of shape {data.shape} was saved in a layout that is not "
-                "row-major; load it into a parameter of the same layout; nothing was loaded"
+                f"{entry!r} of a parameter of shape {tuple(data.size)} was saved in a layout that "
+                "is not row-major; load it into a parameter of the same layout; nothing was loaded"
             )
-    codes = torch.empty([data.shape[d] for d in order], dtype=data.dtype, device=local.device)
+    codes = torch.empty([data.size[d] for d in order], dtype=kind, device=local.device)
     codes = codes.permute([order.index(d) for d in range(len(order))])
-    whole = torch.empty(scales.shape, dtype=scales.dtype, device=local.device)
+    whole = torch.empty(scales.size, dtype=kind_of_scales, device=local.device)
     return {entry: codes, second: whole}
 
 

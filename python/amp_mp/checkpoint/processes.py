@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 
-MISSING = (
-    "every process has to call amp_mp.checkpoint.save and load; here one did not, or ended before"
-)
-
 
 def is_distributed() -> bool:
     """Whether there are other processes to save and load with."""
@@ -78,6 +74,9 @@ def _gathered(own: Exception | None) -> list[Exception | None]:
     try:
         torch.distributed.all_gather_object(found, None if own is None else (kind, str(own)))
     except RuntimeError as error:
-        error.add_note(MISSING)
+        error.add_note(
+            "every process has to call amp_mp.checkpoint.save and load; here one did not, or ended "
+            "before"
+        )
         raise
     return [None if each is None else each[0](each[1]) for each in found]

@@ -14,8 +14,8 @@ from amp_mp.checkpoint.processes import run
 class Reading:
     """Whose the values of a file are; they are empty tensors, or None, until `read`.
 
-    params: the model's parameters by name. targets: its state dict. groups: the names of the
-    optimizer's parameters, group by group.
+    params: the model's parameters by name. targets: its state dict. groups, names: the names of the
+    optimizer's parameters, group by group and together.
     weights: of the model's state dict, by name. states: what the optimizers of the file kept, by a
     parameter's name and by entry. others: by key, the rest and the optimizer's param_groups.
     masters: float32 values by name, for weights whose dtype in the file is not the parameter's.
@@ -25,15 +25,11 @@ class Reading:
     params: dict[str, Tensor]
     targets: dict[str, Any]
     groups: list[list[str]]
+    names: set[str]
     weights: dict[str, Any]
     states: dict[str, dict[str, Any]]
     others: dict[str, Any]
     masters: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def names(self) -> set[str]:
-        """Of the optimizer's parameters."""
-        return {name for group in self.groups for name in group}
 
     def read(self, path: Path) -> None:
         """Lets torch fill the tensors; RuntimeError on all processes where one cannot read."""

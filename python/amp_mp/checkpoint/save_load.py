@@ -4,6 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -171,15 +172,17 @@ def load(
         contents = Contents(path, params)
         groups = [] if optimizer is None else optimizer_part.names_of_groups(params, optimizer)
         _check_more(contents, more)
+        names = {name for own in groups for name in own}
         weights = model_part.template(contents, targets, strict)
         if optimizer is not None:
-            optimizer_part.check_has_optimizer(contents, groups, strict)
+            optimizer_part.check_has_optimizer(contents, names, strict)
         given = [] if optimizer is None else optimizer.param_groups
         away = {p for group in given if group.get("offload") for p in group["params"]}
-        states = optimizer_part.templates(contents, params, groups, away)
+        template = partial(optimizer_part.template, contents)
+        states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
         rest = {key: contents.empty(key) for key in others}
-        reading = Reading(contents, params, targets, groups, weights, states, rest)
+        reading = Reading(contents, params, targets, groups, names, weights, states, rest)
     reading.read(Path(path))
     with all_or_none():
         reading.masters = model_part.float32_values(reading)
@@ -188,8 +191,7 @@ def load(
             packed = optimizer_part.packed_state(reading, optimizer, strict)
         found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
     reading.states.clear()  # masters that became float32 values are in memory no longer
-    undo: list[Callable[[], Any]] = []
-    try:
+    with ExitStack() as undo:
         model_part.load_weights(model, reading, undo)
         if optimizer is not None and packed is not None:
             absent = reading.names - reading.weights.keys()
@@ -199,21 +201,18 @@ def load(
                 if n in absent and p in optimizer.state
             }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
-            undo.append(partial(vars(optimizer).update, held))
+            undo.callback(vars(optimizer).update, held)
             optimizer.load_state_dict(packed)
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
-            undo.append(_way_back(each))
+            undo.callback(_way_back(each))
             try:
                 each.load_state_dict(found.get(name, {}))
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
                 raise ValueError(f"{name} {wrong}; nothing was loaded") from error
         model_part.keep_masters(model, optimizer, reading)
-    except BaseException:
-        for back in reversed(undo):
-            back()
-        raise
+        undo.pop_all()  # nothing is to be undone
     return found
 
 

@@ -22,8 +22,8 @@ class EnoughError(BaseException):
     """Ends a script after the steps asked for; no Exception, because scripts may catch those."""
 
 
-class Recording:
-    """Hooks on every module that is called and trained, and on every optimizer, until closed.
+class Recording(ExitStack):
+    """Hooks on every module that is called and trained, and on every optimizer, until `close`.
 
     A module that is called from outside any other, with gradients on and parameters to train, is
     watched with everything in it, under its class's name. Compiled code runs uncompiled.
@@ -37,6 +37,7 @@ class Recording:
     def __init__(
         self, scale: float | None = None, steps: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
+        super().__init__()
         if scale is not None:
             check_scale(scale, "scale")
         if steps is not None and steps < 1:
@@ -49,19 +50,14 @@ class Recording:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._watched: dict[str, tuple[Watch, OverflowTracker]] = {}  # by root name
-        self._stack = ExitStack()
-        self.ratios = self._stack.enter_context(UpdateRatios(dtype=dtype))
-        self._stack.callback(register_module_forward_pre_hook(self._on_call).remove)
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self.ratios = self.enter_context(UpdateRatios(dtype=dtype))
+        self.callback(register_module_forward_pre_hook(self._on_call).remove)
+        self.enter_context(torch.compiler.set_stance("force_eager"))
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.amp.GradScaler, "scale", self._use_scale)
         self._wrap(torch.amp.GradScaler, "_maybe_opt_step", self._step)
         self._wrap(ScalePolicy, "scale", self._use_scale)
         self._wrap(ScalePolicy, "scale_tensor", self._use_scale)
-
-    def close(self) -> None:
-        """Removes every hook; what was counted stays. Closing twice is fine."""
-        self._stack.close()
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replaces a function, or the reading of a property, by around(function, *arguments)."""
@@ -73,7 +69,7 @@ class Recording:
             return around(function, *args, **kwargs)
 
         setattr(owner, name, original.getter(wrapper) if is_property else wrapper)
-        self._stack.callback(setattr, owner, name, original)
+        self.callback(setattr, owner, name, original)
 
     def _use_scale(self, function: Callable[..., Any], scaler: Any, *args: Any, **kw: Any) -> Any:
         self._scaler = scaler
@@ -107,7 +103,7 @@ class Recording:
         kind = type(module).__name__
         names = (kind, *(f"{kind}{i}" for i in range(2, len(self._watched) + 2)))
         name = next(name for name in names if name not in self._watched)
-        watch = self._stack.enter_context(Watch(module, self._current_scale))
+        watch = self.enter_context(Watch(module, self._current_scale))
         self._roots[module] = name
         self._watched[name] = watch, OverflowTracker(module, self._current_scale)
         self.ratios.name(module, f"{name}.")

@@ -1,7 +1,7 @@
 """How large updates are beside their weights, and which would be lost without float32 masters."""
 
 from collections.abc import MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class UpdateTable(list[Updates]):
         return f"{title}\n{aligned((*header, 'median |update / weight| of the layer'), rows)}"
 
 
-class UpdateRatios(AbstractContextManager["UpdateRatios"]):
+class UpdateRatios(ExitStack):
     """Compares every update with its weight, in steps of an optimizer, until closed.
 
         with diagnose.UpdateRatios(optimizer) as ratios:
@@ -77,10 +77,12 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         dtype: float16, bfloat16 or float32, the format to judge for; default: the parameter's own
             if it is float16 or bfloat16, otherwise float16.
 
-    Raises TypeError for another source, ValueError for another dtype.
+    `close` removes the hooks; the counts stay, and closing twice is fine. Raises TypeError for
+    another source, ValueError for another dtype.
     """
 
     def __init__(self, source: Source = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
         if dtype is not None:
             limits(dtype)  # raises for another dtype
         self._dtype = dtype
@@ -100,7 +102,9 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
             raise TypeError(
                 f"UpdateRatios takes an optimizer or a module, found {type(source).__name__}"
             )
-        self._handles = [pre(self._before_step), post(self._after_step)]
+        self.callback(self._before.clear)
+        self.callback(pre(self._before_step).remove)
+        self.callback(post(self._after_step).remove)
 
     def name(self, model: nn.Module, prefix: str = "") -> None:
         """Uses the names that parameters have in the model, after a prefix, in the table."""
@@ -113,15 +117,6 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         self.medians: dict[str, float] = {}
         self.steps = self.skipped = 0  # that ran, and those of them that inf or NaN stopped
 
-    def close(self) -> None:
-        """Removes the hooks; the counts stay. Closing twice is fine."""
-        for handle in self._handles:
-            handle.remove()
-        self._before = []
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def report(self) -> UpdateTable:
         """The table of what was counted so far."""
         table = UpdateTable()
@@ -133,7 +128,7 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
         return table
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._before = []
+        self._before.clear()
         for index, group in enumerate(optimizer.param_groups):
             for i, param in enumerate(group["params"]):
                 name = self._names.get(param)
@@ -145,7 +140,8 @@ class UpdateRatios(AbstractContextManager["UpdateRatios"]):
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        before, self._before = self._before, []
+        before = self._before.copy()
+        self._before.clear()
         self.steps += 1
         steps = [(name, param, old, _weight(optimizer, param)) for name, param, old in before]
         # Another dtype means that this step has made the parameter's master.

@@ -20,7 +20,6 @@ from amp_mp.optim.state.masters import refuse_swapped, swapped
 from amp_mp.optim.step.graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
-Decay = float | Callable[[int], float] | None  # AveragedModel explains it
 
 
 class AveragedModel(nn.Module):
@@ -66,7 +65,7 @@ class AveragedModel(nn.Module):
         model: nn.Module,
         optimizer: Any = None,
         *,
-        decay: Decay = None,
+        decay: float | Callable[[int], float] | None = None,
         warmup: bool = False,
         use_buffers: bool = False,
         device: torch.device | str | None = None,

@@ -11,7 +11,7 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.state.masters import refuse_swapped
 from amp_mp.optim.state.original_values import drop, original_of
-from amp_mp.sharding.shards import is_dtensor, like, local_of, local_part, why_foreign
+from amp_mp.sharding.shards import is_dtensor, like, local_of, part, why_foreign
 
 
 def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
@@ -73,5 +73,5 @@ def load_float32_state_dict(
     if hasattr(optimizer, "masters"):
         with optimizer.masters(low) as masters:
             for name, master in masters.items():
-                local_of(master).copy_(local_part(state_dict[name], low[name]))
+                local_of(master).copy_(part(state_dict[name], low[name]))
     return result

@@ -86,12 +86,12 @@ class WholeStatistics:
         ValueError for process_groups of processes that share a DTensor.
         """
         refuse_meshes(process_groups, params)
-        self._params = list(params)
-        self._count = count = len(self._params)
+        self.params = list(params)
+        self._count = count = len(self.params)
         self._device = device = local_of(params[0]).device if count else torch.device("cpu")
         groups: dict[str, Any] = {}
         keys: dict[tuple[str, ...], list[int]] = {}
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self.params):
             own = {group.group_name: group for group in split_groups(param)}
             groups |= own
             keys.setdefault(tuple(own), []).append(index)
@@ -110,10 +110,6 @@ class WholeStatistics:
         # groups of any one tensor would miss some of them.
         self.is_needed = bool(groups or process_groups)
         self._splits_differ = self.is_needed and (len(keys) > 1 or bool(process_groups))
-
-    def is_of(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether these param_groups hold the same parameters still."""
-        return _C.have_params(groups, self._params)
 
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
         """Rows [n, 3 k] of k lists of this process's gradients, or tensors of their shapes.
@@ -218,7 +214,7 @@ def statistics_of(
     known: WholeStatistics | None, groups: list[dict[str, Any]], process_groups: Sequence[Any] = ()
 ) -> WholeStatistics:
     """The statistics of an optimizer's gradients; `known`, if it is of the same parameters."""
-    if known is not None and known.is_of(groups):
+    if known is not None and _C.have_params(groups, known.params):
         return known
     return WholeStatistics([p for group in groups for p in group["params"]], process_groups)
 

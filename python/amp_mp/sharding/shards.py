@@ -36,13 +36,6 @@ def local_of(tensor: Any) -> Tensor:
     return local
 
 
-def local_part(value: Any, param: Any) -> Tensor:
-    """The part of a whole tensor, or of a DTensor placed in any way, that a parameter has here."""
-    if is_dtensor(value) and is_dtensor(param):
-        value = value.redistribute(param.device_mesh, param.placements)
-    return local_of(value)
-
-
 def any_dtensor(tensors: Iterable[Any]) -> bool:
     """Whether one of the tensors is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")

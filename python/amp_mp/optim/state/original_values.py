@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.sharding.replaced import ReplacedCheck, assigned
-from amp_mp.sharding.shards import is_dtensor, local_of, local_part
+from amp_mp.sharding.shards import is_dtensor, local_of, part
 
 SHARD = -1  # the version of a DTensor's values: model.to() changes its counters
 
@@ -307,7 +307,7 @@ def _after_load(module: nn.Module, _: Any) -> None:
             continue
         if param.dtype in LOW_PRECISION and value.dtype == torch.float32:
             weight = local_of(param)
-            values = torch.empty_like(weight, dtype=torch.float32).copy_(local_part(value, param))
+            values = torch.empty_like(weight, dtype=torch.float32).copy_(part(value, param))
             loaded = rounded(values, param.dtype) == weight
             keep_original(param, torch.where(loaded, values, weight.float()))
         else:
