@@ -4,7 +4,6 @@ A subclass declares its rules (rule.py) and its arguments. What a step does is i
 in state/, work during the backward pass in backward/, and the update itself in csrc/core/rules.
 """
 
-from abc import ABC
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -42,7 +41,7 @@ PICKLED += " _amp_scaling _own_defaults _chosen"
 NO_NUMBERS = ("self", "__class__", "params", "options")
 
 
-class FusedOptimizer(torch.optim.Optimizer, ABC):
+class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers; a torch.optim.Optimizer.
 
     Parameters are float32, bfloat16 or float16 tensors of any dense layout, or DTensors (FSDP2,

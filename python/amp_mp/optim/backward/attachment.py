@@ -96,11 +96,6 @@ class Measure(Attachment):
         self._rows: MutableMapping[Tensor, tuple[int, int, Tensor]] = WeakTensorKeyDictionary()
         self._hook(model)
 
-    def remove(self) -> None:
-        """See Attachment."""
-        super().remove()
-        self._rows.clear()
-
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
         if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass

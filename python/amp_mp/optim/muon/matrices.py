@@ -120,15 +120,22 @@ def make_updates(members: Members) -> MakeUpdates:
     )
     if not elsewhere:
         return whole
-    steps: list[MakeUpdates] = [
+    exchanges = [
         Exchange(members, whole.offsets, own, groups[name]) for name, own in exchanged.items()
     ]
-    steps += [Gathering(members, whole.offsets, gathered), whole]
 
     def all_of_them(directions: Tensor) -> Tensor:
-        for step in steps:
-            step(directions)
-        return directions
+        for exchange in exchanges:
+            exchange(directions)
+        for index in gathered:
+            param, group = members[index]
+            at, local = whole.offsets[index], local_of(param)
+            own = directions[at : at + local.numel()].view(local.shape)
+            given: Any = like(own, param)
+            matrices = given.full_tensor().contiguous()
+            WholeMatrices([matrices], [group], [blocks_of(group, param)])(matrices.view(-1))
+            own.copy_(part(matrices, param))
+        return whole(directions)
 
     return all_of_them
 
@@ -202,15 +209,14 @@ class Exchange:
         ranks = group.size()
         self._rank = group.rank()
         matrices = [m for i in indices for m in _matrices(*members[i], i, ranks)]
-        owners = self._owners(matrices)
+        owned = list(zip(self._owners(matrices), matrices, strict=True))
         # What this process sends, in the order of owners, and gets, in the order of senders; each
         # in the order of matrices.
-        sent = [(owners[n], p) for n, m in enumerate(matrices) for p in m.pieces]
-        sent = [(owner, piece) for owner, piece in sent if piece.rank == self._rank]
+        sent = [(owner, p) for owner, m in owned for p in m.pieces if p.rank == self._rank]
         sent.sort(key=lambda each: each[0])
         self._from = [(offsets[p.member] + p.at, p.size) for _, p in sent]
         self._sent = [sum(p.size for o, p in sent if o == rank) for rank in range(ranks)]
-        own = [matrix for n, matrix in enumerate(matrices) if owners[n] == self._rank]
+        own = [matrix for owner, matrix in owned if owner == self._rank]
         got = sorted((p for matrix in own for p in matrix.pieces), key=lambda piece: piece.rank)
         self._received = [sum(p.size for p in got if p.rank == rank) for rank in range(ranks)]
         ends = accumulate((p.size for p in got), initial=0)
@@ -236,7 +242,7 @@ class Exchange:
             work[owner] += cost(number)
         return owners
 
-    def __call__(self, directions: Tensor) -> Tensor:
+    def __call__(self, directions: Tensor) -> None:
         """Puts the updates in place of the directions."""
         mine = [directions[at : at + size] for at, size in self._from]
         sent = torch.cat(mine) if mine else directions[:0]
@@ -252,7 +258,6 @@ class Exchange:
         if mine:
             made = sent.split_with_sizes([size for _, size in self._from])
             torch._foreach_copy_(mine, list(made))
-        return directions
 
     def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Exchanges elements, as many with each process as these say."""
@@ -261,21 +266,3 @@ class Exchange:
         tensors = to.view(torch.uint8), source.view(torch.uint8)  # every backend carries bytes
         sizes = [2 * n for n in arriving], [2 * n for n in leaving]
         dist.all_to_all_single(*tensors, *sizes, group=self._group)
-
-
-class Gathering:
-    """Every process gathers each matrix, makes it orthogonal and keeps its own part."""
-
-    def __init__(self, members: Members, offsets: list[int], indices: list[int]) -> None:
-        self._members = [(*members[i], offsets[i]) for i in indices]
-
-    def __call__(self, directions: Tensor) -> Tensor:
-        """Puts the updates in place of the directions."""
-        for param, group, at in self._members:
-            local = local_of(param)
-            own = directions[at : at + local.numel()].view(local.shape)
-            given: Any = like(own, param)
-            whole = given.full_tensor().contiguous()
-            WholeMatrices([whole], [group], [blocks_of(group, param)])(whole.view(-1))
-            own.copy_(part(whole, param))
-        return directions

@@ -141,8 +141,7 @@ def drop(param: Tensor) -> None:
     found.mark.has_values = found.mark.waits = False
     for own in _sharded.values():
         own.pop(id(param), None)
-    if found.dtensor is None:
-        del _plain[param]
+    _plain.pop(param, None)
 
 
 def values_of(param: Tensor) -> OriginalValues | None:
