@@ -67,11 +67,10 @@ Tensors as_float(const Tensors& tensors) {
 }  // namespace
 
 bool is_native(const at::Tensor& grad, const at::Device& device) {
-  const at::ScalarType dtype = grad.scalar_type();
   const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
   return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
          grad.device() == device &&
-         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
+         (is_low(grad.scalar_type()) || grad.scalar_type() == at::kFloat) &&
          grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
          !grad.is_inference();
 }

@@ -16,7 +16,6 @@
 #include <limits>
 
 #include "cpu/kernels.h"
-#include "torch/checks.h"
 #include "torch/products/products.h"
 
 namespace amp_mp::products {
@@ -27,22 +26,10 @@ using MaybeTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-Format format_of(const Tensor& t) {
-  return t.scalar_type() == at::kHalf       ? Format::float16
-         : t.scalar_type() == at::kBFloat16 ? Format::bfloat16
-                                            : Format::float32;
-}
-
-Array array(const Tensor& t) {
-  return t.defined() ? Array{t.data_ptr(), format_of(t)} : Array{nullptr, Format::float32};
-}
+Array array(const Tensor& t) { return t.defined() ? array_of(t, {"tensor"}) : Array{}; }
 
 // A weight or bias of one of the formats, dense; undefined if there is none.
 Tensor dense(const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
-
-bool is_low_norm(const Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-}
 
 // Whether the loops take a norm over the last `dims` dimensions of x, which has one of the formats.
 bool is_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims) {
@@ -121,7 +108,7 @@ Three norm_gradients(const Tensor& grad, const Tensor& input, at::IntArrayRef sh
 Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
                  const MaybeTensor& bias, double eps) {
   const int64_t dims = int64_t(shape.size());
-  if (!is_low_norm(input) || !is_norm(input, weight, bias, dims) ||
+  if (!is_low(input.scalar_type()) || !is_norm(input, weight, bias, dims) ||
       input.sizes().slice(size_t(input.dim() - dims)) != shape)
     return at::cpu::native_layer_norm(input, shape, weight, bias, eps);
   return norm_rows(input, dims, weight, bias, eps, true);
@@ -130,7 +117,7 @@ Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& 
 Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
                           const Tensor& mean, const Tensor& scale, const MaybeTensor& weight,
                           const MaybeTensor& bias, std::array<bool, 3> wanted) {
-  if (!is_low_norm(input) || !is_norm(input, weight, bias, int64_t(shape.size())) ||
+  if (!is_low(input.scalar_type()) || !is_norm(input, weight, bias, int64_t(shape.size())) ||
       grad.scalar_type() != input.scalar_type() || grad.sizes() != input.sizes())
     return at::cpu::native_layer_norm_backward(grad, input, shape, mean, scale, weight, bias,
                                                wanted);
@@ -139,8 +126,8 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayR
 
 bool is_rms_norm(const Tensor& x, at::IntArrayRef shape, const MaybeTensor& weight) {
   const int64_t dims = int64_t(shape.size());
-  return (is_low_norm(x) || x.scalar_type() == at::kFloat) && is_norm(x, weight, {}, dims) &&
-         x.sizes().slice(size_t(x.dim() - dims)) == shape;
+  return (is_low(x.scalar_type()) || x.scalar_type() == at::kFloat) &&
+         is_norm(x, weight, {}, dims) && x.sizes().slice(size_t(x.dim() - dims)) == shape;
 }
 
 Two fused_rms_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
@@ -179,7 +166,7 @@ Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeT
   const auto sizes = c10::asIntArrayRefSlowOpt(shape);
   if (!sizes) return at::compositeimplicitautograd::rms_norm_symint(input, shape, weight, eps);
   const bool plain = !is_subclass(input) && !(weight && is_subclass(*weight));  // or a DTensor
-  if (plain && is_low_norm(input) && is_rms_norm(input, *sizes, weight))
+  if (plain && is_low(input.scalar_type()) && is_rms_norm(input, *sizes, weight))
     return std::get<0>(at::_fused_rms_norm(input, *sizes, weight, eps));
   return std::get<0>(at::compositeimplicitautograd::_fused_rms_norm(input, *sizes, weight, eps));
 }

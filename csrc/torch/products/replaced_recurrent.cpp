@@ -3,9 +3,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/gru_ops.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/lstm_ops.h>
 #include <ATen/ops/mkldnn_rnn_layer_backward_cpu_dispatch.h>
 #include <ATen/ops/mkldnn_rnn_layer_cpu_dispatch.h>
 #include <ATen/ops/relu.h>
@@ -50,8 +52,10 @@ struct Converted {
 
 // An operator whose arguments begin with the input. Layers are above autograd, which records the
 // conversions, so that a gradient is rounded once, too; oneDNN's layers are below it.
+template <class Schema>
+struct Layer;
 template <class Result, class... Args>
-struct Layer {
+struct Layer<Result(const Tensor&, Args...)> {
   template <Result (*stock)(const Tensor&, Args...)>
   static Result compute(const Tensor& input, Args... args) {
     const at::ScalarType low = input.scalar_type();
@@ -60,16 +64,6 @@ struct Layer {
     return down(stock(up(input), up(args)...));
   }
 };
-
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-// Of padded sequences, and of packed ones, whose second argument is the batch sizes.
-using Lstm = Layer<Three, TensorList, TensorList, bool, int64_t, double, bool, bool, bool>;
-using PackedLstm =
-    Layer<Three, const Tensor&, TensorList, TensorList, bool, int64_t, double, bool, bool>;
-using Other = Layer<Two, const Tensor&, TensorList, bool, int64_t, double, bool, bool, bool>;
-using PackedOther =
-    Layer<Two, const Tensor&, const Tensor&, TensorList, bool, int64_t, double, bool, bool>;
 
 // A cell is called for every element of a sequence, so its weights are not kept in float32 for
 // backward: both products are rounded, all that follows is float32.
@@ -83,8 +77,9 @@ struct Gates {
 };
 
 template <auto stock>
-Two lstm_cell(const Tensor& x, TensorList hx, const Tensor& w_ih, const Tensor& w_hh,
-              const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
+std::tuple<Tensor, Tensor> lstm_cell(const Tensor& x, TensorList hx, const Tensor& w_ih,
+                                     const Tensor& w_hh, const MaybeTensor& b_ih,
+                                     const MaybeTensor& b_hh) {
   const at::ScalarType low = x.scalar_type();
   if (!in_float32(low) || hx.size() != 2) return stock(x, hx, w_ih, w_hh, b_ih, b_hh);
   const Gates found(x, hx[0], w_ih, w_hh, b_ih, b_hh);
@@ -114,23 +109,21 @@ Tensor rnn_cell(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tens
   return activation(found.input + found.hidden).to(low);
 }
 
-template <class F>
-struct LayerOf;
-template <class Result, class... Args>
-struct LayerOf<Result(const Tensor&, Args...)> : Layer<Result, Args...> {};
-
 }  // namespace
 
 void replace_recurrent(torch::Library& aten) {
   namespace stock = at::compositeimplicitautograd;
-  aten.impl("lstm.input", Lstm::compute<stock::lstm>);
-  aten.impl("lstm.data", PackedLstm::compute<stock::lstm>);
-  aten.impl("gru.input", Other::compute<stock::gru>);
-  aten.impl("gru.data", PackedOther::compute<stock::gru>);
-  aten.impl("rnn_tanh.input", Other::compute<stock::rnn_tanh>);
-  aten.impl("rnn_tanh.data", PackedOther::compute<stock::rnn_tanh>);
-  aten.impl("rnn_relu.input", Other::compute<stock::rnn_relu>);
-  aten.impl("rnn_relu.data", PackedOther::compute<stock::rnn_relu>);
+  // Of padded sequences, and of packed ones, whose second argument is the batch sizes.
+  aten.impl("lstm.input", Layer<at::_ops::lstm_input::schema>::compute<stock::lstm>);
+  aten.impl("lstm.data", Layer<at::_ops::lstm_data::schema>::compute<stock::lstm>);
+  using Padded = Layer<at::_ops::gru_input::schema>;
+  using Packed = Layer<at::_ops::gru_data::schema>;
+  aten.impl("gru.input", Padded::compute<stock::gru>);
+  aten.impl("gru.data", Packed::compute<stock::gru>);
+  aten.impl("rnn_tanh.input", Padded::compute<stock::rnn_tanh>);
+  aten.impl("rnn_tanh.data", Packed::compute<stock::rnn_tanh>);
+  aten.impl("rnn_relu.input", Padded::compute<stock::rnn_relu>);
+  aten.impl("rnn_relu.data", Packed::compute<stock::rnn_relu>);
   aten.impl("lstm_cell", lstm_cell<stock::lstm_cell>);
   aten.impl("gru_cell", gru_cell<stock::gru_cell>);
   aten.impl("rnn_tanh_cell", rnn_cell<stock::rnn_tanh_cell, at::tanh>);
@@ -139,9 +132,9 @@ void replace_recurrent(torch::Library& aten) {
 
 void replace_recurrent_layers(torch::Library& aten) {
   aten.impl("mkldnn_rnn_layer",
-            LayerOf<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
+            Layer<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
   aten.impl("mkldnn_rnn_layer_backward",
-            LayerOf<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
+            Layer<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
                 at::cpu::mkldnn_rnn_layer_backward>);
 }
 
