@@ -5,8 +5,6 @@
 namespace amp_mp::casting {
 namespace {
 
-using c10::IValue;
-
 bool is_symbolic(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
@@ -35,21 +33,15 @@ bool is_large_symbolic(const at::Tensor& left, const at::Tensor& right, bool tra
   return has_many_rows(left.sym_numel() / k, n, k);
 }
 
-bool is_plain_tensor(const c10::Argument& argument) {
-  return argument.type()->kind() == c10::TypeKind::TensorType &&
-         !(argument.alias_info() && argument.alias_info()->isWrite() && argument.is_out());
-}
-
 }  // namespace
 
 Operands operands_of(const c10::FunctionSchema& schema) {
   Operands found;
-  found.arguments = int(schema.arguments().size());
   const std::string base = schema.name().substr(schema.name().find("::") + 2);
   found.transposed = base == "linear" || base.ends_with("_cell");
-  for (int i = 0; i < found.arguments; ++i) {
+  for (int i = 0; i < int(schema.arguments().size()); ++i) {
     const c10::Argument& argument = schema.arguments()[size_t(i)];
-    if (!is_plain_tensor(argument)) continue;
+    if (argument.type()->kind() != c10::TypeKind::TensorType || argument.is_out()) continue;
     if (base.ends_with("_cell")) {  // its largest product is the input's
       if (i == 0) found.left = i;
       if (argument.name() == "w_ih") found.right = i;
@@ -71,12 +63,6 @@ bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& rig
   const int64_t n = transposed ? sizes[sizes.size() - 2] : sizes.back();
   const int64_t k = left.sizes().back();
   return products::is_large(left.numel() / k, n, k);  // batches are rows
-}
-
-bool is_faster(at::ScalarType low, const Operands& operands, const torch::jit::Stack& stack) {
-  const IValue* arguments = &stack[stack.size() - size_t(operands.arguments)];
-  return is_faster(low, arguments[operands.left].toTensor(), arguments[operands.right].toTensor(),
-                   operands.transposed);
 }
 
 }  // namespace amp_mp::casting

@@ -1,11 +1,11 @@
-#include "torch/casting/step_guard.h"
-
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 
 #include <array>
 #include <memory>
 #include <string_view>
+
+#include "torch/bind.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -34,12 +34,18 @@ void step_ends(const at::RecordFunction&, at::ObserverContext* context) {
     if (before.on[i]) at::autocast::set_autocast_enabled(kDevices[i], true);
 }
 
-}  // namespace
-
+// From now on, where autocast is on when an optimizer's step begins, it is on again when the step
+// ends, and casts from before the step are dropped; also by an exception, at which torch runs no
+// post-hook. torch wraps every step in a RecordFunction and reports its end in both cases. Calls
+// after the first do nothing.
 void guard_steps() {
   static const at::CallbackHandle handle = at::addGlobalCallback(
       at::RecordFunctionCallback(step_begins, step_ends).scopes({at::RecordScope::USER_SCOPE}));
   static_cast<void>(handle);
 }
+
+}  // namespace
+
+void bind_step_guard(py::module_& m) { m.def("guard_steps", &guard_steps); }
 
 }  // namespace amp_mp::casting
