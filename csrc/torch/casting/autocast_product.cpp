@@ -3,6 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "torch/casting/autocast_kernel.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/trace.h"
@@ -34,8 +36,8 @@ struct Product {
       const at::Tensor& left = *tensors[e->operands.left];
       if (!is_faster(low, left, *tensors[e->operands.right], e->operands.transposed)) {
         const at::ScalarType type = left.scalar_type();
-        const bool uniform = (has_dtype(args, type) && ...);
-        if (uniform) return op.redispatch(below, args...);
+        const auto fits = [&](const at::Tensor* t) { return !t || t->scalar_type() == type; };
+        if (std::ranges::all_of(tensors, fits)) return op.redispatch(below, args...);
         to = at::kFloat;
       }
     }
@@ -43,18 +45,10 @@ struct Product {
   }
 
   static const at::Tensor* tensor_of(const at::Tensor& t) { return &t; }
-  template <class Other>
-  static const at::Tensor* tensor_of(const Other&) {
-    return nullptr;
+  static const at::Tensor* tensor_of(const std::optional<at::Tensor>& t) {
+    return t ? &*t : nullptr;
   }
-
-  static bool has_dtype(const at::Tensor& t, at::ScalarType type) {
-    return t.scalar_type() == type;
-  }
-  static bool has_dtype(const std::optional<at::Tensor>& t, at::ScalarType type) {
-    return !t || t->scalar_type() == type;
-  }
-  static bool has_dtype(const at::Scalar&, at::ScalarType) { return true; }
+  static const at::Tensor* tensor_of(const at::Scalar&) { return nullptr; }
 
   at::Tensor argument(const at::Tensor& t, at::ScalarType to) const {
     return e->is_eligible(t) ? cast(t, to) : t;

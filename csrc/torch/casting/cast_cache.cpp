@@ -142,10 +142,12 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
     return found;
   }
   const uint64_t clearings = *life == Life::kept ? 0 : watch_clearing();
-  CachedCast entry{
-      WeakTensor(tensor.getIntrusivePtr()), tensor._version(), tensor.const_data_ptr(), {}, {}};
-  entry.copy = tensor.detach().to(dtype);
-  entry.stream = stream_of(tensor);
+  CachedCast entry{WeakTensor(tensor.getIntrusivePtr()),
+                   tensor._version(),
+                   tensor.const_data_ptr(),
+                   tensor.detach().to(dtype),
+                   {},
+                   stream_of(tensor)};
   at::Tensor result = with_grad ? link(key, tensor, entry.copy) : entry.copy;
   if (with_grad) entry.linked = WeakTensor(result.getIntrusivePtr());
   insert(key, std::move(entry), clearings);
