@@ -9,8 +9,7 @@ py::object package(const char* module) {
 py::handle item_of(py::handle dict, py::handle key) {
   if (!PyDict_Check(dict.ptr()))
     throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
-  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
-  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  PyObject* found = py::detail::dict_getitem(dict.ptr(), key.ptr());
   return found == Py_None ? nullptr : found;
 }
 
@@ -46,8 +45,7 @@ double number_in(py::handle object) {
 py::handle number_of(py::handle group, py::handle key) {
   if (!PyDict_Check(group.ptr()))
     throw py::type_error("a param_group must be a dict, found " + repr_of(group));
-  PyObject* found = PyDict_GetItemWithError(group.ptr(), key.ptr());
-  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  PyObject* found = py::detail::dict_getitem(group.ptr(), key.ptr());
   if (!found) throw py::key_error(text_of(key));
   return found;
 }
