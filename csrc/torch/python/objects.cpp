@@ -115,11 +115,7 @@ int64_t count_sharded_modules() {
   return states.is_none() ? 0 : int64_t(py::len(states));
 }
 
-std::string shape_text(at::IntArrayRef sizes) {
-  std::string text = "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-  return text + (sizes.size() == 1 ? ",)" : ")");
-}
+std::string shape_text(at::IntArrayRef sizes) { return text_of(py::tuple(py::cast(sizes.vec()))); }
 
 std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }
 std::string repr_of(const py::handle& object) { return py::cast<std::string>(py::repr(object)); }
