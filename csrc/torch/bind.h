@@ -19,5 +19,9 @@ void bind_edited_masters(py::module_& m);
 namespace muon {
 void bind(py::module_& m);
 }
+namespace casting {
+void bind_policies(py::module_& m);
+void bind_step_guard(py::module_& m);
+}  // namespace casting
 
 }  // namespace amp_mp

@@ -3,10 +3,8 @@
 #include "torch/apex/amp_c.h"
 #include "torch/bind.h"
 #include "torch/build_facts.h"
-#include "torch/casting/autocast.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/kept_casts.h"
-#include "torch/casting/step_guard.h"
 #include "torch/casting/trace.h"
 #include "torch/ops.h"
 #include "torch/products/products.h"
@@ -92,26 +90,17 @@ PYBIND11_MODULE(_C, m) {
         py::arg("least_runs"), py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
-  c.def("policy_names", &casting::policy_names);
-  c.def("op_list", &casting::op_list, py::arg("name"));
-  c.def("set_policy", &casting::set_policy, py::arg("device"), py::arg("op"), py::arg("policy"));
-  c.def("policies", &casting::policies, py::arg("device"));
-  c.def("uninstall", &casting::uninstall);
+  casting::bind_policies(c);
+  casting::bind_step_guard(c);
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   c.def("clear_cache", &casting::clear, ReleaseGil());
   c.def("set_keeps_casts", &casting::set_keeps_casts, py::arg("keep"));
   c.def("optimizer_stepped", &casting::optimizer_stepped, ReleaseGil());
-  c.def("guard_steps", &casting::guard_steps);
   c.def("cached", [] {
     py::dict rows;
     for (const auto& [tensor, copy] : casting::cached()) rows[py::cast(tensor)] = copy;
     return rows;
   });
   c.def("set_trace", [](int mode) { casting::set_trace(casting::Trace(mode)); }, py::arg("mode"));
-  c.def("take_log", [] {
-    py::list rows;
-    for (const casting::Cast& x : casting::take_log())
-      rows.append(py::make_tuple(x.op, x.argument, x.from, x.to, x.cached));
-    return rows;
-  });
+  c.def("take_log", &casting::take_log);
 }

@@ -1,5 +1,6 @@
 #include "torch/checks.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -28,9 +29,10 @@ bool is_subclass(const at::Tensor& t) {
 
 bool has_memory(const at::Tensor& t) {
   if (t.numel() == 0) return true;
-  int64_t last = t.storage_offset();
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return !t._is_zerotensor() && uint64_t(last + 1) * t.element_size() <= t.storage().nbytes();
+  const auto offset = size_t(t.storage_offset());
+  return !t._is_zerotensor() &&
+         t.storage().nbytes() >=
+             at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size(), offset);
 }
 
 at::Tensor doubles_on_host(const at::Tensor& t) {

@@ -23,6 +23,9 @@ struct Label {
 
 std::string describe(const at::Tensor& t);  // "shape [2, 3], dtype Half, device cpu"
 
+// Whether the dtype is float16 or bfloat16.
+inline bool is_low(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16; }
+
 // Whether the tensor is a DTensor, FakeTensor or functorch wrapper, without memory of its own.
 bool is_subclass(const at::Tensor& t);
 

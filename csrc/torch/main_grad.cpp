@@ -44,21 +44,14 @@ constexpr int kReal32 = 0, kReal16 = 2, kRealBfloat16 = 14;
 constexpr int kCompute32 = 68;
 constexpr int kDefaultAlgorithm = -1;
 
-int data_type(Format format) {
-  switch (format) {
-    case Format::float16: return kReal16;
-    case Format::bfloat16: return kRealBfloat16;
-    default: return kReal32;
-  }
+int data_type(at::ScalarType t) {
+  return t == at::kHalf ? kReal16 : t == at::kBFloat16 ? kRealBfloat16 : kReal32;
 }
 
 // [..., columns] as a matrix with contiguous rows, which may be apart; a copy only if necessary.
 at::Tensor rows_of(const at::Tensor& t) {
-  const int64_t columns = t.size(-1);
-  int64_t count = 1;
-  for (const int64_t size : t.sizes().slice(0, size_t(t.dim()) - 1)) count *= size;
-  const at::Tensor rows = at::resolve_neg(t).reshape({count, columns});
-  return rows.stride(1) == 1 && rows.stride(0) >= columns ? rows : rows.contiguous();
+  const at::Tensor rows = at::resolve_neg(t).unsqueeze(0).flatten(0, -2);
+  return rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
 }
 
 void check(const at::Tensor& grad_weight, const at::Tensor& grad_output, const at::Tensor& input) {
@@ -89,18 +82,11 @@ void check(const at::Tensor& grad_weight, const at::Tensor& grad_output, const a
 }
 
 void add_on_cpu(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right) {
-  const int64_t rows = left.size(0);
-  if (left.scalar_type() == at::kFloat) {
-    sum.addmm_(left.t(), right);
-    return;
-  }
-  for (int64_t first = 0; first < rows; first += kBlock) {
-    const int64_t count = std::min(kBlock, rows - first);
-    const auto block = [&](const at::Tensor& t) {
-      return t.narrow(0, first, count).to(at::kFloat);
-    };
-    sum.addmm_(block(left).t(), block(right));
-  }
+  const int64_t rows = left.scalar_type() == at::kFloat ? left.size(0) : kBlock;
+  const auto parts = right.split(rows);
+  size_t i = 0;
+  for (const at::Tensor& part : left.split(rows))
+    sum.addmm_(part.to(at::kFloat).t(), parts[i++].to(at::kFloat));
 }
 
 // cuBLAS is column-major, so our row-major matrices are transposed for it: the sum [out, in] is an
@@ -114,7 +100,7 @@ void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor
       out <= kMost && in <= kMost && left.stride(0) <= kMost && right.stride(0) <= kMost,
       "amp_mp: grad_weight (", describe(sum), ") has a size beyond ", kMost,
       ", which cuBLAS does not take");
-  const Format format = check_format(left, {"grad_output"});
+  const int type = data_type(left.scalar_type());
   const auto width = int64_t(left.element_size());
   const auto* a = static_cast<const char*>(right.const_data_ptr());
   const auto* b = static_cast<const char*>(left.const_data_ptr());
@@ -123,8 +109,8 @@ void add_by_gemm(const at::Tensor& sum, const at::Tensor& left, const at::Tensor
     const int count = int(std::min(kMost, rows - first));
     const int status =
         gemm(reinterpret_cast<void*>(handle), kNormal, kTransposed, int(in), int(out), count, &one,
-             a + first * right.stride(0) * width, data_type(format), int(right.stride(0)),
-             b + first * left.stride(0) * width, data_type(format), int(left.stride(0)), &one,
+             a + first * right.stride(0) * width, type, int(right.stride(0)),
+             b + first * left.stride(0) * width, type, int(left.stride(0)), &one,
              sum.mutable_data_ptr(), kReal32, int(in), kCompute32, kDefaultAlgorithm);
     TORCH_CHECK(status == 0, "amp_mp: cublasGemmEx answered with status ", status, " to [", out,
                 ", ", in, "] += [", count, ", ", out, "]^T [", count, ", ", in, "] of ",

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cmath>
+#include <set>
 
 #include "torch/bind.h"
 #include "torch/python/objects.h"
@@ -19,13 +20,12 @@ struct Heads {
 Heads heads_of(const at::Tensor& max_logits, const std::vector<int64_t>& query_rows,
                const std::vector<int64_t>& key_rows) {
   const int64_t heads = max_logits.dim() == 1 ? max_logits.numel() : 0;
-  if (heads == 0 || query_rows.empty() || key_rows.empty()) return {};
+  const auto are_equal = [](const std::vector<int64_t>& all) {
+    return std::set(all.begin(), all.end()).size() == 1;
+  };
+  if (heads == 0 || !are_equal(query_rows) || !are_equal(key_rows)) return {};
   const int64_t queries = query_rows[0], rows = queries / heads;
   if (rows == 0 || queries % heads != 0 || key_rows[0] % rows != 0) return {};
-  for (const int64_t each : query_rows)
-    if (each != queries) return {};
-  for (const int64_t each : key_rows)
-    if (each != key_rows[0]) return {};
   const int64_t keys = key_rows[0] / rows;
   return keys == 0 || heads % keys != 0 ? Heads{} : Heads{heads, keys, rows};
 }

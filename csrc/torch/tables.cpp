@@ -1,6 +1,4 @@
 // Tables of the native code that the Python package reads instead of repeating them.
-#include <algorithm>
-#include <string>
 #include <utility>
 
 #include "torch/bind.h"
@@ -30,17 +28,6 @@ py::dict format_entry(Format format) {
   return entry;
 }
 
-// "scale, target" as a tuple of two names.
-py::tuple names_of(const std::string& fields) {
-  py::list names;
-  for (size_t begin = 0; begin < fields.size();) {
-    const size_t end = std::min(fields.find(", ", begin), fields.size());
-    names.append(fields.substr(begin, end - begin));
-    begin = end + 2;
-  }
-  return py::tuple(names);
-}
-
 }  // namespace
 
 void bind_tables(py::module_& m) {
@@ -51,7 +38,9 @@ void bind_tables(py::module_& m) {
   });
   m.def("scale_kinds", [] {
     py::dict kinds;
-#define AMP_MP_SCALE(Struct, name) kinds[#name] = names_of(Struct::kFields);
+// kFields: "scale, target"
+#define AMP_MP_SCALE(Struct, name) \
+  kinds[#name] = py::tuple(py::str(Struct::kFields).attr("split")(", "));
     AMP_MP_FOR_EACH_SCALE(AMP_MP_SCALE)
 #undef AMP_MP_SCALE
     return kinds;

@@ -85,7 +85,7 @@ def measure(tensors: Tensors) -> Tensor:
 def orthogonalise_(
     stack: Tensor, group: dict[str, Any], factor: float = 1.0, *, stack_bytes: int = ...
 ) -> None:
-    """Newton-Schulz of each matrix of a bfloat16 stack: csrc/torch/muon/orthogonalise.h."""
+    """Newton-Schulz of each matrix of a bfloat16 stack: csrc/torch/muon/orthogonalise.cpp."""
 
 def ns_iterations(group: dict[str, Any]) -> list[list[float]]:
     """A param_group's polynomials, or ValueError: csrc/torch/muon/newton_schulz.h."""

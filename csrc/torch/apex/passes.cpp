@@ -44,6 +44,15 @@ TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list
   return lists;
 }
 
+bool is_native(const at::Tensor& grad, const at::Device& device) {
+  const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
+  return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
+         grad.device() == device &&
+         (is_low(grad.scalar_type()) || grad.scalar_type() == at::kFloat) &&
+         grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
+         !grad.is_inference();
+}
+
 namespace {
 
 // The tensors' Statistics where the flag is, which becomes 1 if an element is inf or NaN.
@@ -63,20 +72,6 @@ Tensors as_float(const Tensors& tensors) {
   for (const at::Tensor& t : tensors) converted.push_back(t.to(at::kFloat));
   return converted;
 }
-
-}  // namespace
-
-bool is_native(const at::Tensor& grad, const at::Device& device) {
-  const at::ScalarType dtype = grad.scalar_type();
-  const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
-  return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
-         grad.device() == device &&
-         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
-         grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
-         !grad.is_inference();
-}
-
-namespace {
 
 constexpr const char* kScale = "out = in * scale; tensor_lists: in, out, which may be the same.";
 void multi_tensor_scale(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,

@@ -9,7 +9,8 @@
 namespace amp_mp::apex {
 namespace {
 
-HyperTensors make_numbers(const Number& lr, double weight_decay) {
+HyperTensors make_numbers(const Number& lr, double weight_decay, double beta1 = 0, double beta2 = 0,
+                          double eps = 0) {
   HyperTensors numbers = {};
   if (const auto* tensor = std::get_if<at::Tensor>(&lr)) {
     numbers.lr = *tensor;
@@ -17,12 +18,6 @@ HyperTensors make_numbers(const Number& lr, double weight_decay) {
     numbers.hyper.lr = std::get<double>(lr);
   }
   numbers.hyper.weight_decay = weight_decay;
-  return numbers;
-}
-
-HyperTensors make_numbers(const Number& lr, double weight_decay, double beta1, double beta2,
-                          double eps) {
-  HyperTensors numbers = make_numbers(lr, weight_decay);
   numbers.hyper.beta1 = beta1;
   numbers.hyper.beta2 = beta2;
   numbers.hyper.eps = eps;

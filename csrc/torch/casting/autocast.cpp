@@ -1,77 +1,41 @@
-#include "torch/casting/autocast.h"
-
+// The table that gives each operator a policy, inside torch's own autocast: kernels are registered
+// by operator name under the AutocastCPU and AutocastCUDA dispatch keys. They are called while
+// autocast is on, in whichever way the operator is called (torch., Tensor., F., a module, C++).
+//
+// Registering changes the dispatcher's tables without any lock: do it before worker threads start.
+// Changing the policy of a registered operator is an atomic store.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <sstream>
 
+#include "torch/bind.h"
 #include "torch/casting/autocast_kernel.h"
 #include "torch/casting/op_lists.h"
+#include "torch/products/products.h"
 
 namespace amp_mp::casting {
 namespace {
 
-using c10::DispatchKey;
-
 // Never destroyed: when the process ends, threads may still be in a kernel, and the dispatcher may
 // be destroyed already.
-using Entries = std::map<std::pair<std::string, std::string>, std::unique_ptr<Entry>>;
 std::mutex& mutex = *new std::mutex;
+using Entries = std::map<std::pair<std::string, std::string>, Entry*>;
 Entries& entries = *new Entries;  // by device and operator
-std::vector<std::unique_ptr<torch::Library>>& registrations =
-    *new std::vector<std::unique_ptr<torch::Library>>;
 
-DispatchKey key_of(const std::string& device) {
-  TORCH_CHECK_VALUE(device == "cpu" || device == "cuda",
-                    "device must be \"cpu\" or \"cuda\", found \"", device, '"');
-  return device == "cpu" ? DispatchKey::AutocastCPU : DispatchKey::AutocastCUDA;
+// The policies' names, in the order of the enum.
+const std::vector<std::string>& policy_names() {
+  static const std::vector<std::string> names = {
+      "stock",  "unchanged",     "low_precision",         "float32", "widest", "set_output_dtype",
+      "banned", "bfloat16_only", "low_precision_if_large"};
+  return names;
 }
 
-// Null if the running torch has no such operator.
-Entry* find_or_register(const std::string& device, const std::string& name) {
-  const auto known = entries.find({device, name});
-  if (known != entries.end()) return known->second.get();
-  const size_t dot = name.find('.'), colons = name.find("::");
-  TORCH_CHECK_VALUE(colons != std::string::npos,
-                    "op must look like \"aten::mm\" or \"aten::sum.dim_IntList\", found \"", name,
-                    '"');
-  const std::string base = name.substr(0, dot),
-                    overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-  const auto op = c10::Dispatcher::singleton().findSchema({base, overload});
-  if (!op) return nullptr;
-  auto entry = std::make_unique<Entry>();
-  entry->name = name;
-  entry->key = key_of(device);
-  entry->device = device == "cpu" ? at::kCPU : at::kCUDA;
-  if (op->hasKernelForDispatchKey(entry->key))
-    entry->stock = op->getComputedKernelForDispatchKey(entry->key);
-  for (const auto& argument : op->schema().arguments()) {
-    if (argument.name() == "dtype") entry->dtype_argument = int(entry->written.size());
-    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-    entry->written.push_back(written);
-    entry->writes = entry->writes || written;
-    entry->in_place = entry->in_place || (written && !argument.is_out());
-  }
-  entry->operands = operands_of(op->schema());
-  // Silences torch's warning that a kernel is overridden, which is intended here.
-  struct Silent : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } silent;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, base.substr(0, colons),
-                                                  entry->key, __FILE__, __LINE__);
-  library->impl(name.substr(colons + 2).c_str(), kernel_of(entry.get(), *op));
-  registrations.push_back(std::move(library));
-  return entries.emplace(std::pair(device, name), std::move(entry)).first->second.get();
-}
-
-}  // namespace
-
+// A list of op_lists.h: for each group the policy and the operators, with their namespace.
 std::vector<std::pair<std::string, std::vector<std::string>>> op_list(const std::string& name) {
   std::vector<std::pair<std::string, std::vector<std::string>>> found;
   const auto add = [&](const auto& groups) {
@@ -88,13 +52,46 @@ std::vector<std::pair<std::string, std::vector<std::string>>> op_list(const std:
   return found;
 }
 
-const std::vector<std::string>& policy_names() {
-  static const std::vector<std::string> names = {
-      "stock",  "unchanged",     "low_precision",         "float32", "widest", "set_output_dtype",
-      "banned", "bfloat16_only", "low_precision_if_large"};
-  return names;
+// Null if the running torch has no such operator.
+Entry* find_or_register(const std::string& device, const std::string& name) {
+  const auto known = entries.find({device, name});
+  if (known != entries.end()) return known->second;
+  const size_t dot = name.find('.'), colons = name.find("::");
+  TORCH_CHECK_VALUE(colons != std::string::npos,
+                    "op must look like \"aten::mm\" or \"aten::sum.dim_IntList\", found \"", name,
+                    '"');
+  const std::string base = name.substr(0, dot),
+                    overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  const auto op = c10::Dispatcher::singleton().findSchema({base, overload});
+  if (!op) return nullptr;
+  TORCH_CHECK_VALUE(device == "cpu" || device == "cuda",
+                    "device must be \"cpu\" or \"cuda\", found \"", device, '"');
+  auto* entry = new Entry;
+  entry->name = name;
+  entry->device = device == "cpu" ? at::kCPU : at::kCUDA;
+  entry->key = at::autocast::get_autocast_dispatch_key_from_device_type(entry->device);
+  if (op->hasKernelForDispatchKey(entry->key))
+    entry->stock = op->getComputedKernelForDispatchKey(entry->key);
+  for (const auto& argument : op->schema().arguments()) {
+    if (argument.name() == "dtype") entry->dtype_argument = int(entry->written.size());
+    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+    entry->written.push_back(written);
+    entry->writes = entry->writes || written;
+    entry->in_place = entry->in_place || (written && !argument.is_out());
+  }
+  entry->operands = operands_of(op->schema());
+  const products::SilentOverride silent;
+  entry->registration.emplace(torch::Library::IMPL, base.substr(0, colons), entry->key, __FILE__,
+                              __LINE__);
+  entry->registration->impl(name.substr(colons + 2).c_str(), kernel_of(entry, *op));
+  entries.emplace(std::pair(device, name), entry);
+  return entry;
 }
 
+// Sets an operator's policy; registers a kernel for the operator if it has none yet. `device` is
+// "cpu" or "cuda", `op` a name such as "aten::mm" or "aten::pow.Tensor_Scalar". Returns the policy
+// that the operator had, or an empty string if the running torch has no such operator (the lists
+// are written for several versions of torch).
 std::string set_policy(const std::string& device, const std::string& op,
                        const std::string& policy) {
   const auto& names = policy_names();
@@ -108,6 +105,7 @@ std::string set_policy(const std::string& device, const std::string& op,
   return names[size_t(entry->policy.exchange(wanted))];
 }
 
+// All registered operators, and their policies.
 std::map<std::string, std::string> policies(const std::string& device) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::map<std::string, std::string> found;
@@ -116,11 +114,21 @@ std::map<std::string, std::string> policies(const std::string& device) {
   return found;
 }
 
+// Removes all registered kernels: the dispatch tables are as before. Not thread-safe.
 void uninstall() {
   const std::lock_guard<std::mutex> lock(mutex);
-  registrations.clear();
-  for (auto& [key, entry] : entries) static_cast<void>(entry.release());  // see Entry
+  for (const auto& [key, entry] : entries) entry->registration.reset();
   entries.clear();
+}
+
+}  // namespace
+
+void bind_policies(py::module_& m) {
+  m.def("policy_names", &policy_names);
+  m.def("op_list", &op_list, py::arg("name"));
+  m.def("set_policy", &set_policy, py::arg("device"), py::arg("op"), py::arg("policy"));
+  m.def("policies", &policies, py::arg("device"));
+  m.def("uninstall", &uninstall);
 }
 
 }  // namespace amp_mp::casting

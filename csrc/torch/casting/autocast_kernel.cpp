@@ -12,34 +12,24 @@ namespace {
 
 using c10::DispatchKeySet;
 using c10::IValue;
+using torch::jit::peek;
 using torch::jit::Stack;
-
-bool is_low(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16; }
 
 // Calls f(tensor, argument) for every tensor that may be cast, also in lists, but not for arguments
 // that are written. f returns the tensor's replacement, or an undefined tensor to keep it.
 template <class F>
 void map_tensors(const Entry& e, Stack* stack, const F& f) {
-  const size_t count = e.written.size(), first = stack->size() - count;
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < e.written.size(); ++i) {
     if (e.written[i]) continue;
-    IValue& value = (*stack)[first + i];
+    IValue& value = peek(*stack, i, e.written.size());
     const auto one = [&](const at::Tensor& t) { return e.is_eligible(t) ? f(t, i) : at::Tensor(); };
     if (value.isTensor()) {
       if (at::Tensor cast = one(value.toTensor()); cast.defined()) value = std::move(cast);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> mapped;  // a new list: the caller's is not changed
-      for (const at::Tensor& t : value.toTensorVector()) {
-        const at::Tensor cast = one(t);
-        mapped.push_back(cast.defined() ? cast : t);
-      }
-      value = std::move(mapped);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> mapped;
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) {
-        const at::Tensor cast = t.has_value() ? one(*t) : at::Tensor();
-        mapped.push_back(cast.defined() ? std::optional<at::Tensor>(cast) : t);
-      }
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+      c10::List<IValue> mapped = value.toList().copy();  // the caller's list is not changed
+      for (size_t k = 0; k < mapped.size(); ++k)
+        if (const IValue item = mapped.get(k); item.isTensor())
+          if (at::Tensor cast = one(item.toTensor()); cast.defined()) mapped.set(k, cast);
       value = std::move(mapped);
     }
   }
@@ -69,9 +59,8 @@ std::optional<at::ScalarType> widest(const Entry& e, Stack* stack) {
 
 // The dtype of the argument that is written, which the other arguments then get too.
 std::optional<at::ScalarType> written_dtype(const Entry& e, const Stack* stack) {
-  const size_t first = stack->size() - e.written.size();
   for (size_t i = 0; i < e.written.size(); ++i) {
-    const IValue& value = (*stack)[first + i];
+    const IValue& value = peek(*stack, i, e.written.size());
     if (e.written[i] && value.isTensor() && e.is_eligible(value.toTensor()))
       return value.toTensor().scalar_type();
   }
@@ -87,7 +76,7 @@ void set_dtype(const Entry& e, Stack* stack) {
     return at::Tensor();
   });
   if (!low || e.dtype_argument < 0) return;
-  IValue& dtype = (*stack)[stack->size() - e.written.size() + size_t(e.dtype_argument)];
+  IValue& dtype = peek(*stack, size_t(e.dtype_argument), e.written.size());
   if (dtype.isNone()) dtype = at::kFloat;
 }
 
@@ -120,13 +109,19 @@ void call_stock(const Entry& e, const c10::OperatorHandle& op, DispatchKeySet ke
 // The dtype to cast arguments to, or nullopt. `low` is autocast's dtype.
 std::optional<at::ScalarType> dtype_for(OpPolicy policy, const Entry& e, Stack* stack,
                                         at::ScalarType low) {
+  const auto factor = [&](int i) -> const at::Tensor& {
+    return peek(*stack, size_t(i), e.written.size()).toTensor();
+  };
+  const Operands& of = e.operands;
   switch (policy) {
     case OpPolicy::low_precision: return low;
     case OpPolicy::float32: return at::kFloat;
     case OpPolicy::bfloat16_only: return low == at::kBFloat16 ? low : at::kFloat;
     case OpPolicy::widest: return widest(e, stack);
     case OpPolicy::low_precision_if_large:
-      return e.depends_on_size() && !is_faster(low, e.operands, *stack) ? widest(e, stack) : low;
+      if (!e.depends_on_size() || is_faster(low, factor(of.left), factor(of.right), of.transposed))
+        return low;
+      return widest(e, stack);
     default: return {};
   }
 }
@@ -161,11 +156,6 @@ void BoxedKernel::operator()(const c10::OperatorHandle& op, DispatchKeySet keys,
   }
   if (to) cast_all(*e, schema, stack, *to);
   call_below();
-}
-
-torch::CppFunction kernel_of(Entry* e, const c10::OperatorHandle& op) {
-  if (auto product = product_kernel(e, op)) return std::move(*product);
-  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<BoxedKernel>(e));
 }
 
 }  // namespace amp_mp::casting

@@ -7,10 +7,23 @@
 #include <string>
 #include <vector>
 
-#include "torch/casting/autocast.h"
 #include "torch/casting/product.h"
 
 namespace amp_mp::casting {
+
+// With every policy, what an operator writes into decides: the other arguments are cast to its
+// dtype (in place, and out=).
+enum class OpPolicy : int {
+  stock,                   // what torch's own autocast does
+  unchanged,               // no casts, as an operator on no list
+  low_precision,           // to the autocast dtype
+  float32,                 // low-precision arguments to float32
+  widest,                  // to the widest dtype among the arguments
+  set_output_dtype,        // arguments as they are, `dtype=` float32 unless given
+  banned,                  // raises if an argument is low precision
+  bfloat16_only,           // to the autocast dtype if that is bfloat16, else to float32
+  low_precision_if_large,  // matrix products on a CPU: in float32 where that is faster (product.h)
+};
 
 // One operator on one device type. Never freed: kernels may still be running.
 struct Entry {
@@ -24,6 +37,7 @@ struct Entry {
   bool writes = false;        // whether it writes any argument
   bool in_place = false;      // whether it writes one that is not out=
   Operands operands;          // of a matrix product
+  std::optional<torch::Library> registration;  // of its kernel
 
   // Whether autocast may cast this tensor: floating point but not double, on the entry's device.
   bool is_eligible(const at::Tensor& t) const {
@@ -43,10 +57,7 @@ struct BoxedKernel : c10::OperatorKernel {
   Entry* e;
 };
 
-// An unboxed kernel for the products that have one (autocast_product.cpp), else nullopt.
-std::optional<torch::CppFunction> product_kernel(Entry* entry, const c10::OperatorHandle& op);
-
-// The kernel to register.
+// The kernel to register: an unboxed one for the products that have one (autocast_product.cpp).
 torch::CppFunction kernel_of(Entry* entry, const c10::OperatorHandle& op);
 
 }  // namespace amp_mp::casting

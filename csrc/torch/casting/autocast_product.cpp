@@ -3,6 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "torch/casting/autocast_kernel.h"
 #include "torch/casting/cast_cache.h"
 #include "torch/casting/trace.h"
@@ -16,7 +18,6 @@ template <class... Args>
 struct Product {
   Entry* e;
   c10::TypedOperatorHandle<at::Tensor(Args...)> op;
-  int left, right;  // indices of the factors among the arguments
 
   at::Tensor operator()(DispatchKeySet keys, Args... args) {
     const OpPolicy policy = e->policy.load(std::memory_order_relaxed);
@@ -32,10 +33,11 @@ struct Product {
     at::ScalarType to = low;
     if (if_large && e->depends_on_size()) {
       const at::Tensor* tensors[] = {tensor_of(args)...};
-      if (!is_faster(low, *tensors[left], *tensors[right], e->operands.transposed)) {
-        const at::ScalarType type = tensors[left]->scalar_type();
-        const bool uniform = (has_dtype(args, type) && ...);
-        if (uniform) return op.redispatch(below, args...);
+      const at::Tensor& left = *tensors[e->operands.left];
+      if (!is_faster(low, left, *tensors[e->operands.right], e->operands.transposed)) {
+        const at::ScalarType type = left.scalar_type();
+        const auto fits = [&](const at::Tensor* t) { return !t || t->scalar_type() == type; };
+        if (std::ranges::all_of(tensors, fits)) return op.redispatch(below, args...);
         to = at::kFloat;
       }
     }
@@ -43,18 +45,10 @@ struct Product {
   }
 
   static const at::Tensor* tensor_of(const at::Tensor& t) { return &t; }
-  template <class Other>
-  static const at::Tensor* tensor_of(const Other&) {
-    return nullptr;
+  static const at::Tensor* tensor_of(const std::optional<at::Tensor>& t) {
+    return t ? &*t : nullptr;
   }
-
-  static bool has_dtype(const at::Tensor& t, at::ScalarType type) {
-    return t.scalar_type() == type;
-  }
-  static bool has_dtype(const std::optional<at::Tensor>& t, at::ScalarType type) {
-    return !t || t->scalar_type() == type;
-  }
-  static bool has_dtype(const at::Scalar&, at::ScalarType) { return true; }
+  static const at::Tensor* tensor_of(const at::Scalar&) { return nullptr; }
 
   at::Tensor argument(const at::Tensor& t, at::ScalarType to) const {
     return e->is_eligible(t) ? cast(t, to) : t;
@@ -67,20 +61,19 @@ struct Product {
 
 template <class... Args>
 torch::CppFunction product(Entry* e, const c10::OperatorHandle& op) {
-  return torch::CppFunction(
-      Product<Args...>{e, op.typed<at::Tensor(Args...)>(), e->operands.left, e->operands.right});
+  return torch::CppFunction(Product<Args...>{e, op.typed<at::Tensor(Args...)>()});
 }
 
 }  // namespace
 
-std::optional<torch::CppFunction> product_kernel(Entry* e, const c10::OperatorHandle& op) {
+torch::CppFunction kernel_of(Entry* e, const c10::OperatorHandle& op) {
   using T = const at::Tensor&;
   using S = const at::Scalar&;
   const std::string& n = e->name;
   if (n == "aten::linear") return product<T, T, const std::optional<at::Tensor>&>(e, op);
   if (n == "aten::mm" || n == "aten::matmul" || n == "aten::bmm") return product<T, T>(e, op);
   if (n == "aten::addmm" || n == "aten::baddbmm") return product<T, T, T, S, S>(e, op);
-  return std::nullopt;
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<BoxedKernel>(e));
 }
 
 }  // namespace amp_mp::casting

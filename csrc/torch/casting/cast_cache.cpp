@@ -17,11 +17,10 @@ namespace {
 
 bool is_cacheable(const at::Tensor& t, at::ScalarType dtype) {
   // During capture a copy's memory belongs to the CUDA graph, and must not be cached.
-  return t.requires_grad() && t.is_leaf() && t.scalar_type() == at::kFloat &&
-         (dtype == at::kHalf || dtype == at::kBFloat16) && !t.is_view() && !t.is_inference() &&
-         at::autocast::is_autocast_cache_enabled() && !c10::InferenceMode::is_enabled() &&
-         !is_subclass(t) && owners_of_memory(t) == 1 && !at::caching::is_cached_tensor(t) &&
-         !is_capturing(t.device()) && !is_never_cached(t);
+  return t.requires_grad() && t.is_leaf() && t.scalar_type() == at::kFloat && is_low(dtype) &&
+         !t.is_view() && !t.is_inference() && at::autocast::is_autocast_cache_enabled() &&
+         !c10::InferenceMode::is_enabled() && !is_subclass(t) && owners_of_memory(t) == 1 &&
+         !at::caching::is_cached_tensor(t) && !is_capturing(t.device()) && !is_never_cached(t);
 }
 
 // Of a copy made now; none if it should not be cached.
@@ -34,38 +33,24 @@ std::optional<Life> life_of_casts() {
 
 // Called by torch's clearing.
 void drop_unkept() {
-  CastTable& table = cast_table();
-  std::vector<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  ++table.clearings;
-  table.watched = false;
-  old = table.take_if([](const CastKey& key, const CachedCast&) { return key.life != Life::kept; });
+  LockedCasts table;
+  ++table->clearings;
+  table->watched = false;
+  table.drop_if([](const CastKey& key, const CachedCast&) { return key.life != Life::kept; });
 }
 
 // The number of clearings before what is cached from now on.
 uint64_t watch_clearing() {
-  CastTable& table = cast_table();
   uint64_t clearings;
   {
-    const std::lock_guard<std::mutex> lock(table.mutex);
-    clearings = table.clearings;
-    if (table.watched) return clearings;
+    const LockedCasts table;
+    clearings = table->clearings;
+    if (table->watched) return clearings;
   }
   on_torch_clearing(drop_unkept);
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  if (table.clearings == clearings) table.watched = true;
+  const LockedCasts table;
+  if (table->clearings == clearings) table->watched = true;
   return clearings;
-}
-
-// Called in backward when a gradient goes through a linked copy.
-void gradient_went_through(const CastKey& key) {
-  CastTable& table = cast_table();
-  std::optional<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.entries.find(key);
-  if (found == table.entries.end()) return;
-  old = std::move(found->second);
-  table.entries.erase(found);
 }
 
 using torch::autograd::Node;
@@ -77,7 +62,7 @@ struct CastBackward : Node {
   CastKey key;
 
   variable_list apply(variable_list&& grads) override {
-    if (key.life == Life::iteration) gradient_went_through(key);
+    if (key.life == Life::iteration) LockedCasts().drop(key);
     return {grads[0].defined() ? grads[0].to(at::kFloat) : at::Tensor()};
   }
   std::string name() const override { return "AmpCastBackward"; }
@@ -108,14 +93,13 @@ at::Tensor link(const CastKey& key, const at::Tensor& leaf, const at::Tensor& co
 
 // The current copy, with autograd history if with_grad; undefined if there is none.
 at::Tensor find(const CastKey& key, const at::Tensor& tensor, bool with_grad) {
-  CastTable& table = cast_table();
   at::Tensor copy, linked;
   bool of_other_stream = false;
   void* const stream = stream_of(tensor);
   {
-    const std::lock_guard<std::mutex> lock(table.mutex);
-    const auto found = table.entries.find(key);
-    if (found == table.entries.end() || !is_current(found->second, tensor)) return {};
+    const LockedCasts table;
+    const auto found = table->entries.find(key);
+    if (found == table->entries.end() || !is_current(found->second, tensor)) return {};
     const CachedCast& e = found->second;
     of_other_stream = e.stream != stream;
     if (of_other_stream && !e.is_ready_with_tensor) return {};
@@ -127,35 +111,25 @@ at::Tensor find(const CastKey& key, const at::Tensor& tensor, bool with_grad) {
   if (!with_grad) return copy;
   if (linked.defined()) return linked;
   linked = link(key, tensor, copy);
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.entries.find(key);
-  if (found != table.entries.end() && found->second.copy.is_same(copy))
+  const LockedCasts table;
+  const auto found = table->entries.find(key);
+  if (found != table->entries.end() && found->second.copy.is_same(copy))
     found->second.linked = WeakTensor(linked.getIntrusivePtr());
   return linked;
 }
 
+// An entry that is not inserted is freed after the table is.
 void insert(const CastKey& key, CachedCast entry, uint64_t clearings) {
-  CastTable& table = cast_table();
-  std::vector<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  if (key.life != Life::kept && !(table.watched && table.clearings == clearings)) {
-    old.push_back(std::move(entry));
-    return;
-  }
+  LockedCasts table;
+  if (key.life != Life::kept && !(table->watched && table->clearings == clearings)) return;
   // Entries of freed tensors are removed whenever the table would have to grow.
-  if (table.entries.size() == table.entries.bucket_count())
-    old = table.take_if([](const CastKey&, const CachedCast& e) { return e.owner.expired(); });
-  const auto [place, is_new] = table.entries.try_emplace(key, std::move(entry));
-  if (!is_new) old.push_back(std::exchange(place->second, std::move(entry)));
+  if (table->entries.size() == table->entries.bucket_count())
+    table.drop_if([](const CastKey&, const CachedCast& e) { return e.owner.expired(); });
+  table.drop(key);
+  table->entries.emplace(key, std::move(entry));
 }
 
 }  // namespace
-
-// Never destroyed: at the end of the process the allocators of the tensors may be gone already.
-CastTable& cast_table() {
-  static CastTable& table = *new CastTable;
-  return table;
-}
 
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   if (tensor.scalar_type() == dtype) return tensor;
@@ -168,10 +142,12 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
     return found;
   }
   const uint64_t clearings = *life == Life::kept ? 0 : watch_clearing();
-  CachedCast entry{
-      WeakTensor(tensor.getIntrusivePtr()), tensor._version(), tensor.const_data_ptr(), {}, {}};
-  entry.copy = tensor.detach().to(dtype);
-  entry.stream = stream_of(tensor);
+  CachedCast entry{WeakTensor(tensor.getIntrusivePtr()),
+                   tensor._version(),
+                   tensor.const_data_ptr(),
+                   tensor.detach().to(dtype),
+                   {},
+                   stream_of(tensor)};
   at::Tensor result = with_grad ? link(key, tensor, entry.copy) : entry.copy;
   if (with_grad) entry.linked = WeakTensor(result.getIntrusivePtr());
   insert(key, std::move(entry), clearings);
@@ -179,17 +155,13 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
 }
 
 void clear() {
-  CastTable& table = cast_table();
-  std::vector<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  old = table.take_if([](const CastKey&, const CachedCast&) { return true; });
+  LockedCasts().drop_if([](const CastKey&, const CachedCast&) { return true; });
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> cached() {
-  CastTable& table = cast_table();
   std::vector<std::pair<at::Tensor, at::Tensor>> found;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  for (const auto& [key, entry] : table.entries)
+  const LockedCasts table;
+  for (const auto& [key, entry] : table->entries)
     if (auto alive = entry.owner.lock())
       found.emplace_back(at::Tensor(std::move(alive)), entry.copy);
   return found;

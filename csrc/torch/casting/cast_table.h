@@ -49,8 +49,6 @@ struct Hash {
   }
 };
 
-// While the mutex is held nothing is computed and no tensor freed: either may need Python's lock,
-// whose holder may be waiting for the mutex.
 struct CastTable {
   std::mutex mutex;
   std::unordered_map<CastKey, CachedCast, Hash> entries;
@@ -58,24 +56,36 @@ struct CastTable {
   // will remove them. `clearings` counts those that have been.
   bool watched = false;
   uint64_t clearings = 0;
-
-  // Removes the entries for which `gone` is true and returns them, so that the caller can free
-  // them after it has released the mutex.
-  template <class F>
-  std::vector<CachedCast> take_if(const F& gone) {
-    std::vector<CachedCast> taken;
-    for (auto place = entries.begin(); place != entries.end();)
-      if (gone(place->first, place->second)) {
-        taken.push_back(std::move(place->second));
-        place = entries.erase(place);
-      } else {
-        ++place;
-      }
-    return taken;
-  }
 };
 
-CastTable& cast_table();
+// Never destroyed: at the end of the process the allocators of the tensors may be gone already.
+inline CastTable& the_table = *new CastTable;
+
+// The one table, locked. Meanwhile nothing is computed and no tensor freed: either may need
+// Python's lock, whose holder may be waiting for the table. What is dropped is freed after the
+// table is.
+class LockedCasts {
+ public:
+  CastTable* operator->() const { return &the_table; }
+
+  void drop(const CastKey& key) {
+    if (auto node = the_table.entries.extract(key)) dropped_.push_back(std::move(node.mapped()));
+  }
+
+  // Drops the entries for which `gone` is true.
+  template <class F>
+  void drop_if(const F& gone) {
+    for (auto next = the_table.entries.begin(); next != the_table.entries.end();) {
+      const auto each = next++;
+      if (!gone(each->first, each->second)) continue;
+      dropped_.push_back(std::move(the_table.entries.extract(each).mapped()));
+    }
+  }
+
+ private:
+  std::vector<CachedCast> dropped_;
+  const std::lock_guard<std::mutex> lock_{the_table.mutex};
+};
 
 inline size_t owners_of_memory(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().use_count();

@@ -13,7 +13,7 @@ thread_local bool keeps = false;
 
 // By address, with a reference to the tensor's version counter, which tells whether the tensor
 // lives: another tensor may get the address of a freed one. A weak reference to the tensor itself
-// would stand in the way of torch.utils.swap_tensors. Guarded by the table's mutex; the usual case,
+// would stand in the way of torch.utils.swap_tensors. Guarded by the table's lock; the usual case,
 // that there is none, needs no lock.
 using Refused = std::unordered_map<const c10::TensorImpl*, c10::VariableVersion>;
 Refused& refused = *new Refused;
@@ -31,14 +31,13 @@ bool keeps_casts() { return keeps; }
 bool set_keeps_casts(bool keep) { return std::exchange(keeps, keep); }
 
 Tensors copies_to_write(const Tensors& tensors) {
-  CastTable& table = cast_table();
   Tensors copies(tensors.size());
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  if (table.entries.empty()) return copies;
+  const LockedCasts table;
+  if (table->entries.empty()) return copies;
   for (size_t i = 0; i < tensors.size(); ++i)
     for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
-      const auto found = table.entries.find({tensors[i].unsafeGetTensorImpl(), dtype, Life::kept});
-      if (found == table.entries.end()) continue;
+      const auto found = table->entries.find({tensors[i].unsafeGetTensorImpl(), dtype, Life::kept});
+      if (found == table->entries.end()) continue;
       const CachedCast& e = found->second;
       if (is_current(e, tensors[i]) && owners_of_memory(e.copy) == 1 &&
           same_layout(e.copy, tensors[i]))
@@ -48,16 +47,15 @@ Tensors copies_to_write(const Tensors& tensors) {
 }
 
 void copies_written(const Tensors& tensors, const Tensors& copies) {
-  CastTable& table = cast_table();
   Tensors of_other_streams;
   {
-    const std::lock_guard<std::mutex> lock(table.mutex);
+    const LockedCasts table;
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (!copies[i].defined()) continue;
       bump_version(copies[i]);
-      const auto found = table.entries.find(
+      const auto found = table->entries.find(
           {tensors[i].unsafeGetTensorImpl(), copies[i].scalar_type(), Life::kept});
-      if (found == table.entries.end() || !found->second.copy.is_same(copies[i])) continue;
+      if (found == table->entries.end() || !found->second.copy.is_same(copies[i])) continue;
       CachedCast& e = found->second;
       e.version = tensors[i]._version();
       e.memory = tensors[i].const_data_ptr();
@@ -69,27 +67,22 @@ void copies_written(const Tensors& tensors, const Tensors& copies) {
 }
 
 void optimizer_stepped() {
-  CastTable& table = cast_table();
-  std::vector<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
-  old = table.take_if([](const CastKey&, const CachedCast& e) { return !e.written; });
-  for (auto& [key, entry] : table.entries) entry.written = false;
+  LockedCasts().drop_if(
+      [](const CastKey&, CachedCast& e) { return !std::exchange(e.written, false); });
 }
 
 void never_cache(const Tensors& tensors) {
-  CastTable& table = cast_table();
-  std::vector<CachedCast> old;
-  const std::lock_guard<std::mutex> lock(table.mutex);
+  LockedCasts table;
   std::erase_if(refused, [](const auto& each) { return each.second.unique(); });
   for (const at::Tensor& t : tensors)
     refused.insert_or_assign(t.unsafeGetTensorImpl(), t.unsafeGetTensorImpl()->version_counter());
   some_refused = true;
-  old = table.take_if([](const CastKey& key, const CachedCast&) { return is_refused(key.tensor); });
+  table.drop_if([](const CastKey& key, const CachedCast&) { return is_refused(key.tensor); });
 }
 
 bool is_never_cached(const at::Tensor& tensor) {
   if (!some_refused) return false;
-  const std::lock_guard<std::mutex> lock(cast_table().mutex);
+  const LockedCasts table;
   return is_refused(tensor.unsafeGetTensorImpl());
 }
 

@@ -5,12 +5,6 @@
 namespace amp_mp::casting {
 namespace {
 
-using c10::IValue;
-
-bool is_symbolic(const at::Tensor& t) {
-  return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
-
 // While torch.compile traces with unknown sizes: finds the number of rows from which the answer is
 // yes, and guards on rows >= that number, so that the graph is valid for all sizes with the same
 // answer.
@@ -24,32 +18,15 @@ bool has_many_rows(const c10::SymInt& m, int64_t n, int64_t k) {
   return m.sym_ge(large).guard_bool(__FILE__, __LINE__);
 }
 
-bool is_large_symbolic(const at::Tensor& left, const at::Tensor& right, bool transposed) {
-  if (left.dim() == 0 || right.dim() < 2) return false;
-  const auto sizes = right.sym_sizes();
-  const size_t last = sizes.size() - 1;
-  // A weight's sizes are usually known; if not, the graph is specialised to the current ones.
-  const int64_t n = sizes[transposed ? last - 1 : last].guard_int(__FILE__, __LINE__);
-  const int64_t k = sizes[transposed ? last : last - 1].guard_int(__FILE__, __LINE__);
-  if (k == 0) return false;
-  return has_many_rows(left.sym_numel() / k, n, k);
-}
-
-bool is_plain_tensor(const c10::Argument& argument) {
-  return argument.type()->kind() == c10::TypeKind::TensorType &&
-         !(argument.alias_info() && argument.alias_info()->isWrite() && argument.is_out());
-}
-
 }  // namespace
 
 Operands operands_of(const c10::FunctionSchema& schema) {
   Operands found;
-  found.arguments = int(schema.arguments().size());
   const std::string base = schema.name().substr(schema.name().find("::") + 2);
   found.transposed = base == "linear" || base.ends_with("_cell");
-  for (int i = 0; i < found.arguments; ++i) {
+  for (int i = 0; i < int(schema.arguments().size()); ++i) {
     const c10::Argument& argument = schema.arguments()[size_t(i)];
-    if (!is_plain_tensor(argument)) continue;
+    if (argument.type()->kind() != c10::TypeKind::TensorType || argument.is_out()) continue;
     if (base.ends_with("_cell")) {  // its largest product is the input's
       if (i == 0) found.left = i;
       if (argument.name() == "w_ih") found.right = i;
@@ -65,18 +42,19 @@ Operands operands_of(const c10::FunctionSchema& schema) {
 bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& right,
                bool transposed) {
   if (products::in_float32(low)) return false;
-  if (is_symbolic(left) || is_symbolic(right)) return is_large_symbolic(left, right, transposed);
-  if (left.dim() == 0 || right.dim() < 2 || left.numel() == 0) return false;
-  const c10::IntArrayRef sizes = right.sizes();
-  const int64_t n = transposed ? sizes[sizes.size() - 2] : sizes.back();
+  if (left.dim() == 0 || right.dim() < 2) return false;
+  const int64_t columns = transposed ? -2 : -1,
+                depth = transposed ? -1 : -2;  // dimensions of right
+  if (left.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+      right.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    // A weight's sizes are usually known; if not, the graph is specialised to the current ones.
+    const int64_t n = right.sym_size(columns).guard_int(__FILE__, __LINE__);
+    const int64_t k = right.sym_size(depth).guard_int(__FILE__, __LINE__);
+    return k != 0 && has_many_rows(left.sym_numel() / k, n, k);
+  }
+  if (left.numel() == 0) return false;
   const int64_t k = left.sizes().back();
-  return products::is_large(left.numel() / k, n, k);  // batches are rows
-}
-
-bool is_faster(at::ScalarType low, const Operands& operands, const torch::jit::Stack& stack) {
-  const IValue* arguments = &stack[stack.size() - size_t(operands.arguments)];
-  return is_faster(low, arguments[operands.left].toTensor(), arguments[operands.right].toTensor(),
-                   operands.transposed);
+  return products::is_large(left.numel() / k, right.size(columns), k);  // batches are rows
 }
 
 }  // namespace amp_mp::casting

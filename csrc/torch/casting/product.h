@@ -3,7 +3,6 @@
 // before its first multiplication, and the casts need time too: a small product is up to ten times
 // faster in float32.
 #include <ATen/core/function_schema.h>
-#include <ATen/core/stack.h>
 
 namespace amp_mp::casting {
 
@@ -11,7 +10,6 @@ namespace amp_mp::casting {
 // transposed: the right factor is given transposed, as in linear.
 struct Operands {
   int left = -1, right = -1;
-  int arguments = 0;
   bool transposed = false;
 };
 
@@ -23,6 +21,5 @@ Operands operands_of(const c10::FunctionSchema& schema);
 // times vector never is, and no product on a processor that computes them in float32 (products.h).
 bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& right,
                bool transposed);
-bool is_faster(at::ScalarType low, const Operands& operands, const torch::jit::Stack& stack);
 
 }  // namespace amp_mp::casting

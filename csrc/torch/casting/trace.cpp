@@ -26,12 +26,11 @@ std::vector<Cast> take_log() {
 
 void trace_cast(const std::string& op, const std::string& argument, at::ScalarType from,
                 at::ScalarType to, bool cached) {
-  const Cast cast{op, argument, c10::toString(from), c10::toString(to), cached};
+  const char *before = c10::toString(from), *after = c10::toString(to);
   if (trace.load() == Trace::print && !cached)
-    fprintf(stderr, "amp_mp: %s(%s): %s -> %s\n", cast.op.c_str(), cast.argument.c_str(),
-            cast.from.c_str(), cast.to.c_str());
+    fprintf(stderr, "amp_mp: %s(%s): %s -> %s\n", op.c_str(), argument.c_str(), before, after);
   const std::lock_guard<std::mutex> lock(log_mutex);
-  if (trace.load() == Trace::record) log.push_back(cast);
+  if (trace.load() == Trace::record) log.emplace_back(op, argument, before, after, cached);
 }
 
 }  // namespace amp_mp::casting

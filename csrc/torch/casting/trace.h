@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace amp_mp::casting {
@@ -13,10 +14,8 @@ enum class Trace : int { off, print, record };
 void set_trace(Trace trace);
 bool is_tracing();
 
-struct Cast {
-  std::string op, argument, from, to;
-  bool cached;  // found in the cache, nothing was computed
-};
+// Operator, argument, dtypes before and after, and whether the copy was found in the cache.
+using Cast = std::tuple<std::string, std::string, std::string, std::string, bool>;
 std::vector<Cast> take_log();
 
 // Reports a cast. Call only if is_tracing().

@@ -62,18 +62,11 @@ bool is_list(const py::handle& found) {
 }
 
 std::optional<Polynomial> polynomial(const py::handle& found) {
-  if (!is_list(found) || py::len(found) != 3) return std::nullopt;
-  Polynomial made = {};
-  size_t k = 0;
-  for (const py::handle each : found) {
-    if (!PyFloat_Check(each.ptr()) && !PyIndex_Check(each.ptr()) && !py::hasattr(each, "__float__"))
-      return std::nullopt;
-    made[k] = PyFloat_AsDouble(each.ptr());
-    const bool failed = PyErr_Occurred() != nullptr;
-    PyErr_Clear();
-    if (failed || !std::isfinite(made[k++])) return std::nullopt;
-  }
-  return made;
+  py::detail::make_caster<Polynomial> caster;
+  if (!is_list(found) || !caster.load(found, true)) return std::nullopt;
+  const Polynomial& made = caster;
+  const bool is_finite = std::isfinite(made[0]) && std::isfinite(made[1]) && std::isfinite(made[2]);
+  return is_finite ? std::optional(made) : std::nullopt;
 }
 
 std::vector<Polynomial> listed(const py::object& coefficients) {
@@ -102,8 +95,8 @@ double gram_from(const py::object& found) {
   return kGramFrom;
 }
 
-}  // namespace
-
+// A set's name, one polynomial for all iterations, or a list of them, of which the last repeats;
+// steps: None or the number of iterations.
 std::vector<Polynomial> iterations_of(const py::object& coefficients, const py::object& steps) {
   std::vector<Polynomial> found = listed(coefficients);
   if (steps.is_none()) return found;
@@ -117,10 +110,10 @@ std::vector<Polynomial> iterations_of(const py::object& coefficients, const py::
   return found;
 }
 
+}  // namespace
+
 NewtonSchulz newton_schulz_of(const py::dict& group) {
-  const auto entry = [&](const char* name, py::object otherwise) {
-    return group.contains(name) ? py::object(group[name]) : otherwise;
-  };
+  const py::object entry = group.attr("get");
   const py::object dtype = entry("ns_dtype", py::none());
   py::detail::make_caster<at::ScalarType> caster;
   at::ScalarType products = at::kBFloat16;

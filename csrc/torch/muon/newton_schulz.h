@@ -20,11 +20,7 @@ struct NewtonSchulz {
   double gram_from;      // matrices so many times as long as wide iterate on their Gram matrix
 };
 
-// A set's name, one polynomial for all iterations, or a list of them, of which the last repeats;
-// steps: None or the number of iterations. ValueError naming the argument.
-std::vector<Polynomial> iterations_of(const py::object& coefficients, const py::object& steps);
-
-// ns_coefficients, ns_steps, ns_dtype, ns_gram and eps of a param_group.
+// ns_coefficients, ns_steps, ns_dtype, ns_gram and eps of a param_group; ValueError naming one.
 NewtonSchulz newton_schulz_of(const py::dict& group);
 
 }  // namespace amp_mp::muon

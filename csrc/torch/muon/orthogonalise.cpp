@@ -5,12 +5,26 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
+#include <optional>
+#include <tuple>
 
 #include "torch/bind.h"
+#include "torch/muon/newton_schulz.h"
 
 namespace amp_mp::muon {
+
+std::vector<int64_t> direction_offsets(const std::vector<at::Tensor>& params) {
+  constexpr int64_t kAligned = 16 / 2;  // elements
+  std::vector<int64_t> found = {0};
+  for (const at::Tensor& param : params)
+    found.push_back(found.back() + (param.numel() + kAligned - 1) / kAligned * kAligned);
+  return found;
+}
+
 namespace {
 
+// A stack takes three to four times its own bytes while it is worked on, so large ones are cut.
+constexpr int64_t kStackBytes = int64_t(1) << 28;
 // On a CPU a product of two large matrices fills the caches, and a stack of them would leave these.
 constexpr int64_t kLargeOnCpu = 256;
 // Each iteration multiplies a Gram matrix's rounding errors by a^2 at most. Before they have grown
@@ -89,10 +103,11 @@ void orthogonalise_part(const at::Tensor& stack, const NewtonSchulz& how, double
   if (!how.iterations.empty() || how.dtype != at::kBFloat16) own.copy_(is_tall ? x.mT() : x);
 }
 
-}  // namespace
-
-void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& given, double factor,
-                    int64_t stack_bytes) {
+// Newton-Schulz, in place: singular values become about `factor`. stack: bfloat16
+// [n, rows, columns]. Queues products on the device and waits for nothing. On a CPU the bits do not
+// depend on what else is in the stack.
+void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& given, double factor = 1,
+                    int64_t stack_bytes = kStackBytes) {
   TORCH_CHECK_VALUE(stack.defined() && stack.dim() == 3 && stack.scalar_type() == at::kBFloat16,
                     "stack must be bfloat16 [n, rows, columns]");
   if (stack.numel() == 0) return;
@@ -114,11 +129,12 @@ void orthogonalise_(const at::Tensor& stack, const NewtonSchulz& given, double f
                        most_growth);
 }
 
-namespace {
+// What a matrix consists of from its first row to its last: so many matrices of so many rows and
+// columns, whose singular values become about so much.
+using Blocks = std::vector<std::tuple<int64_t, int64_t, int64_t, double>>;
 
 // Makes each of the matrices' blocks orthogonal, in place.
-void make_blocks(const at::Tensor& own, const WholeMatrices::Blocks& blocks,
-                 const NewtonSchulz& how) {
+void make_blocks(const at::Tensor& own, const Blocks& blocks, const NewtonSchulz& how) {
   int64_t rows = 0, at = 0;
   for (const auto& [count, own_rows, columns, factor] : blocks) rows += count * own_rows;
   const at::Tensor whole = own.reshape({-1, rows, std::get<2>(blocks.at(0))});
@@ -132,54 +148,67 @@ void make_blocks(const at::Tensor& own, const WholeMatrices::Blocks& blocks,
   if (whole.const_data_ptr() != own.const_data_ptr()) own.copy_(whole.view(own.sizes()));
 }
 
-}  // namespace
-
-std::vector<int64_t> direction_offsets(const std::vector<at::Tensor>& params) {
-  constexpr int64_t kAligned = 16 / 2;  // elements
-  std::vector<int64_t> found = {0};
-  for (const at::Tensor& param : params)
-    found.push_back(found.back() + (param.numel() + kAligned - 1) / kAligned * kAligned);
-  return found;
-}
-
-WholeMatrices::WholeMatrices(const std::vector<at::Tensor>& locals,
-                             const std::vector<py::dict>& groups,
-                             const std::vector<std::optional<Blocks>>& blocks) {
-  TORCH_CHECK_VALUE(groups.size() == locals.size() && blocks.size() == locals.size(),
-                    "locals, groups and blocks must be equally long");
-  for (size_t i = 0; i < locals.size(); ++i)
-    TORCH_CHECK_VALUE(locals[i].defined(), "locals[", i, "] is None; a tensor is needed");
-  offsets_ = direction_offsets(locals);
-  for (size_t i = 0; i < locals.size(); ++i) {
-    const at::Tensor& local = locals[i];
-    const int64_t begin = offsets_[i], end = offsets_[i + 1];
-    if (!blocks[i] || begin == end) continue;
-    Run* last = runs_.empty() || runs_.back().end != begin ? nullptr : &runs_.back();
-    const bool is_alone = !local.is_contiguous();
-    if (is_alone)
-      runs_.push_back(
-          {begin, end, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec(), true});
-    else if (last && !last->is_alone && last->group.is(groups[i]) && last->blocks == *blocks[i] &&
-             last->sizes[1] == local.numel()) {
-      last->end = end;
-      ++last->sizes[0];
-    } else {
-      runs_.push_back(
-          {begin, end, *blocks[i], groups[i], {1, local.numel()}, {end - begin, 1}, false});
+// The directions of parameters of which this process has all, and how their updates are made. It
+// runs no Python between the first matrix and the last: an interrupt finds none of them made
+// orthogonal, or all.
+class WholeMatrices {
+ public:
+  // One each for the parameters, in the order of the directions: their memory here, param_groups,
+  // and blocks; none for a parameter that is not for this object.
+  WholeMatrices(const std::vector<at::Tensor>& locals, const std::vector<py::dict>& groups,
+                const std::vector<std::optional<Blocks>>& blocks) {
+    TORCH_CHECK_VALUE(groups.size() == locals.size() && blocks.size() == locals.size(),
+                      "locals, groups and blocks must be equally long");
+    offsets_ = direction_offsets(locals);
+    for (size_t i = 0; i < locals.size(); ++i) {
+      const at::Tensor& local = locals[i];
+      TORCH_CHECK_VALUE(local.defined(), "locals[", i, "] is None; a tensor is needed");
+      const int64_t begin = offsets_[i], end = offsets_[i + 1];
+      if (!blocks[i] || begin == end) continue;
+      Run* last = runs_.empty() || runs_.back().end != begin ? nullptr : &runs_.back();
+      const bool is_alone = !local.is_contiguous();
+      if (is_alone)
+        runs_.push_back(
+            {begin, end, *blocks[i], groups[i], local.sizes().vec(), local.strides().vec(), true});
+      else if (last && !last->is_alone && last->group.is(groups[i]) && last->blocks == *blocks[i] &&
+               last->sizes[1] == local.numel()) {
+        last->end = end;
+        ++last->sizes[0];
+      } else {
+        runs_.push_back(
+            {begin, end, *blocks[i], groups[i], {1, local.numel()}, {end - begin, 1}, false});
+      }
     }
   }
-}
 
-at::Tensor WholeMatrices::make_updates(const at::Tensor& directions) const {
-  for (const Run& run : runs_) {
-    const at::Tensor own =
-        directions.slice(0, run.begin, run.end).as_strided(run.sizes, run.strides);
-    const NewtonSchulz how = newton_schulz_of(run.group);
-    const py::gil_scoped_release release;
-    make_blocks(own, run.blocks, how);
+  const std::vector<int64_t>& offsets() const { return offsets_; }
+  // The same tensor, with updates in place of the directions.
+  at::Tensor make_updates(const at::Tensor& directions) const {
+    for (const Run& run : runs_) {
+      const at::Tensor own =
+          directions.slice(0, run.begin, run.end).as_strided(run.sizes, run.strides);
+      const NewtonSchulz how = newton_schulz_of(run.group);
+      const py::gil_scoped_release release;
+      make_blocks(own, run.blocks, how);
+    }
+    return directions;
   }
-  return directions;
-}
+
+ private:
+  // Parameters of the same blocks and numbers that lie one behind the other: sizes and strides of
+  // all of them, or of the one whose memory is not in the order of its rows.
+  struct Run {
+    int64_t begin, end;
+    Blocks blocks;
+    py::dict group;
+    std::vector<int64_t> sizes, strides;
+    bool is_alone;
+  };
+  std::vector<int64_t> offsets_;
+  std::vector<Run> runs_;
+};
+
+}  // namespace
 
 void bind(py::module_& m) {
   m.def(
@@ -196,7 +225,7 @@ void bind(py::module_& m) {
       py::arg("group"));
   py::class_<WholeMatrices>(m, "WholeMatrices")
       .def(py::init<const std::vector<at::Tensor>&, const std::vector<py::dict>&,
-                    const std::vector<std::optional<WholeMatrices::Blocks>>&>(),
+                    const std::vector<std::optional<Blocks>>&>(),
            py::arg("locals"), py::arg("groups"), py::arg("blocks"))
       .def_property_readonly("offsets", &WholeMatrices::offsets)
       .def("__call__", &WholeMatrices::make_updates, py::arg("directions"));

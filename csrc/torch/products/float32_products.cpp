@@ -20,23 +20,27 @@ constexpr int64_t kSmall = int64_t(1) << 20;
 // Rows and columns of a thread's part of a product, at least: narrower ones multiply slower.
 constexpr int64_t kNarrow = 64;
 
-// A block of a matrix in float32, filled from one part of the matrix after another.
+// A block of a matrix, or of a batch of them, in float32, filled from one part after another.
 class FloatBlock {
  public:
-  // Rows (dim 0) or columns (dim 1) of `from`, at most `count`.
+  // Along `dim` at most `count` of what `from` has there: rows, columns or matrices.
   FloatBlock(const at::Tensor& from, int64_t dim, int64_t count) : from_(from), dim_(dim) {
-    std::array<int64_t, 2> sizes = {from.size(0), from.size(1)};
+    c10::SmallVector<int64_t, 3> sizes(from.sizes()), strides(sizes.size());
     sizes[size_t(dim)] = count;
+    int64_t &rows = sizes.end()[-2], &columns = sizes.end()[-1];
     // In the matrix's own order, so that both sides of the conversion are read in a row.
-    const bool by_columns = from.stride(0) == 1 && from.stride(1) != 1;
-    values_ = at::empty(by_columns ? std::array{sizes[1], sizes[0]} : sizes,
-                        from.options().dtype(at::kFloat));
-    if (by_columns) values_ = values_.t();
+    const bool by_columns = from.stride(-2) == 1 && from.stride(-1) != 1;
+    strides.end()[-2] = by_columns ? 1 : columns;
+    strides.end()[-1] = by_columns ? rows : 1;
+    // Each matrix at an aligned address: a product's bits can depend on it.
+    if (from.dim() == 3) strides[0] = (rows * columns + 15) / 16 * 16;
+    values_ = at::empty_strided(sizes, strides, from.options().dtype(at::kFloat));
   }
 
   at::Tensor at(int64_t first, int64_t count) const {
-    return values_.narrow(dim_, 0, count).copy_(from_.narrow(dim_, first, count));
+    return results(count).copy_(from_.narrow(dim_, first, count));
   }
+  at::Tensor results(int64_t count) const { return values_.narrow(dim_, 0, count); }
 
  private:
   at::Tensor from_, values_;
@@ -49,28 +53,6 @@ at::Tensor& float_product(at::Tensor& to, const at::Tensor& summand, const at::T
   return summand.defined() ? at::cpu::addmm_out(to, summand, a, b, beta, alpha)
                            : at::cpu::addmm_out(to, to, a, b, 0.0, alpha);
 }
-
-// Some matrices of a batch in float32, each at an aligned address: a product's bits can depend on
-// it.
-class FloatBatch {
- public:
-  FloatBatch(const at::Tensor& from, int64_t count) : from_(from) {
-    const int64_t rows = from.size(1), columns = from.size(2);
-    const bool by_columns = from.stride(1) == 1 && from.stride(2) != 1;
-    const int64_t elements = (rows * columns + 15) / 16 * 16;
-    values_ = at::empty({count, elements}, from.options().dtype(at::kFloat))
-                  .as_strided({count, rows, columns},
-                              {elements, by_columns ? 1 : columns, by_columns ? rows : 1});
-  }
-
-  at::Tensor at(int64_t first, int64_t count) const {
-    return values_.narrow(0, 0, count).copy_(from_.narrow(0, first, count));
-  }
-  at::Tensor results(int64_t count) const { return values_.narrow(0, 0, count); }
-
- private:
-  at::Tensor from_, values_;
-};
 
 // Blocks of columns of b, and for each of them blocks of rows of a and out.
 void by_rows(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
@@ -115,6 +97,41 @@ void by_depth(const at::Tensor& out, const at::Tensor& summand, const at::Tensor
   out.copy_(sum);
 }
 
+void multiply_batches(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
+                      const at::Tensor& b, double beta, double alpha) {
+  const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
+  const at::Tensor added =
+      summand.defined() && beta != 0.0 ? summand.expand({batches, m, n}) : at::Tensor();
+  // One by one, or each by one thread: so a matrix has the same bits beside any others, on which
+  // Muon's ranks rely. Those of a batched product depend on how many there are.
+  if (m * k * n > kLarge) {
+    for (int64_t i = 0; i < batches; ++i)
+      multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);
+    return;
+  }
+  // At least two, or the only one would be multiplied by all threads.
+  at::parallel_for(0, std::max<int64_t>(batches, 2), 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
+    end = std::min(end, batches);
+    while (begin < end && multiply_by_loops(out[begin], added.defined() ? added[begin] : added,
+                                            a[begin], b[begin], beta, alpha))
+      ++begin;
+    if (begin == end) return;
+    const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);
+    const FloatBlock left(a, 0, some), right(b, 0, some), sums(out, 0, some);
+    for (int64_t first = begin; first < end; first += some) {
+      const int64_t count = std::min(some, end - first);
+      const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
+      const at::Tensor results = sums.results(count);
+      if (added.defined()) results.copy_(added.narrow(0, first, count));
+      auto to = results.unbind();
+      for (size_t i = 0; i < to.size(); ++i)
+        at::cpu::addmm_out(to[i], to[i], x[i], y[i], added.defined() ? beta : 0.0, alpha);
+      out.narrow(0, first, count).copy_(results);
+    }
+  });
+}
+
 }  // namespace
 
 int64_t slices_of_block(int64_t count, int64_t elements, int64_t block) {
@@ -128,6 +145,7 @@ int64_t slices_of_block(int64_t count, int64_t elements, int64_t block) {
 // a hundredth of multiplying.
 void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                          const at::Tensor& b, double beta, double alpha) {
+  if (a.dim() == 3) return multiply_batches(out, summand, a, b, beta, alpha);
   const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
   const at::Tensor added = summand.defined() && beta != 0.0 ? summand.expand({m, n}) : at::Tensor();
   if (multiply_by_loops(out, added, a, b, beta, alpha)) return;
@@ -153,42 +171,6 @@ void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const
       };
       compute(part(out), added.defined() ? part(added) : added, a.narrow(0, row, height),
               b.narrow(1, column, width), beta, alpha);
-    }
-  });
-}
-
-void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summand,
-                                 const at::Tensor& a, const at::Tensor& b, double beta,
-                                 double alpha) {
-  const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
-  const at::Tensor added =
-      summand.defined() && beta != 0.0 ? summand.expand({batches, m, n}) : at::Tensor();
-  // One by one, or each by one thread: so a matrix has the same bits beside any others, on which
-  // Muon's ranks rely. Those of a batched product depend on how many there are.
-  if (m * k * n > kLarge) {
-    for (int64_t i = 0; i < batches; ++i)
-      multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);
-    return;
-  }
-  // At least two, or the only one would be multiplied by all threads.
-  at::parallel_for(0, std::max<int64_t>(batches, 2), 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
-    end = std::min(end, batches);
-    while (begin < end && multiply_by_loops(out[begin], added.defined() ? added[begin] : added,
-                                            a[begin], b[begin], beta, alpha))
-      ++begin;
-    if (begin == end) return;
-    const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);
-    const FloatBatch left(a, some), right(b, some), sums(out, some);
-    for (int64_t first = begin; first < end; first += some) {
-      const int64_t count = std::min(some, end - first);
-      const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
-      const at::Tensor results = sums.results(count);
-      if (added.defined()) results.copy_(added.narrow(0, first, count));
-      auto to = results.unbind();
-      for (size_t i = 0; i < to.size(); ++i)
-        at::cpu::addmm_out(to[i], to[i], x[i], y[i], added.defined() ? beta : 0.0, alpha);
-      out.narrow(0, first, count).copy_(results);
     }
   });
 }

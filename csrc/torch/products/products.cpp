@@ -19,8 +19,7 @@ enum Choice { undecided, native, float32 };
 std::atomic<Choice> of_bfloat16{undecided}, of_float16{undecided};
 
 std::atomic<Choice>& chosen(at::ScalarType low) {
-  TORCH_CHECK_VALUE(low == at::kBFloat16 || low == at::kHalf,
-                    "dtype must be torch.bfloat16 or torch.float16, found ", low);
+  TORCH_CHECK_VALUE(is_low(low), "dtype must be torch.bfloat16 or torch.float16, found ", low);
   return low == at::kBFloat16 ? of_bfloat16 : of_float16;
 }
 
@@ -29,11 +28,7 @@ template <auto... replace>
 void replace_kernels(std::initializer_list<c10::DispatchKey> keys) {
   static std::once_flag once;
   std::call_once(once, [&] {
-    // Silences torch's warning that a kernel is overridden, which is intended here.
-    struct Silent : c10::WarningHandler {
-      void process(const c10::Warning&) override {}
-    } silent;
-    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    const SilentOverride silent;
     for (const c10::DispatchKey key : keys) {
       auto* aten = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
       (replace(*aten), ...);

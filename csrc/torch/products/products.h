@@ -3,10 +3,17 @@
 // and stored in low precision ("pseudo float32"). The kernels take the place of torch's own below
 // autograd, so that forward and backward passes, hooks, checkpointing, torch.func and compiled
 // graphs use them alike; while a dtype is not in float32 they call torch's kernels.
-#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include "torch/checks.h"
+
 namespace amp_mp::products {
+
+// While it lives, torch does not warn that a kernel is overridden, which is intended.
+struct SilentOverride : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+  const c10::WarningUtils::WarningHandlerGuard guard{this};
+};
 
 // Whether all products of a dtype, bfloat16 or float16, are computed in float32.
 bool in_float32(at::ScalarType low);
@@ -31,21 +38,18 @@ std::string choice(at::ScalarType low);
 std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, int64_t least_runs,
                                              double limit_s);
 
-// out = beta * summand + alpha * (a @ b) for low-precision matrices, and for batches of them;
+// out = beta * summand + alpha * (a @ b) for low-precision matrices, or for batches of them;
 // summand, undefined or of a shape that expands to out's, has the same dtype.
 void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                          const at::Tensor& b, double beta, double alpha);
-void multiply_batches_in_float32(const at::Tensor& out, const at::Tensor& summand,
-                                 const at::Tensor& a, const at::Tensor& b, double beta,
-                                 double alpha);
 
 // Whether a native bfloat16 product of [m, k] and [k, n] is faster than a float32 one and than
 // `multiply_by_loops`.
 bool is_large(int64_t m, int64_t n, int64_t k);
 
-// The same for matrices by the CPU loops, which convert weights in registers and read them once for
-// 16 rows. False, and nothing is done, if another product is faster or b is dense in neither
-// dimension.
+// The same product of matrices by the CPU loops, which convert weights in registers and read them
+// once for 16 rows. False, and nothing is done, if another product is faster or b is dense in
+// neither dimension.
 bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                        const at::Tensor& b, double beta, double alpha);
 

@@ -24,10 +24,6 @@ bool is_convolved(const Tensor& input, const Tensor& weight) {
          input.dim() == weight.dim() && input.numel() > 0;
 }
 
-MaybeTensor in_float(const MaybeTensor& t) {
-  return t && t->defined() ? MaybeTensor(t->to(at::kFloat)) : t;
-}
-
 Tensor convolution(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
                    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
                    IntArrayRef output_padding, int64_t groups) {
@@ -39,7 +35,7 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const MaybeTensor&
   if (!is_convolved(input, weight) || (has_bias && bias->scalar_type() != input.scalar_type()))
     return compute(input, weight, bias);
   const Tensor w = weight.to(at::kFloat);
-  const MaybeTensor b = in_float(bias);
+  const MaybeTensor b = has_bias ? bias->to(at::kFloat) : bias;
   const int64_t samples = input.size(0),
                 some = slices_of_block(samples, input[0].numel(), kSamples);
   Tensor out;

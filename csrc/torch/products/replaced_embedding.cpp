@@ -15,10 +15,6 @@ namespace {
 
 using at::Tensor;
 
-bool is_low(const Tensor& grad) {
-  return grad.scalar_type() == at::kBFloat16 || grad.scalar_type() == at::kHalf;
-}
-
 // The places of each row's tokens: those of row r are order[from[r]] to order[from[r + 1] - 1].
 struct Places {
   std::vector<int64_t> from, order;
@@ -63,7 +59,7 @@ void sum_rows(const Tensor& out, const Tensor& grad, const Places& places, bool 
 
 Tensor embedding_gradient(const Tensor& grad, const Tensor& indices, int64_t rows, int64_t padding,
                           bool by_frequency) {
-  if (!is_low(grad))
+  if (!is_low(grad.scalar_type()))
     return at::cpu::embedding_dense_backward(grad, indices, rows, padding, by_frequency);
   const Places places(indices.to(at::kLong).contiguous(), rows, padding);
   const Tensor own = grad.contiguous(), out = at::zeros({rows, grad.size(-1)}, grad.options());
@@ -76,7 +72,7 @@ Tensor embedding_gradient(const Tensor& grad, const Tensor& indices, int64_t row
 Tensor bag_gradient(const Tensor& grad, const Tensor& indices, const Tensor& bags,
                     const Tensor& sizes, const Tensor& largest, int64_t rows, bool by_frequency,
                     int64_t mode, const std::optional<Tensor>& weights, int64_t padding) {
-  const bool low = is_low(grad);
+  const bool low = is_low(grad.scalar_type());
   const std::optional<Tensor> factors =
       low && weights && weights->defined() ? weights->to(at::kFloat) : weights;
   const Tensor found =

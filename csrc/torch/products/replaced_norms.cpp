@@ -16,7 +16,6 @@
 #include <limits>
 
 #include "cpu/kernels.h"
-#include "torch/checks.h"
 #include "torch/products/products.h"
 
 namespace amp_mp::products {
@@ -27,33 +26,23 @@ using MaybeTensor = std::optional<Tensor>;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-Format format_of(const Tensor& t) {
-  return t.scalar_type() == at::kHalf       ? Format::float16
-         : t.scalar_type() == at::kBFloat16 ? Format::bfloat16
-                                            : Format::float32;
-}
-
-Array array(const Tensor& t) {
-  return t.defined() ? Array{t.data_ptr(), format_of(t)} : Array{nullptr, Format::float32};
-}
+Array array(const Tensor& t) { return t.defined() ? array_of(t, {"tensor"}) : Array{}; }
 
 // A weight or bias of one of the formats, dense; undefined if there is none.
 Tensor dense(const MaybeTensor& t) { return t && t->defined() ? t->contiguous() : Tensor(); }
 
-bool is_low_norm(const Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-}
-
-// Whether the loops take a norm over the last `dims` dimensions of x, which has one of the formats.
-bool is_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims) {
-  const at::ScalarType low = x.scalar_type();
+// Whether the loops take a norm over the last dimensions of x, of this shape; x has one of the
+// formats.
+bool is_norm(const Tensor& x, at::IntArrayRef shape, const MaybeTensor& weight,
+             const MaybeTensor& bias) {
   const auto fits = [&](const MaybeTensor& t) {
     return !t || !t->defined() ||
-           ((t->scalar_type() == low || t->scalar_type() == at::kFloat) && t->dim() == dims &&
-            t->sizes() == x.sizes().slice(size_t(x.dim() - dims)));
+           ((t->scalar_type() == x.scalar_type() || t->scalar_type() == at::kFloat) &&
+            t->sizes() == shape);
   };
-  return x.dim() >= dims && x.numel() > 0 && x.layout() == at::kStrided && fits(weight) &&
-         fits(bias);
+  return x.sizes().size() >= shape.size() &&
+         x.sizes().slice(x.sizes().size() - shape.size()) == shape && x.numel() > 0 &&
+         x.layout() == at::kStrided && fits(weight) && fits(bias);
 }
 
 // Elements of a thread's part, at least.
@@ -120,17 +109,15 @@ Three norm_gradients(const Tensor& grad, const Tensor& input, at::IntArrayRef sh
 
 Three layer_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
                  const MaybeTensor& bias, double eps) {
-  const int64_t dims = int64_t(shape.size());
-  if (!is_low_norm(input) || !is_norm(input, weight, bias, dims) ||
-      input.sizes().slice(size_t(input.dim() - dims)) != shape)
+  if (!is_low(input.scalar_type()) || !is_norm(input, shape, weight, bias))
     return at::cpu::native_layer_norm(input, shape, weight, bias, eps);
-  return norm_rows(input, dims, weight, bias, eps, true);
+  return norm_rows(input, int64_t(shape.size()), weight, bias, eps, true);
 }
 
 Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
                           const Tensor& mean, const Tensor& scale, const MaybeTensor& weight,
                           const MaybeTensor& bias, std::array<bool, 3> wanted) {
-  if (!is_low_norm(input) || !is_norm(input, weight, bias, int64_t(shape.size())) ||
+  if (!is_low(input.scalar_type()) || !is_norm(input, shape, weight, bias) ||
       grad.scalar_type() != input.scalar_type() || grad.sizes() != input.sizes())
     return at::cpu::native_layer_norm_backward(grad, input, shape, mean, scale, weight, bias,
                                                wanted);
@@ -138,9 +125,8 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayR
 }
 
 bool is_rms_norm(const Tensor& x, at::IntArrayRef shape, const MaybeTensor& weight) {
-  const int64_t dims = int64_t(shape.size());
-  return (is_low_norm(x) || x.scalar_type() == at::kFloat) && is_norm(x, weight, {}, dims) &&
-         x.sizes().slice(size_t(x.dim() - dims)) == shape;
+  return (is_low(x.scalar_type()) || x.scalar_type() == at::kFloat) &&
+         is_norm(x, shape, weight, {});
 }
 
 Two fused_rms_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor& weight,
@@ -179,7 +165,7 @@ Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeT
   const auto sizes = c10::asIntArrayRefSlowOpt(shape);
   if (!sizes) return at::compositeimplicitautograd::rms_norm_symint(input, shape, weight, eps);
   const bool plain = !is_subclass(input) && !(weight && is_subclass(*weight));  // or a DTensor
-  if (plain && is_low_norm(input) && is_rms_norm(input, *sizes, weight))
+  if (plain && is_low(input.scalar_type()) && is_rms_norm(input, *sizes, weight))
     return std::get<0>(at::_fused_rms_norm(input, *sizes, weight, eps));
   return std::get<0>(at::compositeimplicitautograd::_fused_rms_norm(input, *sizes, weight, eps));
 }

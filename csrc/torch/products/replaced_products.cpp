@@ -18,10 +18,10 @@ using at::Tensor;
 
 bool are_factors(const Tensor& a, const Tensor& b, int64_t dims) {
   const at::ScalarType low = a.scalar_type();
-  return (low == at::kBFloat16 || low == at::kHalf) && b.scalar_type() == low && a.dim() == dims &&
-         b.dim() == dims && a.size(dims - 1) == b.size(dims - 2) &&
-         (dims == 2 || a.size(0) == b.size(0)) && a.numel() > 0 && b.numel() > 0 &&
-         a.layout() == at::kStrided && b.layout() == at::kStrided &&
+  return is_low(low) && b.scalar_type() == low && a.dim() == dims && b.dim() == dims &&
+         a.size(dims - 1) == b.size(dims - 2) && (dims == 2 || a.size(0) == b.size(0)) &&
+         a.numel() > 0 && b.numel() > 0 && a.layout() == at::kStrided &&
+         b.layout() == at::kStrided &&
          in_float32(low, a.size(dims - 2), b.size(dims - 1), a.size(dims - 1));
 }
 
@@ -36,16 +36,10 @@ bool is_summand(const Tensor& summand, const Tensor& a, const Tensor& b) {
          at::is_expandable_to(summand.sizes(), sizes_of(a, b));
 }
 
-void multiply(const Tensor& out, const Tensor& summand, const Tensor& a, const Tensor& b,
-              const Scalar& beta, const Scalar& alpha) {
-  const auto compute = a.dim() == 2 ? multiply_in_float32 : multiply_batches_in_float32;
-  compute(out, summand, a, b, beta.toDouble(), alpha.toDouble());
-}
-
 Tensor product(const Tensor& summand, const Tensor& a, const Tensor& b, const Scalar& beta,
                const Scalar& alpha) {
   const Tensor out = at::empty(sizes_of(a, b), a.options());
-  multiply(out, summand, a, b, beta, alpha);
+  multiply_in_float32(out, summand, a, b, beta.toDouble(), alpha.toDouble());
   return out;
 }
 

@@ -3,9 +3,11 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/gru_ops.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/lstm_ops.h>
 #include <ATen/ops/mkldnn_rnn_layer_backward_cpu_dispatch.h>
 #include <ATen/ops/mkldnn_rnn_layer_cpu_dispatch.h>
 #include <ATen/ops/relu.h>
@@ -50,8 +52,10 @@ struct Converted {
 
 // An operator whose arguments begin with the input. Layers are above autograd, which records the
 // conversions, so that a gradient is rounded once, too; oneDNN's layers are below it.
+template <class Schema>
+struct Layer;
 template <class Result, class... Args>
-struct Layer {
+struct Layer<Result(const Tensor&, Args...)> {
   template <Result (*stock)(const Tensor&, Args...)>
   static Result compute(const Tensor& input, Args... args) {
     const at::ScalarType low = input.scalar_type();
@@ -61,87 +65,67 @@ struct Layer {
   }
 };
 
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-// Of padded sequences, and of packed ones, whose second argument is the batch sizes.
-using Lstm = Layer<Three, TensorList, TensorList, bool, int64_t, double, bool, bool, bool>;
-using PackedLstm =
-    Layer<Three, const Tensor&, TensorList, TensorList, bool, int64_t, double, bool, bool>;
-using Other = Layer<Two, const Tensor&, TensorList, bool, int64_t, double, bool, bool, bool>;
-using PackedOther =
-    Layer<Two, const Tensor&, const Tensor&, TensorList, bool, int64_t, double, bool, bool>;
+// What a cell's second product is of; undefined for a list that torch refuses.
+Tensor hidden_of(const Tensor& h) { return h; }
+Tensor hidden_of(TensorList h) { return h.size() == 2 ? h[0] : Tensor(); }
 
 // A cell is called for every element of a sequence, so its weights are not kept in float32 for
-// backward: both products are rounded, all that follows is float32.
-struct Gates {
-  Tensor input, hidden;
-
-  Gates(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
-        const MaybeTensor& b_ih, const MaybeTensor& b_hh)
-      : input(at::linear(x, w_ih, b_ih).to(at::kFloat)),
-        hidden(at::linear(h, w_hh, b_hh).to(at::kFloat)) {}
-};
-
-template <auto stock>
-Two lstm_cell(const Tensor& x, TensorList hx, const Tensor& w_ih, const Tensor& w_hh,
-              const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
+// backward: both products are rounded, all that follows, the formula, is float32.
+template <auto stock, auto formula, class Hidden>
+auto cell(const Tensor& x, Hidden h, const Tensor& w_ih, const Tensor& w_hh,
+          const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
   const at::ScalarType low = x.scalar_type();
-  if (!in_float32(low) || hx.size() != 2) return stock(x, hx, w_ih, w_hh, b_ih, b_hh);
-  const Gates found(x, hx[0], w_ih, w_hh, b_ih, b_hh);
-  const auto gates = (found.input + found.hidden).chunk(4, -1);
-  const Tensor kept = gates[1].sigmoid() * hx[1].to(at::kFloat),
-               cell = kept + gates[0].sigmoid() * gates[2].tanh();
-  return {(gates[3].sigmoid() * cell.tanh()).to(low), cell.to(low)};
+  const Tensor hidden = hidden_of(h);
+  if (!in_float32(low) || !hidden.defined()) return stock(x, h, w_ih, w_hh, b_ih, b_hh);
+  const Converted down{at::kFloat, low};
+  return down(formula(at::linear(x, w_ih, b_ih).to(at::kFloat),
+                      at::linear(hidden, w_hh, b_hh).to(at::kFloat), h));
 }
 
-template <auto stock>
-Tensor gru_cell(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
-                const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
-  const at::ScalarType low = x.scalar_type();
-  if (!in_float32(low)) return stock(x, h, w_ih, w_hh, b_ih, b_hh);
-  const Gates found(x, h, w_ih, w_hh, b_ih, b_hh);
-  const auto input = found.input.chunk(3, -1), hidden = found.hidden.chunk(3, -1);
+std::tuple<Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden, TensorList h) {
+  const auto gates = (input + hidden).chunk(4, -1);
+  const Tensor kept = gates[1].sigmoid() * h[1].to(at::kFloat),
+               next = kept + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * next.tanh(), next};
+}
+
+Tensor gru_cell(const Tensor& of_input, const Tensor& of_hidden, const Tensor& h) {
+  const auto input = of_input.chunk(3, -1), hidden = of_hidden.chunk(3, -1);
   const Tensor fresh = (input[2] + (input[0] + hidden[0]).sigmoid() * hidden[2]).tanh();
-  return ((h.to(at::kFloat) - fresh) * (input[1] + hidden[1]).sigmoid() + fresh).to(low);
+  return (h.to(at::kFloat) - fresh) * (input[1] + hidden[1]).sigmoid() + fresh;
 }
 
-template <auto stock, Tensor (*activation)(const Tensor&)>
-Tensor rnn_cell(const Tensor& x, const Tensor& h, const Tensor& w_ih, const Tensor& w_hh,
-                const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
-  const at::ScalarType low = x.scalar_type();
-  if (!in_float32(low)) return stock(x, h, w_ih, w_hh, b_ih, b_hh);
-  const Gates found(x, h, w_ih, w_hh, b_ih, b_hh);
-  return activation(found.input + found.hidden).to(low);
+template <Tensor (*activation)(const Tensor&)>
+Tensor rnn_cell(const Tensor& input, const Tensor& hidden, const Tensor&) {
+  return activation(input + hidden);
 }
-
-template <class F>
-struct LayerOf;
-template <class Result, class... Args>
-struct LayerOf<Result(const Tensor&, Args...)> : Layer<Result, Args...> {};
 
 }  // namespace
 
 void replace_recurrent(torch::Library& aten) {
   namespace stock = at::compositeimplicitautograd;
-  aten.impl("lstm.input", Lstm::compute<stock::lstm>);
-  aten.impl("lstm.data", PackedLstm::compute<stock::lstm>);
-  aten.impl("gru.input", Other::compute<stock::gru>);
-  aten.impl("gru.data", PackedOther::compute<stock::gru>);
-  aten.impl("rnn_tanh.input", Other::compute<stock::rnn_tanh>);
-  aten.impl("rnn_tanh.data", PackedOther::compute<stock::rnn_tanh>);
-  aten.impl("rnn_relu.input", Other::compute<stock::rnn_relu>);
-  aten.impl("rnn_relu.data", PackedOther::compute<stock::rnn_relu>);
-  aten.impl("lstm_cell", lstm_cell<stock::lstm_cell>);
-  aten.impl("gru_cell", gru_cell<stock::gru_cell>);
-  aten.impl("rnn_tanh_cell", rnn_cell<stock::rnn_tanh_cell, at::tanh>);
-  aten.impl("rnn_relu_cell", rnn_cell<stock::rnn_relu_cell, at::relu>);
+  // Of padded sequences, and of packed ones, whose second argument is the batch sizes.
+  aten.impl("lstm.input", Layer<at::_ops::lstm_input::schema>::compute<stock::lstm>);
+  aten.impl("lstm.data", Layer<at::_ops::lstm_data::schema>::compute<stock::lstm>);
+  using Padded = Layer<at::_ops::gru_input::schema>;
+  using Packed = Layer<at::_ops::gru_data::schema>;
+  aten.impl("gru.input", Padded::compute<stock::gru>);
+  aten.impl("gru.data", Packed::compute<stock::gru>);
+  aten.impl("rnn_tanh.input", Padded::compute<stock::rnn_tanh>);
+  aten.impl("rnn_tanh.data", Packed::compute<stock::rnn_tanh>);
+  aten.impl("rnn_relu.input", Padded::compute<stock::rnn_relu>);
+  aten.impl("rnn_relu.data", Packed::compute<stock::rnn_relu>);
+  aten.impl("lstm_cell", cell<stock::lstm_cell, lstm_cell, TensorList>);
+  aten.impl("gru_cell", cell<stock::gru_cell, gru_cell, const Tensor&>);
+  aten.impl("rnn_tanh_cell", cell<stock::rnn_tanh_cell, rnn_cell<at::tanh>, const Tensor&>);
+  aten.impl("rnn_relu_cell", cell<stock::rnn_relu_cell, rnn_cell<at::relu>, const Tensor&>);
 }
 
 void replace_recurrent_layers(torch::Library& aten) {
   aten.impl("mkldnn_rnn_layer",
-            LayerOf<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
+            Layer<decltype(at::cpu::mkldnn_rnn_layer)>::compute<at::cpu::mkldnn_rnn_layer>);
   aten.impl("mkldnn_rnn_layer_backward",
-            LayerOf<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
+            Layer<decltype(at::cpu::mkldnn_rnn_layer_backward)>::compute<
                 at::cpu::mkldnn_rnn_layer_backward>);
 }
 

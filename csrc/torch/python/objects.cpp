@@ -9,8 +9,7 @@ py::object package(const char* module) {
 py::handle item_of(py::handle dict, py::handle key) {
   if (!PyDict_Check(dict.ptr()))
     throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
-  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
-  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  PyObject* found = py::detail::dict_getitem(dict.ptr(), key.ptr());
   return found == Py_None ? nullptr : found;
 }
 
@@ -46,8 +45,7 @@ double number_in(py::handle object) {
 py::handle number_of(py::handle group, py::handle key) {
   if (!PyDict_Check(group.ptr()))
     throw py::type_error("a param_group must be a dict, found " + repr_of(group));
-  PyObject* found = PyDict_GetItemWithError(group.ptr(), key.ptr());
-  if (!found && PyErr_Occurred()) throw py::error_already_set();
+  PyObject* found = py::detail::dict_getitem(group.ptr(), key.ptr());
   if (!found) throw py::key_error(text_of(key));
   return found;
 }
@@ -117,11 +115,7 @@ int64_t count_sharded_modules() {
   return states.is_none() ? 0 : int64_t(py::len(states));
 }
 
-std::string shape_text(at::IntArrayRef sizes) {
-  std::string text = "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
-  return text + (sizes.size() == 1 ? ",)" : ")");
-}
+std::string shape_text(at::IntArrayRef sizes) { return text_of(py::tuple(py::cast(sizes.vec()))); }
 
 std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }
 std::string repr_of(const py::handle& object) { return py::cast<std::string>(py::repr(object)); }
