@@ -65,18 +65,6 @@ def test_clipping_between_loss_and_step(
     assert torch.equal(model.w.float(), stepped.to(model.w.dtype).float())
 
 
-@pytest.mark.parametrize("low", LOW)
-def test_o2_trains_as_float32_below_the_weights_precision(low: torch.dtype) -> None:
-    """2^-14 steps vanish in a low-precision weight of 1 and add up in its master."""
-    model, optimizer = started(low=low, values=(1.0,), loss_scale=16.0)
-    for _ in range(64):
-        optimizer.zero_grad()
-        backward(model(torch.tensor([-(2.0**-13)])), optimizer)
-        optimizer.step()
-    assert next(amp.master_params(optimizer)).item() == 1.0 + 64 * 2.0**-14
-    assert model.w.item() == torch.tensor(1.0 + 64 * 2.0**-14).to(low).item()
-
-
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_losses_with_their_own_scales_add_up(level: str, delay: bool) -> None:

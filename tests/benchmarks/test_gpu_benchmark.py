@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
 
 import gpu_report  # noqa: E402
 import gpu_syncs  # noqa: E402
-from gpu_counts import LABEL, count, counted, short  # noqa: E402
+from gpu_counts import LABEL, count, counted  # noqa: E402
 from gpu_lists import ShapeList, llama_shapes, parameters, shape_lists  # noqa: E402
 from gpu_peers import candidates  # noqa: E402
 from gpu_timing import copies_needed  # noqa: E402
@@ -230,11 +230,6 @@ def test_what_keeps_the_host_is_a_wait(name: str, waits: int) -> None:
 def test_a_trace_without_the_region_is_refused() -> None:
     with pytest.raises(ValueError, match="has 0 regions"):
         counted([call("cudaLaunchKernel", 101, 2)])
-
-
-def test_a_kernels_name_is_shortened() -> None:
-    assert short(KERNEL) == "amp_mp::cuda::apply"
-    assert short("ampere_sgemm_128x64_nn") == "ampere_sgemm_128x64_nn"
 
 
 def test_a_real_trace_has_its_region() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import make, network, train
+from checkpoints import PRESETS, make, network, train
 from everything import error_of, everything
 from mutations import mutated_directory
 from tiers import full, in_turn, tiered
@@ -53,6 +53,11 @@ def made(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
     model = network() if model is None else model
     make_it, options = SOURCES[kind]
     return model, make_it(model.parameters(), lr=1e-2, **options)
+
+
+def pair_of(name: str) -> tuple[nn.Module, Any]:
+    """A preset's, or torch's AdamW."""
+    return made("AdamW") if name == "torch" else make(name)
 
 
 def written(path: Path, kind: str, steps: int = 2) -> Path:
@@ -155,13 +160,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "target"), in_turn(WRONG, ["torch", "float32", "exact", "lean", "tiny", "micro"])
-)
+@pytest.mark.parametrize(("case", "target"), in_turn(WRONG, ["torch", *PRESETS]))
 def test_a_damaged_value_is_refused_by_name(case: str, target: str, files: Files) -> None:
     values, words = WRONG[case]
     path = files.of(changed, case, **values)
-    model, optimizer = made("AdamW") if target == "torch" else make(target)
+    model, optimizer = pair_of(target)
     train(model, optimizer, 1, seed=9)
     refused(path, model, optimizer, f"({words}).*nothing was loaded")
 
@@ -190,7 +193,7 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(
     parts = {"other": other, "scaler": scaler, "schedule": schedule}
     saved = {**parts, "schedule": {"milestones": 1}} if failing == "milestones" else parts
     amp.checkpoint.save(tmp_path / "c", *pair, **saved)
-    model, optimizer = made("AdamW") if target == "torch" else make(target)
+    model, optimizer = pair_of(target)
     train(model, optimizer, 1, seed=9)
     torch.manual_seed(3)
     fails, new = Fails(3, 3), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -213,10 +216,10 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(
     plan.step()
 
 
-@pytest.mark.parametrize("kind", ["float32", "exact", "lean", "tiny", "micro", "torch"])
+@pytest.mark.parametrize("kind", [*PRESETS, "torch"])
 def test_entries_of_the_state_that_are_no_parameters(kind: str, tmp_path: Path) -> None:
     """State dicts keep them, as torch's do; a checkpoint has no place for them and says so."""
-    model, optimizer = make(kind) if kind != "torch" else made("AdamW")
+    model, optimizer = pair_of(kind)
     train(model, optimizer, 1)
     optimizer.state["my_counter"] = 7
     found = optimizer.state_dict()
@@ -253,16 +256,8 @@ def test_names_of_parameters_in_groups_count_in_any_order(tmp_path: Path) -> Non
     assert ours.param_groups[0]["param_names"] == names[::-1]
 
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro")
 IN_A_CASE, CASES = 20, 50
 CLEAR = ("nothing was loaded", "it is not a checkpoint")
-
-
-def pair_of(name: str) -> tuple[nn.Module, Any]:
-    if name != "torch":
-        return make(name)
-    model = network()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @pytest.mark.parametrize("case", [c if c < 10 else full(c) for c in range(CASES)])

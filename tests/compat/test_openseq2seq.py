@@ -248,14 +248,6 @@ def test_in_float16_nine_terms_in_ten_vanish_and_none_in_the_wrapper(device: str
     assert torch.equal(*found), "independent of the scale, bit for bit"
 
 
-def test_the_sources_own_numbers(device: str) -> None:
-    """w = 1e-4, lambda = 1e-4: 0 in float16, 1e-8 on the master."""
-    half = torch.tensor(1e-4, dtype=torch.float16)
-    assert (half * half).item() == 0
-    found = added(compat.l2_half(1e-4), [1e-4], 1.0, device).item()
-    assert found == pytest.approx(1e-8, abs=1e-11)
-
-
 # The switch.
 
 

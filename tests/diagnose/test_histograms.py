@@ -185,9 +185,3 @@ def test_a_scale_of_8_saves_three_binades() -> None:
     assert of(values).at(1.0).lost == (values <= 2.0**-25).mean()
     assert of(values).at(8.0).lost == (values <= 2.0**-28).mean()
     assert of([2.0**-27]).at(8.0).lost == 0
-
-
-@pytest.mark.parametrize("amax", [65504, 65505, 32752, 32753, 1.0, 2.0**-149, 3.4e38])
-def test_the_largest_safe_scale(amax: float) -> None:
-    safe = of([amax, -amax / 2, 0, np.inf, np.nan]).largest_safe_log2_scale()
-    assert safe == math.floor(math.log2(65504 / float(np.float32(amax))))

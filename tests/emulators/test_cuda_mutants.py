@@ -67,7 +67,7 @@ def test_mistake_is_noticed(programs: dict[str, Future[Path]], name: str) -> Non
 
 
 def test_a_text_that_has_gone_is_an_error() -> None:
-    mutant = Mutant(file="span_threads.h", text="__syncthreads();", replacement="", says="")
+    mutant = Mutant(file="span_threads.h", text="__syncthreads();", shown_by="", says="")
     assert mutant.of("a; __syncthreads(); b;") == "a;  b;"
     for source, count in (("a; b;", 0), ("__syncthreads(); __syncthreads();", 2)):
         with pytest.raises(ValueError, match=rf"'__syncthreads\(\);' {count} times, expected once"):

@@ -72,10 +72,6 @@ def test_the_report_prints_as_a_table() -> None:
     ]
 
 
-def test_a_model_without_odd_sizes_has_an_empty_report() -> None:
-    assert tensor_core_report(nn.Linear(16, 8), torch.ones(8, 16)) == []
-
-
 def test_the_model_is_left_as_it_was() -> None:
     model = Model()
     model.conv.eval()

@@ -82,15 +82,6 @@ def test_hysteresis_equals_its_source_step_by_step(
     assert wanted.scale != 2.0**10
 
 
-def test_patience_of_one_is_torchs_own_rule() -> None:
-    policy = Hysteresis(2.0**16, growth_interval=7, hysteresis=1, scale_min=2.0**-100)
-    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-    for overflow in script(1_000, 0.3, seed=3):
-        policy.update(overflow)
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 7)
-        assert policy.scale == float(scale) < 2.0**126
-
-
 # LogMax, against the recurrences in double.
 
 

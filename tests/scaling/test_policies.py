@@ -93,49 +93,6 @@ def test_backoff_equals_its_definition_step_by_step(name: str) -> None:
     assert len(set(found)) > 5  # the script moved it, up and down
 
 
-@pytest.mark.parametrize("before", [[], [True], [False, True], [True, False, True]])
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_the_scale_grows_after_exactly_a_window_of_clean_steps_and_every_further_one(
-    window: int, before: list[bool]
-) -> None:
-    policy = Backoff(step_window=window, init_scale=2.0**12)
-    for overflow in before:
-        policy.update(overflow)
-    start, found = policy.scale, []
-    for _ in range(3 * window):
-        policy.update(False)
-        found.append(policy.scale)
-    assert found == [start * 2.0 ** ((i + 1) // window) for i in range(3 * window)]
-
-
-def test_apex_preset_starts_at_2_to_32_grows_every_1000_and_stops_falling_at_1() -> None:
-    policy = apex_preset()
-    assert policy.scale == 2.0**32
-    for _ in range(999):
-        policy.update(False)
-    assert policy.scale == 2.0**32
-    policy.update(False)
-    assert policy.scale == 2.0**33
-    for _ in range(40):
-        policy.update(True)
-    assert policy.scale == 1.0
-
-
-def test_apex_preset_has_no_ceiling_but_that_of_a_normal_reciprocal() -> None:
-    policy = apex_policy(1.0, True, {"init_scale": 2.0**125, "scale_window": 1}, None)
-    for _ in range(3):
-        policy.update(False)
-    smallest_normal = 2.0**-126
-    assert 1 / policy.scale == smallest_normal
-
-
-def test_a_static_scale_never_moves() -> None:
-    policy = Static(128.0)
-    for overflow in script(3000, 0.01, seed=2):
-        policy.update(overflow)
-    assert policy.scale == 128.0
-
-
 @pytest.mark.parametrize("value", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_the_verdict_may_be_a_tensor_and_any_count_above_zero_is_an_overflow(

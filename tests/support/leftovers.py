@@ -26,7 +26,8 @@ HOOKS = [
 # Without a GPU torch.manual_seed keeps the seed for one, with a printed stack of the call: 2 ms for
 # each of ten thousand calls, and they are never forgotten.
 if not torch.cuda.is_available():
-    torch.cuda.manual_seed_all = lambda seed: None
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        module.manual_seed_all = lambda seed: None
 # It names the test and its phase, so it is another one before and after every test.
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 

@@ -183,18 +183,6 @@ def test_backward_gives_masters_the_true_gradients_and_leaves_the_model_scaled_o
             assert master.grad.dtype == torch.float32
 
 
-def test_a_gradient_below_float16_survives_where_the_scale_lifts_it(device: str) -> None:
-    tiny = 2.0**-30
-    weight = nn.Parameter(torch.ones(1, dtype=torch.float16, device=device))
-    found = []
-    for scale in (1.0, 2.0**10):
-        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), static_loss_scale=scale)
-        optimizer.backward(weight.float().sum() * tiny)
-        found.append(masters_of(optimizer)[0].grad.item())
-        weight.grad = None
-    assert found == [0.0, tiny]
-
-
 @pytest.mark.parametrize(
     "at_once", [[True, True], [False, True], [True, False], [False, False], [True, False, True]]
 )

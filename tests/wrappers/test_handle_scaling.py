@@ -93,21 +93,6 @@ def test_several_optimizers_may_own_the_parameters_and_share_them(
     assert [p[0, 0].item() for p in (first, shared, last)] == [1.0, 1.0, 1.0]
 
 
-def test_the_scale_grows_once_a_window_and_falls_to_one(start: Start, device: str) -> None:
-    """Doubled after three clean losses and after three more, halved on overflow, not below 1."""
-    handle = start(loss_scale=Backoff(scale_max=8.0, step_window=3, init_scale=2.0))
-    weight = weight_on(device)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    found = []
-    for overflow in "......!!!!!...":
-        optimizer.zero_grad()
-        loss = weight.sum() * (float("inf") if overflow == "!" else 1.0)
-        scaled_backward(handle, loss, optimizer)
-        optimizer.step()
-        found.append(handle.loss_scaler.scale)
-    assert found == [2, 2, 4, 4, 4, 8, 4, 2, 1, 1, 1, 1, 1, 2]
-
-
 # Overflow.
 
 

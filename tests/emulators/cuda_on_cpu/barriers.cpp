@@ -77,15 +77,13 @@ void fence() {
 }
 
 void fail(const char* message, const Location& at) {
-  fprintf(stderr, "cuda_on_cpu: %s at %s:%u, block (%u,%u,%u), thread (%u,%u,%u)\n", message,
-          at.file_name(), at.line(), blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y,
-          threadIdx.z);
+  fprintf(stderr, "cuda_on_cpu: %s at %s:%u, block %u, thread %u\n", message, at.file_name(),
+          at.line(), blockIdx.x, threadIdx.x);
   _Exit(kFailureExit);  // not exit(): the other fibers are in the middle of their functions
 }
 
 void Worker::fail_stuck() const {
-  fprintf(stderr, "cuda_on_cpu: block (%u,%u,%u) is stuck: its threads wait for each other\n",
-          blockIdx.x, blockIdx.y, blockIdx.z);
+  fprintf(stderr, "cuda_on_cpu: block %u is stuck: its threads wait for each other\n", blockIdx.x);
   int groups = 0;
   for (int first = 0, last = 0; first < block_.size && groups < 8; first = last + 1, ++groups) {
     last = first;

@@ -10,7 +10,8 @@
 //
 // Not covered: uninitialised shared memory (zero, or what the block before left, instead of
 // garbage), launch limits other than those in launch(), blocks that wait for other blocks (they
-// hang), dynamic shared memory, and everything about the GPU's arithmetic and speed.
+// hang), dynamic shared memory, a second dimension, and everything about the GPU's arithmetic and
+// speed.
 #include <atomic>
 #include <cmath>
 #include <concepts>
@@ -53,17 +54,12 @@ struct __attribute__((may_alias, aligned(16))) float4 {
 struct __attribute__((may_alias, aligned(8))) uint2 {
   unsigned x, y;
 };
-struct uint3 {
-  unsigned x, y, z;
-};
-struct dim3 {
-  unsigned x, y, z;
-  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+struct Index {
+  unsigned x;
 };
 
 // constinit: without it every use of threadIdx would call a function that initialises it first.
-extern constinit thread_local uint3 threadIdx, blockIdx;
-extern constinit thread_local dim3 blockDim, gridDim;
+extern constinit thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
@@ -75,8 +71,8 @@ constexpr int kArgumentLimit = CUDA_ON_CPU_ARGUMENTS;
 constexpr int kArgumentLimit = 32764;  // bytes of a kernel's arguments
 #endif
 
-bool is_valid(dim3 grid, dim3 block);
-void run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument);
+bool is_valid(int64_t blocks, int threads);
+void run_grid(int64_t blocks, int threads, void (*body)(const void*), const void* argument);
 void sync_block(const Location& at);
 void sync_warp(unsigned mask, const Location& at);
 // What the lane `source` handed in, or `value` where that lane lies behind the caller's group.
@@ -93,7 +89,7 @@ inline void assume(bool holds, const Location& at = Location::current()) {
 // Runs the whole grid before it returns. Under a capture it is recorded, and where streams are
 // delayed it is queued, with the arguments as they are now.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, cudaStream_t stream,
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
                    const Arguments&... arguments) {
   constexpr size_t kBytes = (sizeof(Parameters) + ... + 0);
   static_assert(kBytes <= kArgumentLimit, "CUDA's limit for kernel parameters");
@@ -173,10 +169,6 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <cuda_on_cpu::OneOf<int, unsigned, unsigned long long, float, double> T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).fetch_add(value, std::memory_order_relaxed);
-}
-template <cuda_on_cpu::OneOf<int, unsigned, unsigned long long> T>
-T atomicOr(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_or(value, std::memory_order_relaxed);
 }
 template <cuda_on_cpu::OneOf<int, unsigned, long long, unsigned long long> T>
 T atomicMax(T* address, std::type_identity_t<T> value) {

@@ -21,9 +21,9 @@ class Mutant:
 
     file: str  # of csrc/cuda, or from there
     text: str  # occurs there exactly once
-    replacement: str
-    shown_by: str = "apply.cu"  # pattern of the files to compile with it, of csrc/cuda
+    replacement: str = ""
     variant: str = "plain"  # of build.VARIANTS; tsan needs all kernels: shared memory differs there
+    shown_by: str  # pattern of the files to compile with it, of csrc/cuda
     says: str  # part of the output
 
     def of(self, source: str) -> str:
@@ -40,10 +40,18 @@ class Mutant:
 def read_mutants(folder: Path) -> dict[str, Mutant]:
     """The mutants of all .toml files in a folder, by what is wrong with them."""
     return {
-        name: Mutant(**fields)
+        name: Mutant(**(_usual(fields) | fields))
         for file in sorted(folder.glob("*.toml"))
         for name, fields in tomllib.loads(file.read_text()).items()
     }
+
+
+def _usual(fields: dict[str, str]) -> dict[str, str]:
+    """What a mutant need not say."""
+    if fields.get("variant") == "tsan":
+        return {"shown_by": "*.cu", "says": "ThreadSanitizer: data race"}
+    file = fields["file"]
+    return {"shown_by": file if file.endswith(".cu") else "apply.cu", "says": "FAILED apply"}
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,15 @@
 #include <string_view>
 #include <thread>
 
-constinit thread_local uint3 threadIdx{}, blockIdx{};
-constinit thread_local dim3 blockDim{}, gridDim{};
+constinit thread_local Index threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
 namespace cuda_on_cpu {
 namespace {
 
-constexpr unsigned kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024;
 
 thread_local Worker* running = nullptr;
 SyncPoint launch_begin, launch_end;
-
-unsigned volume(dim3 d) { return d.x * d.y * d.z; }
-
-uint3 unfold(unsigned i, dim3 d) { return {i % d.x, i / d.x % d.y, i / (d.x * d.y)}; }
 
 }  // namespace
 
@@ -53,8 +48,7 @@ const std::vector<int>& Turns::next_pass() {
   return sequence_;
 }
 
-void Worker::make_threads(const Launch& launch) {
-  const int count = int(volume(launch.block));
+void Worker::make_threads(int count) {
   for (int t = int(threads_.size()); t < count; ++t) {
     const std::string name = "CUDA thread " + std::to_string(t);
     threads_.push_back({new Fiber(run_thread, this, name.c_str())});
@@ -68,32 +62,26 @@ void Worker::make_threads(const Launch& launch) {
 }
 
 void Worker::run_blocks(const Launch& launch, int first, int stride) {
-  const int blocks = int(volume(launch.grid));
-  if (first >= blocks) return;
+  if (first >= launch.blocks) return;
   // The thread locals of this thread (shared memory) lie where an earlier thread had its own.
   launch_begin.release();
-  make_threads(launch);
+  make_threads(launch.threads);
   launch_ = &launch;
   running = this;
-  blockDim = launch.block;
-  gridDim = launch.grid;
-  Turns turns(blocks, 0);
+  blockDim = {unsigned(launch.threads)};
+  gridDim = {unsigned(launch.blocks)};
+  Turns turns(launch.blocks, 0);
   const std::vector<int>& order = turns.next_pass();
-  for (int i = first; i < blocks; i += stride) {
-    run_block(launch, unfold(unsigned(order[i]), launch.grid), unsigned(order[i]));
-  }
+  for (int i = first; i < launch.blocks; i += stride) run_block(order[i]);
   running = nullptr;
 }
 
-void Worker::run_block(const Launch& launch, uint3 index, unsigned number) {
-  blockIdx = index;
+void Worker::run_block(int number) {
+  blockIdx = {unsigned(number)};
   block_phase_ ^= 1;
   returned_ = 0;
-  for (int t = 0; t < block_.size; ++t) {
-    threads_[t].index = unfold(unsigned(t), launch.block);
-    threads_[t].state = State::kReady;
-  }
-  Turns turns(block_.size, number + 1);
+  for (int t = 0; t < block_.size; ++t) threads_[t].state = State::kReady;
+  Turns turns(block_.size, unsigned(number) + 1);
   while (returned_ < block_.size) {
     bool moved = false;
     for (int t : turns.next_pass()) {
@@ -107,7 +95,7 @@ void Worker::run_block(const Launch& launch, uint3 index, unsigned number) {
 
 void Worker::resume(int thread) {
   current_ = thread;
-  threadIdx = threads_[thread].index;
+  threadIdx = {unsigned(thread)};
   threads_[thread].fiber->resume();
 }
 
@@ -159,16 +147,16 @@ Worker& current_worker(const Location& at) {
   return *running;
 }
 
-bool is_valid(dim3 grid, dim3 block) {
-  return volume(grid) > 0 && volume(block) > 0 && volume(block) <= kMaxThreads;
+bool is_valid(int64_t blocks, int threads) {
+  return blocks > 0 && threads > 0 && threads <= kMaxThreads;
 }
 
-void run_grid(dim3 grid, dim3 block, void (*body)(const void*), const void* argument) {
+void run_grid(int64_t blocks, int threads, void (*body)(const void*), const void* argument) {
   // Kept from launch to launch, and never destroyed: their fibers are in the middle of a function.
   static auto& workers = *new std::array<Worker, 2>;
   static std::mutex one_launch_at_a_time;
   const std::lock_guard lock(one_launch_at_a_time);
-  const Launch launch{grid, block, body, argument};
+  const Launch launch{int(blocks), threads, body, argument};
   ++counts.launches;
   launch_begin.release();
   if (under_tsan()) {

@@ -11,7 +11,7 @@ namespace cuda_on_cpu {
 
 // One launch<<<...>>>: `body(argument)` is the kernel with its arguments.
 struct Launch {
-  dim3 grid, block;
+  int blocks, threads;
   void (*body)(const void*);
   const void* argument;
 };
@@ -33,7 +33,6 @@ enum class State { kReady, kWaiting, kReturned };
 struct Thread {
   Fiber* fiber = nullptr;
   State state = State::kReturned;
-  uint3 index{};
   Location waits_at{};
 };
 
@@ -80,8 +79,8 @@ class Worker {
   int returned() const { return returned_; }
 
  private:
-  void make_threads(const Launch& launch);
-  void run_block(const Launch& launch, uint3 index, unsigned number);
+  void make_threads(int count);
+  void run_block(int number);
   void resume(int thread);
   static void run_thread(void* worker);
   [[noreturn]] void fail_stuck() const;

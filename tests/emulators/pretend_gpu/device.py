@@ -36,14 +36,14 @@ def ledger() -> Iterator[Ledger]:
     """Records what all threads do with the device; there is one at a time."""
     found = Ledger()
     native.finish_all()  # delayed kernels count where they were launched
-    _, waits, launches, argument_bytes = native.counts()
+    waits, launches, argument_bytes = native.counts()
     native.open_ledger()
     try:
         yield found
     finally:
         native.finish_all()
         found.operators, found.syncs = native.close_ledger()
-        _, waits_after, launches_after, bytes_after = native.counts()
+        waits_after, launches_after, bytes_after = native.counts()
         found.launches, found.waits = launches_after - launches, waits_after - waits
         found.argument_bytes = bytes_after - argument_bytes
 
@@ -75,10 +75,10 @@ class CUDAGraph:
     and to the host, and all that waits.
     """
 
-    def __init__(self, keep_graph: bool = False) -> None:
+    def __init__(self) -> None:
         self._graph = native.Graph()
 
-    def capture_begin(self, pool: object | None = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self) -> None:
         self._graph.begin()
 
     def capture_end(self) -> None:
@@ -87,12 +87,6 @@ class CUDAGraph:
     def replay(self) -> None:
         self._graph.replay()
 
-    def reset(self) -> None:
-        self._graph = native.Graph()
-
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
-
     @property
     def launches(self) -> int:
         """How many kernels one replay runs."""
@@ -100,16 +94,11 @@ class CUDAGraph:
 
 
 @contextmanager
-def graph(
-    cuda_graph: CUDAGraph,
-    pool: object | None = None,
-    stream: torch.Stream | None = None,
-    capture_error_mode: str = "global",
-) -> Iterator[None]:
+def graph(cuda_graph: CUDAGraph) -> Iterator[None]:
     """Stands in for torch.cuda.graph: records what its body launches, on a stream of its own."""
     native.finish_all()
-    with torch.cuda.stream(stream or torch.cuda.Stream()):
-        cuda_graph.capture_begin(pool, capture_error_mode)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cuda_graph.capture_begin()
         try:
             yield
         finally:

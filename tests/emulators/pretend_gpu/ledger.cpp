@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -11,7 +10,6 @@
 namespace pretend_gpu {
 namespace {
 
-std::atomic<int64_t> operators = 0;
 std::mutex ledger_mutex;
 bool is_open = false;
 Ledger ledger;
@@ -25,7 +23,6 @@ void refuse_during_capture(const std::string& name) {
 
 void note_operator(const std::string& name) {
   refuse_during_capture(name);
-  ++operators;
   const std::lock_guard<std::mutex> lock(ledger_mutex);
   if (is_open) ledger.operators.push_back(name);
 }
@@ -48,7 +45,5 @@ Ledger close_ledger() {
   is_open = false;
   return std::exchange(ledger, {});
 }
-
-int64_t operators_so_far() { return operators.load(); }
 
 }  // namespace pretend_gpu

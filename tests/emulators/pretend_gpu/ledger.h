@@ -3,7 +3,6 @@
 // each is refused, since a CUDA graph would not hold it.
 #include <c10/core/Device.h>
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -21,6 +20,5 @@ void note_sync(const std::string& name);
 
 void open_ledger();  // starts an empty one; there is one at a time, for all threads
 Ledger close_ledger();
-int64_t operators_so_far();  // since the process began, ledger or not
 
 }  // namespace pretend_gpu

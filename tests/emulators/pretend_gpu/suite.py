@@ -99,22 +99,7 @@ FILES = {
 }
 ITSELF = {"emulators/pretend_gpu/of_device": 16, "emulators/pretend_gpu/of_streams": 13}
 # Those that need a GPU: elsewhere they are not collected.
-ON_A_GPU = [
-    "casting/test_cuda_cast_streams",
-    "contract/test_cuda_scripts_on_any_streams",
-    "grad_scaler/test_cuda_graph_splits",
-    "grad_scaler/test_cuda_stream_memory",
-    "grad_scaler/test_cuda_streams",
-    "optim/muon/test_cuda_muon",
-    "optim/state/test_offload",
-    "optim/step/test_cuda_captured_step",
-    "optim/step/test_cuda_dropped_memory",
-    "optim/step/test_cuda_edited_masters",
-    "optim/step/test_cuda_first_step",
-    "optim/step/test_cuda_sharded_step",
-    "optim/step/test_cuda_step",
-    "optim/step/test_cuda_tables",
-]
+ON_A_GPU = [name for name in FILES if "/test_cuda_" in name or name == "optim/state/test_offload"]
 # Those that are run again with delayed streams: what reports to the host, or is captured.
 DELAYED = [
     "wrappers/test_fp16_optimizer",
@@ -147,7 +132,6 @@ LEFT_OUT = {
     "split32_of": "all numbers of a format",
     "two_to_the_31": "needs 6 GiB",
     "every_significand": "test_cuda_kernels.py divides under every rule",
-    "instruction_set": "runs processes of its own, on the CPU",
     "replicas": "runs processes of its own, on the CPU",
     "every_kind_of_gradient": "one of them is sparse",
     "sparse": "torch's sparse kernels for CUDA have none for the CPU that could stand in",

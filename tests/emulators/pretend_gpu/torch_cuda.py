@@ -93,10 +93,6 @@ def _exchange_device(device: int) -> int:
     return before
 
 
-def _maybe_exchange_device(device: int) -> int:
-    return _exchange_device(device)
-
-
 def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
         name="pretend GPU",
@@ -137,7 +133,7 @@ def replace() -> None:
         "current_device": native.current_device,
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _maybe_exchange_device,
+        "_maybe_exchange_device": _exchange_device,
         "synchronize": _synchronize,
         "Event": Event,
         "Stream": Stream,
@@ -148,7 +144,6 @@ def replace() -> None:
         "CUDAGraph": CUDAGraph,
         "graph": graph,
         "is_current_stream_capturing": native.is_capturing,
-        "graph_pool_handle": lambda: (0, 0),
         "current_blas_handle": lambda: 1,
         "get_device_name": lambda device=None: _properties().name,
         "get_device_capability": lambda device=None: (8, 0),
