@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_mp as amp
 from amp_mp import _C
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision
-
-
-class Seen(TorchDispatchMode):
-    """The dtypes of floating tensors that reach operators below autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: dict[str, set[torch.dtype]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        dtypes = {a.dtype for a in flat if isinstance(a, Tensor) and a.is_floating_point()}
-        self.ops.setdefault(func._schema.name.split("::")[1], set()).update(dtypes)
-        return func(*args, **(kwargs or {}))
-
-
-def ran(call: Callable[[], Any], ops: str) -> set[torch.dtype]:
-    """The dtypes that any of the named operators received during the call."""
-    with Seen() as seen:
-        call()
-    found = [seen.ops[name] for name in ops.split() if name in seen.ops]
-    assert found, f"none of {ops} among {sorted(seen.ops)}"
-    return set().union(*found)
 
 
 class Data:

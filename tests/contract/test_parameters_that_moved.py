@@ -95,28 +95,6 @@ def test_training_goes_on_in_another_dtype(
         assert not [name for name in state if name.startswith(("master", "remainder"))]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_small_updates_are_not_lost_after_prepare(device: str, storage: str) -> None:
-    """2,000 steps of 1e-6 move a weight by 2e-3, also if it became bfloat16 after a step."""
-    model = nn.Linear(64, 32, bias=False).to(device)
-    nn.init.ones_(model.weight)
-    optimizer = amp.optim.SGD(model.parameters(), lr=1e-6, **STORAGES[storage])
-
-    def step() -> None:
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-
-    step()
-    amp.prepare(model, torch.bfloat16)
-    for _ in range(2000):
-        step()
-    moved = 1 - amp.float32_state_dict(model, optimizer)["weight"].double()
-    # a step in float32 is off by half a unit of 2^-24 at most; split24 drops up to 2^-17
-    bound = 2001 * 2.0**-24 * 0.5
-    if STORAGES[storage]["memory"] in ("float32", "exact"):
-        assert (moved - 2001e-6).abs().max() <= bound
-
-
 @pytest.mark.parametrize("storage", ["exact", "lean", "tiny", "micro"])
 def test_remainders_of_a_file_are_for_weights_of_their_dtype(device: str, storage: str) -> None:
     """A bfloat16 run's optimizer, loaded beside float16 weights."""

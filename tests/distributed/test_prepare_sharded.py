@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import prepare_sharded
-import prepare_sharded_values
 import pytest
 import torch
 from around_sharding import even as two_layers
 from around_sharding import net as network
+from prepare_sharded import BF16, batch
 from ranks import on_ranks
-from sharded_networks import BF16, batch
 from torch import Tensor
 
 import amp_mp as amp
@@ -26,11 +25,11 @@ CASES = {
         prepare_sharded.other_dtypes,
         prepare_sharded.refusals,
         prepare_sharded.tensor_parallel,
-        prepare_sharded_values.loading,
-        prepare_sharded_values.orders,
-        prepare_sharded_values.float32_weights,
-        prepare_sharded_values.masters,
-        prepare_sharded_values.measured_bytes,
+        prepare_sharded.loading,
+        prepare_sharded.orders,
+        prepare_sharded.float32_weights,
+        prepare_sharded.masters,
+        prepare_sharded.measured_bytes,
     )
 }
 NORM = {"1.weight", "1.bias"}
@@ -138,7 +137,7 @@ def test_loaded_float32_values_are_kept(ranks: Ranks, when: str) -> None:
         same_bits(found[when], found["wanted"])
 
 
-@pytest.mark.parametrize("calls", prepare_sharded_values.orders_of_calls(), ids=" ".join)
+@pytest.mark.parametrize("calls", prepare_sharded.orders_of_calls(), ids=" ".join)
 def test_in_any_order_of_calls_masters_begin_with_every_bit(
     ranks: Ranks, calls: tuple[str, ...]
 ) -> None:

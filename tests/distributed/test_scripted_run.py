@@ -141,14 +141,3 @@ def test_no_rank_parts_from_the_others(layout: str, seed: int) -> None:
     if not clips:  # the weights are the same, but so the gradients were anyway
         assert [n for _, n, _ in seen] == pytest.approx([n for _, n in alone], rel=NORM_ERROR)
     assert [parts for *_, parts in ranks] == [[]] * 4
-
-
-def test_the_script_has_everything_in_it() -> None:
-    events = script(0, clips=True)
-    assert len(events) == STEPS
-    assert {event.clip for event in events} == {None, 0.0, 0.5, 4.0}
-    assert len({event.overflow[0] for event in events if event.overflow}) > 3
-    assert len({event.freezes for event in events}) > 3
-    assert len({event.lr for event in events}) == 4
-    assert repr(script(0, clips=True)) == repr(events)
-    assert repr(script(1, clips=True)) != repr(events)

@@ -336,21 +336,6 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name() -> None:
         amp.AveragedModel(nn.Sequential(nn.ReLU(), nn.Linear(3, 3).to_empty(device="meta")))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_weights_that_the_user_writes_are_averaged(device: str, storage: str) -> None:
-    model, optimizer = make(device, **STORAGES[storage])
-    averaged = amp.AveragedModel(model, optimizer, decay=0.0)
-    train(model, optimizer, 2)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.clamp_(-0.0625, 0.0625)
-    averaged.update()
-    found = averaged.float32_state_dict()
-    for name, p in model.named_parameters():
-        unit = torch.finfo(p.dtype).eps
-        torch.testing.assert_close(found[name], p.detach().float(), rtol=unit, atol=1e-6)
-
-
 def test_gradients_released_inside_are_reported(device: str) -> None:
     model, optimizer = make(device)
     averaged = amp.AveragedModel(model, optimizer, decay=0.5)

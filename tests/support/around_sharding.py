@@ -58,16 +58,9 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
-def train(
-    model: nn.Module,
-    optimizer: Any,
-    steps: int = 3,
-    before_step: Callable[[nn.Module], object] | None = None,
-) -> None:
+def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
         loss_of(model).backward()
-        if before_step is not None:
-            before_step(model)
         optimizer.step()
         optimizer.zero_grad()
 

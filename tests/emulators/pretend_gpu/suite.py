@@ -43,7 +43,7 @@ FILES = {
     "optim/step/test_cuda_captured_step": 27,
     "optim/step/test_cuda_step": 30,
     "optim/step/test_cuda_tables": 34,
-    "optim/step/test_gathered_norms": 11,
+    "optim/step/test_gathered_norms": 9,
     "optim/step/test_shard_origins": 150,
     "optim/step/test_steps_of_dtensors": 16,
     "wrappers/test_four_arms": 1,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference_muon
 import rules
 import torch
 from helpers import DTYPES, array, assert_same, on, random
+from reference import F32, Floats
 from rules import Expected, found_master, found_state
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -24,6 +24,19 @@ SHAPES = [(64, 64), (64, 256), (256, 64), (33, 17), (8, 512), (1, 5), (64, 64), 
 NUMBERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 COEFFICIENTS, EPS = (3.4445, -4.775, 2.0315), 1e-7
 STEPS = 3
+
+
+def muon_direction(
+    g: Floats, m: Floats, *, momentum: float, nesterov: bool
+) -> tuple[Floats, Floats]:
+    """Jordan et al. 2024, with torch.lerp's two forms of an average. Returns m, direction."""
+    gain, kept = F32(1 - momentum), F32(momentum)
+
+    def towards(m: Floats) -> Floats:
+        return m + gain * (g - m) if gain < 0.5 else g - kept * (g - m)
+
+    m = towards(m)
+    return m, towards(m) if nesterov else m
 
 
 class ExpectedMuon(Expected):
@@ -40,7 +53,7 @@ class ExpectedMuon(Expected):
         numbers, f = self.numbers, np.float32
         of_rule = {name: numbers[name] for name in ("momentum", "nesterov")}
         g, m = grad.reshape(-1) * multiplier, self.states["momentum_buffer"]
-        m, direction = reference_muon.muon_direction(g, m, **of_rule)
+        m, direction = muon_direction(g, m, **of_rule)
         self.states["momentum_buffer"] = self._kept("momentum_buffer", m)
         update = self.orthogonal(torch.from_numpy(direction).view(self.shape))
         rows, columns = self.shape[-2:]

@@ -141,24 +141,6 @@ def test_masters_come_in_the_places_of_the_parameters(device: str) -> None:
         assert masters == []
 
 
-def test_an_exception_in_the_block_stores_nothing(device: str) -> None:
-    model = a_model(device)
-    optimizer = amp.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    before = everything(optimizer, model.parameters())
-
-    def interrupted() -> None:
-        with optimizer.masters() as masters:
-            for master in masters:
-                master.zero_()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert everything(optimizer, model.parameters()) == before
-    train(model, optimizer)  # the block has ended
-
-
 def in_a_block(optimizer: Any, call: Callable[[], object], params: Any = None) -> None:
     with optimizer.masters(params) as masters:
         for master in [masters] if isinstance(masters, Tensor) else masters:

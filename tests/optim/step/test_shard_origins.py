@@ -91,22 +91,6 @@ def test_blocks_are_rounded_as_the_whole_is(device: str, cut: str, way: str) -> 
         assert np.array_equal(found[name], wanted), name
 
 
-def test_without_its_place_a_block_draws_other_bits(device: str) -> None:
-    """What makes the test above able to fail."""
-    whole = steps(device, (48, 96), (1, 1), "plain sgd")["weight"]
-
-    def alone(params: list[Any]) -> Any:
-        return OPTIM.SGD(params, lr=1e-2, seed=2**40 + 11, **KEPT)
-
-    def values(seed: int, scale: float = 1.0) -> Tensor:
-        own = torch.from_numpy(random(48 * 96, seed, scale)).view(48, 96)[:, 32:]
-        return own.to(device, torch.bfloat16)
-
-    grads = [values(10 + step) for step in range(3)]
-    found = stepped(alone, values(1, 1e-2), grads, (1, 1))["weight"]
-    assert not np.array_equal(found, whole[:, 32:])
-
-
 NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8", "log8")
 
 
