@@ -11,9 +11,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float
-) -> None:
-    """out = in * scale."""
-
+) -> None: ...
 def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: Tensor,
@@ -21,23 +19,17 @@ def multi_tensor_axpby(
     a: float,
     b: float,
     arg_to_check: int = -1,
-) -> None:
-    """out = a x + b y."""
-
+) -> None: ...
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """The 2-norm of all tensors, float32 [1], and with per_tensor of each, float32 [n]."""
-
+) -> tuple[Tensor, Tensor]: ...
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,
     inv_scale: Tensor,
     per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """multi_tensor_l2norm of the tensors times |inv_scale|."""
-
+) -> tuple[Tensor, Tensor]: ...
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -50,9 +42,7 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: bool,
     weight_decay: float,
-) -> None:
-    """amp_mp.optim.Adam's step, in a mode other than 0 AdamW's."""
-
+) -> None: ...
 def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: Tensor,
@@ -61,9 +51,7 @@ def multi_tensor_adagrad(
     eps: float,
     mode: int,
     weight_decay: float,
-) -> None:
-    """amp_mp.optim.Adagrad's step."""
-
+) -> None: ...
 def multi_tensor_lamb(
     chunk_size: int,
     noop_flag: Tensor,
@@ -80,9 +68,7 @@ def multi_tensor_lamb(
     global_grad_norm: Tensor | float,
     max_grad_norm: float,
     use_nvlamb: bool,
-) -> None:
-    """amp_mp.optim.LAMB's step."""
-
+) -> None: ...
 def multi_tensor_novograd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -98,9 +84,7 @@ def multi_tensor_novograd(
     grad_averaging: bool,
     moment_mode: int,
     norm_type: int,
-) -> None:
-    """amp_mp.optim.NovoGrad's step."""
-
+) -> None: ...
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,
@@ -113,9 +97,7 @@ def multi_tensor_sgd(
     first_run: bool,
     wd_after_momentum: bool,
     scale: float,
-) -> None:
-    """amp_mp.optim.SGD's step of the gradients times scale."""
-
+) -> None: ...
 def update_scale_hysteresis(
     current_scale: Tensor,
     growth_tracker: Tensor,
@@ -125,5 +107,4 @@ def update_scale_hysteresis(
     backoff_factor: float,
     growth_interval: int,
     hysteresis: int,
-) -> Tensor:
-    """amp_mp.scaling.Hysteresis on tensors of one element, in place; returns current_scale."""
+) -> Tensor: ...
