@@ -19,7 +19,7 @@ from amp_mp.apex import (
     optimizers,
     parallel,
 )
-from amp_mp.apex.missing import missing_from
+from amp_mp.apex.missing import explain_missing
 from amp_mp.text_table import warn
 
 # fmt: off
@@ -28,7 +28,6 @@ __all__ = [
     "parallel", "register",
 ]
 # fmt: on
-__getattr__ = missing_from(__name__)
 # Apex's files, by package: each is here the package itself, which has the names of all of them.
 FILES = {
     "amp": "_amp_state amp frontend handle scaler",
@@ -48,6 +47,8 @@ for name, files in FILES.items():
         shown = vars(package).setdefault(file, package)
         for each in package.__all__ if file in package.__all__ else ():  # parallel.LARC.LARC
             setattr(shown, each, getattr(package, each))
+for package in (sys.modules[__name__], amp, contrib, parallel):
+    explain_missing(package)
 
 
 def register() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.hooks import LossScaler, Stash, cast_forward, save_float32, stash_of
-from amp_mp.apex.missing import missing_from
 from amp_mp.apex.opt_levels import Properties, choose, make_scale
 from amp_mp.casting import autocast
 from amp_mp.casting.products import choose_products
@@ -38,7 +37,6 @@ disable_casts, promote_function = autocast.disable_casts, autocast.promote_funct
 float_function, register_float_function = autocast.float_function, autocast.register_float_function
 half_function, register_half_function = autocast.half_function, autocast.register_half_function
 register_promote_function = autocast.register_promote_function
-__getattr__ = missing_from(__name__)
 
 
 class _amp_state:  # noqa: N801 (Apex's name)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
-from amp_mp.apex.missing import missing_from
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
 from amp_mp.optim.state.original_values import take_original
@@ -26,7 +25,6 @@ __all__ = [
     "tofp16",
 ]
 # fmt: on
-__getattr__ = missing_from(__name__)
 to_python_float = Tensor.item
 
 

@@ -1,7 +1,7 @@
 """What there is not of Apex's tree, and what to use instead."""
 
 import sys
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 ATTENTION = "its CUDA kernels are not there: use torch's scaled_dot_product_attention"
@@ -31,17 +31,16 @@ MISSING = {
 }
 
 
-def missing_from(package: str) -> Callable[[str], Any]:
-    """A package's __getattr__: AttributeError that says why a name of Apex is not there."""
+def explain_missing(package: ModuleType) -> None:
+    """Has AttributeErrors of a package, or imports from it, say why a name of Apex is not there."""
 
     def refuse(name: str) -> Any:
-        reason = MISSING.get(f"{package}.{name}".removeprefix("amp_mp.apex."))
+        reason = MISSING.get(f"{package.__name__}.{name}".removeprefix("amp_mp.apex."))
         hint = f": {reason}" if reason else ""
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+        raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}{hint}")
 
-    if not hasattr(sys.modules[package], "__path__"):
-        sys.modules[package].__path__ = []  # Python then asks Finder for what is below a module
-    return refuse
+    vars(package)["__getattr__"] = refuse
+    vars(package).setdefault("__path__", [])  # Python then asks Finder for what is below a module
 
 
 class Finder:

@@ -7,11 +7,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from amp_mp.apex.missing import missing_from
 from amp_mp.wrappers.larc import LARC
 
 __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
-__getattr__ = missing_from(__name__)
 # Arguments that would change what a script finds, and what to do instead.
 REFUSED = {
     "shared_param": "leave it out, parameters that share memory are found",
