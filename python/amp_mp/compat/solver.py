@@ -33,11 +33,9 @@ FLOAT16_STATES = {"moment": "float16", "square": "float16_root"}
 LINEAR = (torch.optim.SGD, optim.SGD)
 NORMALISED = (
     torch.optim.Adam,
-    torch.optim.AdamW,
     torch.optim.NAdam,
     torch.optim.RMSprop,
     torch.optim.Adagrad,
-    optim.Adam,
     optim.AdamW,
     optim.NAdam,
     optim.RMSprop,

@@ -1,9 +1,8 @@
-"""Which layers a model has, and the forward method of one that has types, with five ways to run it.
+"""Which layers a model has, and the forward method of one that has types, with four ways to run it.
 
 looks up rows         as it is, with its result rounded
-selects values        in a dtype that its gradients can have
 Linear, convolution   `product`, whose derivatives are written out
-one math type         as autograd records it, between a border before it and one after it
+one math type         and what selects values: as autograd records it, between a border before it and one after it
 two math types        `recomputed`: the backward pass runs it again in its own math type
 """
 
@@ -138,13 +137,12 @@ class TypedForward:
         types = self.types
         if self.kind == LOOKS_UP:
             return self._leave(self._run(args, kwargs, {}))
-        if self.kind == SELECTS:
-            entered = self._entered(args, kwargs, types.forward, types.visible)
-            return self._leave(self._run(*entered, {}))
         if self._is_product(args, kwargs):
             return _product(self.module, args[0], types)
+        if self.kind == SELECTS:  # in a dtype that its gradients can have
+            return self._in_one_math(args, kwargs, types.visible)
         if types.forward_math == types.backward_math:
-            return self._in_one_math(args, kwargs)
+            return self._in_one_math(args, kwargs, types.forward_math)
         return self._in_two_maths(args, kwargs)
 
     def _is_product(self, args: Args, kwargs: Kwargs) -> bool:
@@ -157,9 +155,8 @@ class TypedForward:
         types = self.types
         return {*own, types.forward_math, types.backward_math} != {types.forward}
 
-    def _in_one_math(self, args: Args, kwargs: Kwargs) -> Any:
+    def _in_one_math(self, args: Args, kwargs: Kwargs, math: torch.dtype) -> Any:
         types, module = self.types, self.module
-        math = types.forward_math
         # A norm's weights are not rounded. torch's batch norm takes low-precision inputs beside
         # float32 weights, computes in float32, and keeps the input as it is.
         through = (math,) if self.kind == NORM else (types.forward, math)
