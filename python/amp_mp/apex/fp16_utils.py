@@ -16,6 +16,7 @@ from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, ov
 from amp_mp.sharding.reduction import totals_of
 from amp_mp.wrappers import fp16_optimizer
 from amp_mp.wrappers.fp16_optimizer import apex_policy
+from amp_mp.wrappers.wrapper import LOSS_SCALE
 
 # fmt: off
 __all__ = [
@@ -151,24 +152,20 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 class LossScaler:
     """A loss scale that never moves, for loops that scale by hand."""
 
+    loss_scale: Any = LOSS_SCALE
+    cur_scale: Any = LOSS_SCALE
+
     def __init__(self, scale: float = 1.0) -> None:
-        self._policy = apex_policy(scale, False, None, None)
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
-        return self._policy.scale
-
-    cur_scale = loss_scale
+        self.loss_scaler = apex_policy(scale, False, None, None)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient is inf or NaN; a scale that never moves does not look."""
-        looks = not isinstance(self._policy, Static)
+        looks = not isinstance(self.loss_scaler, Static)
         return looks and overflow_in(totals_of(list(params)), 1.0)[0]
 
     def update_scale(self, overflow: bool) -> None:
         """Moves the scale after an iteration."""
-        self._policy.update(overflow)
+        self.loss_scaler.update(overflow)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Calls backward of the loss times the scale, in float32."""
@@ -182,4 +179,4 @@ class DynamicLossScaler(LossScaler):
         self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
     ) -> None:
         given = {"init_scale": init_scale, "scale_factor": scale_factor}
-        self._policy = apex_policy(1.0, True, {**given, "scale_window": scale_window}, None)
+        self.loss_scaler = apex_policy(1.0, True, {**given, "scale_window": scale_window}, None)
