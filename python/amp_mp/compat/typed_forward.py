@@ -2,7 +2,8 @@
 
 looks up rows         as it is, with its result rounded
 Linear, convolution   `product`, whose derivatives are written out
-one math type         and what selects values: as autograd records it, between a border before it and one after it
+one math type         as autograd records it, between a border before it and one after it; so does
+                      what selects values, in a dtype that its gradients can have
 two math types        `recomputed`: the backward pass runs it again in its own math type
 """
 
@@ -32,20 +33,15 @@ LOOKS_UP = "looks up rows in the weight's own type"
 
 SELECTING = (
     nn.ReLU,
-    nn.ReLU6,
     nn.Hardtanh,
     nn.Threshold,
     nn.Identity,
     nn.Flatten,
     nn.Unflatten,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
+    nn.modules.pooling._MaxPoolNd,
     nn.PixelShuffle,
     nn.PixelUnshuffle,
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
     nn.ChannelShuffle,
     nn.modules.padding._ConstantPadNd,
     nn.modules.padding._ReflectionPadNd,
@@ -139,7 +135,7 @@ class TypedForward:
             return self._leave(self._run(args, kwargs, {}))
         if self._is_product(args, kwargs):
             return _product(self.module, args[0], types)
-        if self.kind == SELECTS:  # in a dtype that its gradients can have
+        if self.kind == SELECTS:
             return self._in_one_math(args, kwargs, types.visible)
         if types.forward_math == types.backward_math:
             return self._in_one_math(args, kwargs, types.forward_math)
