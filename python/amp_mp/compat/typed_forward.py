@@ -159,7 +159,8 @@ class TypedForward:
         backward = math if self.kind == NORM else types.backward
         mixes = type(module).forward is BATCH_NORM and math == torch.float32
         mixes = mixes and types.visible == types.forward in LOW_PRECISION
-        args, kwargs = self._entered(args, kwargs, types.forward, *(() if mixes else (math,)))
+        enter = (types.forward,) if mixes else (types.forward, math)
+        args, kwargs = _mapped(lambda t: border(t, enter, types.backward), args, kwargs)
         weights = {
             place: border(weight, through, backward, saturate=True)
             for place, weight in _tensors_of(module, "_parameters").items()
@@ -214,9 +215,6 @@ class TypedForward:
         tensors = (*inputs, *weights.values())
         outputs = iter(recomputed(compute, self.types, len(inputs), random, *tensors))
         return map_tensors(lambda _: next(outputs), results.pop(), results=True)
-
-    def _entered(self, args: Args, kwargs: Kwargs, *dtypes: torch.dtype) -> tuple[Args, Kwargs]:
-        return _mapped(lambda t: border(t, dtypes, self.types.backward), args, kwargs)
 
     def _leave(self, output: Any) -> Any:
         types = self.types

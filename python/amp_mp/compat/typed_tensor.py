@@ -1,6 +1,7 @@
 """A tensor and its gradient, each readable in any floating-point type: NVCaffe's blob."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -12,12 +13,8 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.uint32, torch.int64, torch.uint64)  # NVCaffe: INT and UINT, 32 bits
 
 
-def _shown(part: str, name: str, doc: str) -> Any:
-    def get(tensor: Any) -> Any:
-        found = getattr(getattr(tensor, f"_{part}"), name)
-        return frozenset(found) if isinstance(found, set) else found
-
-    return property(get, doc=doc)
+def _shown(path: str, doc: str) -> Any:
+    return property(attrgetter(path), doc=doc)
 
 
 class TypedTensor:
@@ -105,10 +102,10 @@ class TypedTensor:
         """The memory of data and gradient in bytes: all arrays there are, valid or not."""
         return sum(a.nbytes for part in (self._data, self._grad) for a in part.arrays.values())
 
-    current_dtype = _shown("data", "current", "The type last asked for; at first the master's.")
-    valid_dtypes = _shown("data", "valid", "Types in which the data needs no conversion.")
-    current_grad_dtype = _shown("grad", "current", "The type in which it was last asked for.")
-    valid_grad_dtypes = _shown("grad", "valid", "Types in which the gradient needs no conversion.")
+    current_dtype = _shown("_data.current", "The type last asked for; at first the master's.")
+    valid_dtypes = _shown("_data.valid", "Types in which the data needs no conversion.")
+    current_grad_dtype = _shown("_grad.current", "The type in which it was last asked for.")
+    valid_grad_dtypes = _shown("_grad.valid", "Types in which the gradient needs no conversion.")
 
     def __repr__(self) -> str:
         return (
@@ -135,7 +132,7 @@ class _Arrays:
         self.default = default
         self.saturate = saturate
         self.current = _checked(default)
-        self.valid: set[torch.dtype] = set()
+        self.valid: frozenset[torch.dtype] = frozenset()
         self._written: torch.dtype | None = None  # the valid one that the others are made from
         self.arrays: dict[torch.dtype, Tensor] = {}
 
@@ -153,12 +150,12 @@ class _Arrays:
         if self._written is not None and dtype not in self.valid:
             source = self.arrays[self._written]
             array.copy_(rounded(source.float(), dtype) if self.saturate else source)
-        self.valid.add(dtype)
+        self.valid |= {dtype}
         self.current = dtype
         return array
 
     def write(self, dtype: torch.dtype | None) -> Tensor:
         array = self.read(dtype)
         self._written = array.dtype
-        self.valid = {array.dtype}
+        self.valid = frozenset({array.dtype})
         return array
