@@ -411,9 +411,6 @@ class StepInputs:
         found_inf: Tensor | float | None = None,
         *,
         measure: bool = False,
-        measured: Measured | None = None,
-        max_norm: float | None = None,
-        scale_update: ScaleUpdate | None = None,
         from_stock: bool = False,
         keeps: bool = False,
     ) -> None:

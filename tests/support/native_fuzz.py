@@ -262,11 +262,15 @@ class Fuzz:
             "scale": self.maybe(self.tensor((1,))),
             "found_inf": self.maybe(self.tensor((1,))),
             "measure": True,
-            "max_norm": self.maybe(1.0),
-            "scale_update": self.maybe(self.scale_update()),
         }
         inputs = _C.StepInputs(**self.changed(given))
-        asked = self.changed({"norm_limit": self.maybe(1.0), "spike": self.maybe((6.0, 16.0))})
+        asked = {
+            "max_norm": self.maybe(1.0),
+            "scale_update": self.maybe(self.scale_update()),
+            "norm_limit": self.maybe(1.0),
+            "spike": self.maybe((6.0, 16.0)),
+        }
+        asked = self.changed(asked)
         for name, value in asked.items():
             setattr(inputs, name, value)
         stepper.step(**self.changed(arguments | {"inputs": inputs}))

@@ -48,11 +48,8 @@ void step_bucket(Bucket& bucket, const py::list& groups,
 
 void bind_inputs(py::module_& m) {
   py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
-      .def(py::init<py::object, py::object, bool, std::shared_ptr<Measured>, std::optional<double>,
-                    std::shared_ptr<ScaleUpdateTensors>, bool, bool>(),
-           py::arg("scale") = py::none(), py::arg("found_inf") = py::none(), py::kw_only(),
-           py::arg("measure") = false, py::arg("measured") = py::none(),
-           py::arg("max_norm") = py::none(), py::arg("scale_update") = py::none(),
+      .def(py::init<py::object, py::object, bool, bool, bool>(), py::arg("scale") = py::none(),
+           py::arg("found_inf") = py::none(), py::kw_only(), py::arg("measure") = false,
            py::arg("from_stock") = false, py::arg("keeps") = false)
       .def_readonly("keeps", &StepInputs::keeps)
       .def_readwrite("scale", &StepInputs::scale)

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "cpu/passes.h"
-#include "torch/step/cuda_step.h"
 #include "torch/step/directions.h"
 #include "torch/step/norm_scratch.h"
 
@@ -97,6 +96,17 @@ std::vector<Hyper> hypers_of(const std::vector<HyperTensors>& hyper_tensors,
   return hypers;
 }
 
+// The table that a step on a CUDA device reads its slots from.
+TableMemory::Held table_of(Slots& slots, const cuda::StepPlan& plan) {
+  if (is_short(plan)) return TableMemory::prepare_short(slots.device());
+  const TableMemory::Write write = [&](const cuda::StepTable& table, bool only_asks) {
+    bool differs = false;
+    on(slots.device(), [] {}, AMP_MP_CUDA(write_table(plan, table, only_asks, differs, stream)));
+    return differs;
+  };
+  return slots.table_memory().prepare(slots.size(), slots.groups(), slots.device(), write);
+}
+
 }  // namespace
 
 at::Tensor new_verdict(const at::Device& device) {
@@ -182,10 +192,15 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
         cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
                          norms.inputs, at::get_num_threads());
       },
-      AMP_MP_CUDA(apply_step<Rule>(slots, plan, hypers.data(), decides ? &inputs : nullptr, v,
-                                   found ? found->span_sums() : cuda::SpanSums{},
-                                   norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
-                                   data_of<SlotRule<Rule>>(rules), norms.inputs, stream)));
+      [&](void* stream) {
+        const cuda::StepPlan queued = {plan.data(), count, hypers.data(),
+                                       cuda::chunk_of(plan.data(), count), needs_update_norm<Rule>};
+        const TableMemory::Held held = table_of(slots, queued);
+        return cuda::apply<Rule>(queued, held.table, decides ? &inputs : nullptr, v,
+                                 found ? found->span_sums() : cuda::SpanSums{},
+                                 norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
+                                 data_of<SlotRule<Rule>>(rules), norms.inputs, stream);
+      });
   count_decision();
   if (found) found->mark_added();
   if (norms.weights) norms.weights->mark_added();

@@ -31,17 +31,17 @@ struct StepInputs {
   py::object found_inf = py::none();
   // Read the gradients for the verdict even if the optimizer itself needs no statistics.
   bool measure = false;
+  // Whether it is from a torch.amp.GradScaler, which does not know all processes.
+  bool from_stock = false;
+  // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
+  bool keeps = false;
+
   // Statistics that were read already; the step then reads the gradients only once.
   std::shared_ptr<Measured> measured;
   // Clip to this norm instead of the optimizer's max_grad_norm.
   std::optional<double> max_norm;
   // Where the loss scale goes next: scale_updated below.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
-  // Whether it is from a torch.amp.GradScaler, which does not know all processes.
-  bool from_stock = false;
-  // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
-  bool keeps = false;
-
   // What the step sets: scale_updated, that it has applied scale_update, as it does where all
   // parameters are on one device; used, that a step has used the inputs, where a scaled loss has
   // left them for the steps that follow (optim/step/ledger.py).
