@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("adding_things")]
-
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/adding_things.md").read_text()
 COPIED = ("build_tools", "csrc", "python", "tests", "benchmarks", "examples")
@@ -32,6 +30,7 @@ native.CXX_FLAGS = native.CXX_FLAGS.replace("-O3", "-O1")
 sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
 runpy.run_path("setup.py", run_name="__main__")
 """
+BUILT = [pytest.mark.full, pytest.mark.slow, pytest.mark.xdist_group("adding_things")]
 # Each example's tests, and how many there are at least.
 TESTS = {
     "optimizer": (["tests/optim/step/test_rules.py", "-k", "signum"], 20),
@@ -54,8 +53,20 @@ def applied(text: str, place: str, anchor: str, block: str) -> str:
     return "".join(lines)
 
 
-def test_every_block_of_the_guide_says_where_it_goes() -> None:
+def texts_of_the_guide() -> dict[str, str]:
+    """Each file that the guide adds or changes."""
+    texts: dict[str, str] = {}
+    for file, place, anchor, block in EDIT.findall(GUIDE):
+        path = ROOT / file
+        assert (file in texts or path.exists()) == bool(place), f"{file} is there, or is missing"
+        text = texts.get(file) or (path.read_text() if place else "")
+        texts[file] = applied(text, place, anchor, block) if place else block
+    return texts
+
+
+def test_every_block_of_the_guide_has_its_place() -> None:
     assert len(EDIT.findall(GUIDE)) == GUIDE.count("\n```") / 2 > 20
+    assert len(texts_of_the_guide()) > 15
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +78,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copytree(ROOT / folder, copy / folder, ignore=left_out)
     for file in FILES:
         shutil.copy(ROOT / file, copy / file)
-    for file, place, anchor, block in EDIT.findall(GUIDE):
-        path = copy / file
-        assert path.exists() == bool(place), f"{file} is there already, or is missing"
-        path.write_text(applied(path.read_text(), place, anchor, block) if place else block)
+    for file, text in texts_of_the_guide().items():
+        (copy / file).write_text(text)
     done = run(copy, "-c", BUILD, AMP_MP_CUDA="0", AMP_MP_WERROR="1", MAX_JOBS="2")
     assert done.returncode == 0, done.stdout + done.stderr
     yield copy
@@ -86,7 +95,7 @@ def run(tree: Path, *arguments: str, **environment: str) -> subprocess.Completed
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("example", TESTS)
+@pytest.mark.parametrize("example", [pytest.param(name, marks=BUILT) for name in TESTS])
 def test_what_was_added_passes_its_tests(tree: Path, example: str) -> None:
     tests, least = TESTS[example]
     done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
@@ -98,6 +107,9 @@ def test_what_was_added_passes_its_tests(tree: Path, example: str) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.xdist_group("adding_things")
 def test_the_kernels_with_the_new_format_compile(tree: Path, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc", path=f"{os.environ.get('PATH')}:/usr/local/cuda/bin")
     if nvcc is None:
