@@ -42,7 +42,7 @@ FILES = {
     "optim/step/test_cuda_sharded_step": 33,
     "optim/step/test_cuda_captured_step": 27,
     "optim/step/test_cuda_step": 30,
-    "optim/step/test_cuda_tables": 34,
+    "optim/step/test_cuda_tables": 18,
     "optim/step/test_gathered_norms": 9,
     "optim/step/test_shard_origins": 150,
     "optim/step/test_steps_of_dtensors": 16,
