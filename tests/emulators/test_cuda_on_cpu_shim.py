@@ -1,4 +1,7 @@
-"""The CUDA-on-CPU shim itself: correct kernels pass, and each fault is noticed where it can be."""
+"""The CUDA-on-CPU shim itself: each fault is noticed where it can be, and captures are CUDA's.
+
+That correct kernels pass in any order test_cuda_kernels.py shows, by those of the library.
+"""
 
 import functools
 from pathlib import Path
@@ -33,15 +36,13 @@ def program(variant: str) -> Path:
     """The self-test in a variant; skips where g++ cannot build it."""
     if reason := cuda_on_cpu.why_unavailable(variant):
         pytest.skip(reason)
-    parts = ("selftest", "selftest_faults", "selftest_capture")
-    sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in parts]
+    sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in ("selftest", "selftest_faults")]
     return cuda_on_cpu.build(sources, KEPT / "selftest", variant, include=[])
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "17"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_correct_kernels_pass(variant: str, order: str) -> None:
-    result = cuda_on_cpu.run(program(variant), variant, order=order)
+def test_captures_and_refused_launches(variant: str) -> None:
+    result = cuda_on_cpu.run(program(variant), variant)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
