@@ -113,9 +113,16 @@ def test_an_argument_of_one_kind_is_refused_by_name(
         getattr(amp.optim, kind)([weight("cpu")], **wrong)
 
 
-def test_an_unknown_argument_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"AdamW has no argument 'momory'.*memory"):
-        AdamW([weight("cpu")], momory="lean")  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"momory": "lean"}, r"AdamW has no argument 'momory'.*memory"),
+        ({"process_groups": ("pp",)}, "process_groups must be .* found str"),
+    ],
+)
+def test_an_argument_of_another_name_or_type_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        AdamW([weight("cpu")], **wrong)
 
 
 @pytest.mark.parametrize("case", [c for c in WRONG_ARGUMENTS if not c.startswith("clip")])
