@@ -117,22 +117,18 @@ def test_fused_adam_of_late_groups_and_loaded_states_without_correction(device: 
 
 @pytest.mark.parametrize("wd_after_momentum", [False, True])
 @pytest.mark.parametrize(
-    ("momentum", "dampening", "weight_decay", "nesterov"),
-    [(0.0, 0.0, 0.0, False), (0.9, 0.0, 0.1, True), (0.9, 0.5, 0.1, False), (0, 0, 0.1, False)],
+    "options",
+    [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+        {"weight_decay": 0.1},
+    ],
 )
-def test_fused_sgd(
-    device: str,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    wd_after_momentum: bool,
-) -> None:
-    given: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": dampening}
-    given |= {"weight_decay": weight_decay, "nesterov": nesterov}
-    given |= {"wd_after_momentum": wd_after_momentum}
+def test_fused_sgd(device: str, options: dict[str, Any], wd_after_momentum: bool) -> None:
+    given = {"lr": 0.1, "wd_after_momentum": wd_after_momentum, **options}
     params = parameters(device)
-    wanted = sgd(start(params), 4, given)
+    wanted = sgd(start(params), 4, all_of("FusedSGD", given))
     compare(train(optimizers.FusedSGD(params, **given), params), wanted)
 
 

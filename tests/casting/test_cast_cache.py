@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,11 +117,8 @@ def test_threads_with_different_dtypes(device: str, cached: Callable[[], None]) 
 
         dtypes = (torch.float16, torch.bfloat16)
         meet = threading.Barrier(len(dtypes))
-        threads = [threading.Thread(target=work, args=(dtype,)) for dtype in dtypes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(dtypes)) as pool:
+            list(pool.map(work, dtypes))
         return len(failures)
 
     assert wrong() > 0, "torch mixes the dtypes"
@@ -146,11 +144,8 @@ def test_threads_that_write_their_weights_between_regions(
                 first.float().mean().backward()
             linear.weight.data.mul_(0.9)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: work(), range(4)))
     assert failures == []
     assert _C.casting.cached() == {}
 

@@ -81,12 +81,6 @@ def write(model: nn.Module) -> None:
             param.mul_(0.5)
 
 
-def clamp(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.clamp_(-0.5, 0.5)
-
-
 def write_data(model: nn.Module) -> None:
     for param in model.parameters():
         param.data.zero_()
@@ -103,7 +97,7 @@ def write_to_local(model: nn.Module) -> None:
             (param.to_local() if isinstance(param, DTensor) else param).zero_()
 
 
-WRITES = [write, clamp, write_data, write_locally, write_to_local]
+WRITES = [write, write_data, write_locally, write_to_local]
 BETWEEN = [copy_memory, load, load_and_swap, set_state_dict, unshard, *WRITES]
 
 

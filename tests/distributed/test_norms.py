@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import NORM_ERROR, Bag, Net, differences, noise, set_grads, shard
+from layouts import NORM_ERROR, Bag, Net, differences, noise, scaled, set_grads, shard
 from ranks import on_ranks
 from tiers import tiered
 from torch import Tensor, nn
@@ -61,22 +61,6 @@ def test_the_norm_is_that_of_the_whole_model(layout: str, world: int) -> None:
 
 def adamw(params: list[Any], **options: Any) -> Any:
     return amp.optim.AdamW(params, lr=1e-3, **options).step
-
-
-def scaled(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """amp.GradScaler's step and update."""
-
-    def made(params: list[Any]) -> Any:
-        optimizer, scaler = make(params), amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(torch.ones(()))
-
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
-        return step
-
-    return made
 
 
 # A step of each, and its collectives for each set of ranks over which a parameter is split.

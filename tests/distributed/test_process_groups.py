@@ -262,17 +262,6 @@ def test_without_process_groups_each_stage_has_its_own_norm() -> None:
     assert ranks[0] != ranks[1]
 
 
-def unusable() -> str:
-    params = list(Bag([(3,)], torch.float32).parameters())
-    with pytest.raises((TypeError, ValueError)) as caught:
-        amp.optim.AdamW(params, lr=0.01, process_groups=("pp",))
-    return str(caught.value)
-
-
-def test_a_group_that_is_none_is_refused_by_name() -> None:
-    assert all("process_groups" in message for message in on_ranks(2, unusable))
-
-
 def named_again(kind: str, through: str) -> tuple[str, float]:
     """The user names the processes over which the model is split or copied already."""
     if kind == "hsdp":

@@ -10,14 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu.mutate import (
-    Mutant,
-    Original,
-    build_mutant,
-    build_original,
-    read_mutants,
-    with_rules,
-)
+from cuda_on_cpu.mutate import Original, build_mutant, build_original, read_mutants
 from made import KEPT
 from test_cuda_kernels import CSRC, SOURCES, run, why_unavailable
 
@@ -64,36 +57,3 @@ def test_mistake_is_noticed(programs: dict[str, Future[Path]], name: str) -> Non
     output = done.stdout + done.stderr
     assert done.returncode != 0, f"nobody noticed: {name}\n{output[-2000:]}"
     assert mutant.says in output, output[-4000:]
-
-
-def test_a_text_that_has_gone_is_an_error() -> None:
-    mutant = Mutant(file="span_threads.h", text="__syncthreads();", shown_by="", says="")
-    assert mutant.of("a; __syncthreads(); b;") == "a;  b;"
-    for source, count in (("a; b;", 0), ("__syncthreads(); __syncthreads();", 2)):
-        with pytest.raises(ValueError, match=rf"'__syncthreads\(\);' {count} times, expected once"):
-            mutant.of(source)
-
-
-@pytest.mark.parametrize(("shown_by", "variant"), [("gone.cu", "plain"), ("copy.cu", "tsan")])
-def test_kernels_that_cannot_show_a_mistake_are_refused(
-    original: Original, shown_by: str, variant: str
-) -> None:
-    mutant = Mutant(
-        file="copy.cu",
-        text="is_wide(from.rest)",
-        replacement="true",
-        shown_by=shown_by,
-        variant=variant,
-        says="",
-    )
-    with pytest.raises(ValueError, match=f"shown_by: '{shown_by}' has to name kernels"):
-        build_mutant(mutant, original, shown_by)
-
-
-def test_rules_are_left_out_of_the_list() -> None:
-    header = (
-        "#define LIST(X) \\\n  X(AdamW, adamw_) \\\n  X(SGD, sgd_) \\\n  X(Lion, lion_)\n\nint n;\n"
-    )
-    assert with_rules(header, ["SGD"]) == "#define LIST(X) \\\n  X(SGD, sgd_) \\\n\nint n;\n"
-    with pytest.raises(ValueError, match=r"\['Adamax'\] are not in core/rules.h"):
-        with_rules(header, ["Adamax"])

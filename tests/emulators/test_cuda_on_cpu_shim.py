@@ -1,4 +1,7 @@
-"""The CUDA-on-CPU shim itself: correct kernels pass, and each fault is noticed where it can be."""
+"""The CUDA-on-CPU shim itself: each fault is noticed where it can be, and captures are CUDA's.
+
+That correct kernels pass in any order test_cuda_kernels.py shows, by those of the library.
+"""
 
 import functools
 from pathlib import Path
@@ -33,15 +36,13 @@ def program(variant: str) -> Path:
     """The self-test in a variant; skips where g++ cannot build it."""
     if reason := cuda_on_cpu.why_unavailable(variant):
         pytest.skip(reason)
-    parts = ("selftest", "selftest_faults", "selftest_capture")
-    sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in parts]
+    sources = [cuda_on_cpu.HERE / f"{part}.cu" for part in ("selftest", "selftest_faults")]
     return cuda_on_cpu.build(sources, KEPT / "selftest", variant, include=[])
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "17"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_correct_kernels_pass(variant: str, order: str) -> None:
-    result = cuda_on_cpu.run(program(variant), variant, order=order)
+def test_captures_and_refused_launches(variant: str) -> None:
+    result = cuda_on_cpu.run(program(variant), variant)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -59,23 +60,10 @@ def test_fault_is_noticed(fault: str, variant: str, order: str) -> None:
         assert message in output
 
 
-def test_every_fault_is_noticed_by_some_variant() -> None:
-    assert all(any(messages) for messages in NOTICED.values())
-
-
 def test_unknown_order_is_refused() -> None:
     result = cuda_on_cpu.run(program("plain"), "plain", order="backward")
     assert result.returncode != 0
     assert "not backward" in result.stderr
-
-
-def test_compiler_errors_are_raised(tmp_path: Path) -> None:
-    if reason := cuda_on_cpu.why_unavailable("plain"):
-        pytest.skip(reason)
-    source = tmp_path / "broken.cu"
-    source.write_text("int main() { return undeclared; }\n")
-    with pytest.raises(RuntimeError, match="undeclared"):
-        cuda_on_cpu.build([source], tmp_path, "plain", include=[])
 
 
 def test_shared_memory_without_red_zones_is_refused(tmp_path: Path) -> None:

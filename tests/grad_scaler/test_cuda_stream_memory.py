@@ -8,30 +8,19 @@ step reads of it has to be recorded for the step's stream.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import PRETEND_GPU
 from stream_scripts import DEVICE, SCRIPTS, Script
-from streams import hold_up, late, take_memory
+from streams import hold_up, late_in, take_memory
 from tiers import tiered
 from torch import Tensor
 
-ORDERS = range(4) if PRETEND_GPU else range(1)
 STEPS = 5
 OVERFLOW = 3  # the step in which there is one
 pytestmark = pytest.mark.usefixtures("cuda")
-
-
-@pytest.fixture(
-    params=tiered([f"cuda-order{order}" for order in ORDERS], ["cuda-order0", "cuda-order3"])
-)
-def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Delays on a device that has none of its own."""
-    with late(int(request.param[-1])):
-        yield
+cuda = late_in(["cuda-order0", "cuda-order3"])
 
 
 def trained(

@@ -6,33 +6,24 @@ streams permit. So a number that is read without waiting for the right stream is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers import PRETEND_GPU
-from streams import hold_up, late
-from tiers import tiered
+from streams import hold_up, late_in
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 DEVICE = "cuda"
-ORDERS = range(4) if PRETEND_GPU else range(1)  # of the delayed kernels
 STEPS = 12
 OVERFLOWS = (3, 4, 9)
 pytestmark = pytest.mark.usefixtures("cuda")
+cuda = late_in(["cuda-order0"])
 on_every_stream = pytest.mark.parametrize("side", [False, True], ids=["default", "side"])
 for_every_scale = pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax"])
-
-
-@pytest.fixture(params=tiered([f"cuda-order{order}" for order in ORDERS], ["cuda-order0"]))
-def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Delays on a device that has none of its own."""
-    with late(int(request.param[-1])):
-        yield
 
 
 def stream(side: bool) -> Any:

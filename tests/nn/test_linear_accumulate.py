@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pretend_gpu.build import build_cublas
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,14 +31,9 @@ def product(grad_output: Tensor, input: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def fake() -> ctypes.CDLL:
     """tests/emulators/fake_cublas.c, loaded."""
-    library = tmp_path_factory.mktemp("cublas") / "libfakecublas.so"
-    source = Path(__file__).resolve().parents[1] / "emulators/fake_cublas.c"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-ffp-contract=off"]
-    subprocess.run([*compiler, *flags, str(source), "-o", str(library), "-lm"], check=True)
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(build_cublas()))
 
 
 @pytest.mark.parametrize("by_gemm", [False, True], ids=["loop", "gemm"])

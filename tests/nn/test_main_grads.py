@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,11 +371,8 @@ def test_threads_that_share_a_weight_lose_nothing() -> None:
             layer(x).backward(x)
 
     with amp.attach_main_grads(layer):
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: work(), range(4)))
         assert (layer.weight.grad == 4 * 20 * 64).all()
 
 

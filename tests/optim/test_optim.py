@@ -46,7 +46,8 @@ def test_hundred_steps_follow_torch(device: str, name: str) -> None:
 
     Both do the same few float32 operations an element and step, in another order.
     """
-    ours, torchs, arguments = TWINS[name]
+    kind, arguments = TWINS[name]
+    ours, torchs = getattr(amp.optim, kind), getattr(torch.optim, kind)
     exact = run(lambda p: torchs(p, **arguments), device, torch.float64, 100)
     theirs = run(lambda p: torchs(p, **arguments), device, torch.float32, 100)
     found = run(lambda p: ours(p, **arguments), device, torch.float32, 100)

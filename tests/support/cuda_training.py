@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from helpers import raw_bytes
 from torch import nn
@@ -69,7 +72,19 @@ def captured(graphed: Training, eager: Training, steps: int = 2) -> torch.cuda.C
             training.fill(step, False)
             training.step()
     assert graphed.state() == eager.state()
+    return graph_of(graphed)
+
+
+def graph_of(training: Any) -> torch.cuda.CUDAGraph:
+    """A graph of the next step of an optimizer, or of a training; that step is not made."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graphed.step()
+        training.step()
     return graph
+
+
+@contextmanager
+def refused_capture(error: type[Exception], match: str) -> Iterator[None]:
+    """A block that cannot be captured."""
+    with pytest.raises(error, match=match), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        yield

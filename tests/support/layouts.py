@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+import amp_mp as amp
 
 REPLICATED = ("step", "beta_powers", "layer", "mu_product")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
@@ -179,6 +182,22 @@ def set_grads(params: list[Tensor], seed: int, scale: float = 1.0) -> list[Tenso
     for param, whole in zip(params, wholes, strict=True):
         param.grad = placed_as(param, whole)
     return wholes
+
+
+def scaled(make: Callable[[list[Any]], Any], device: str = "cpu") -> Callable[[list[Any]], Any]:
+    """Makes a step of parameters' optimizer: amp.GradScaler's step and update."""
+
+    def made(params: list[Any]) -> Callable[[], None]:
+        optimizer, scaler = make(params), amp.GradScaler(device, init_scale=1024.0)
+        scaler.scale(torch.ones((), device=device))
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return made
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:

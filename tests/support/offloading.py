@@ -98,13 +98,6 @@ def saved(optimizer: Any) -> Any:
     return copy.deepcopy(optimizer.state_dict())
 
 
-def captured(optimizer: Any) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    return graph
-
-
 @contextmanager
 def without_memory(**what: bool) -> Iterator[None]:
     native.set_host_memory(**what)

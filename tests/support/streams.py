@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from helpers import PRETEND_GPU
+from tiers import tiered
 from torch import Tensor
 
 HELD_UP = 20_000_000  # cycles: some milliseconds
+ORDERS = [f"cuda-order{order}" for order in range(4 if PRETEND_GPU else 1)]  # of delayed kernels
 
 
 @contextmanager
@@ -26,6 +30,20 @@ def late(seed: int) -> Iterator[None]:
 
     with delayed_streams(seed + 1000 * int(os.environ.get("AMP_MP_DELAYED_STREAMS") or 0)):
         yield
+
+
+def late_in(chosen: list[str]) -> Any:
+    """The fixture `cuda` of a file: kernels are late in each of ORDERS, of which some are chosen.
+
+    chosen: those that are not marked `full`.
+    """
+
+    @pytest.fixture(name="cuda", params=tiered(ORDERS, chosen))
+    def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+        with late(int(request.param[-1])):
+            yield
+
+    return cuda
 
 
 def hold_up() -> None:

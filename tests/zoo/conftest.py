@@ -37,16 +37,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Runs a script on two processes; the lines that they print."""
+def run_on(tmp_path: Path) -> Callable[[int, str], list[str]]:
+    """Runs a script on so many processes; the lines that they print."""
 
-    def run(script: str) -> list[str]:
+    def run(processes: int, script: str) -> list[str]:
         file = tmp_path / "script.py"
         file.write_text(script)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command.append(f"--nproc-per-node={processes}")
         folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
         done = subprocess.run(
-            [*command, "--nproc-per-node=2", str(file)],
+            [*command, str(file)],
             capture_output=True,
             text=True,
             cwd=tmp_path,

@@ -130,7 +130,7 @@ def shard_and_train(kind: str, mixed: str) -> list[str]:
     return sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()} | states)
 
 
-def test_fsdp2_on_two_processes(torchrun: Any) -> None:
+def test_fsdp2_on_two_processes(run_on: Any) -> None:
     script = """
 import os
 from test_accelerate import forget, shard_and_train
@@ -139,7 +139,7 @@ for kind, mixed in [*kinds, ("prepared too early", "no")]:
     os.write(1, (" ".join(["FOUND", *shard_and_train(kind, mixed)]) + "\\n").encode())
     forget()
 """
-    found = [line for line in torchrun(script) if line.startswith("FOUND")]
+    found = [line for line in run_on(2, script) if line.startswith("FOUND")]
     # Under mixed precision Accelerate makes float32 shards of a bfloat16 model too.
     kinds = ["FOUND DTensor bfloat16"] * 2 + ["FOUND DTensor float32"] * 4
     assert sorted(found) == [*kinds, "FOUND refused", "FOUND refused"]

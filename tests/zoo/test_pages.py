@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +21,5 @@ pages.run_page(pathlib.Path({page!r}), pathlib.Path({folder!r}), everything=True
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_runs_in_order_as_printed(page: Path, tmp_path: Path, torchrun: Any) -> None:
-    script = SCRIPT.format(page=str(page), folder=str(tmp_path))
-    if ranks_of(page.read_text()) == 2:
-        torchrun(script)
-        return
-    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": folders}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_every_block_runs_in_order_as_printed(page: Path, tmp_path: Path, run_on: Any) -> None:
+    run_on(ranks_of(page.read_text()), SCRIPT.format(page=str(page), folder=str(tmp_path)))

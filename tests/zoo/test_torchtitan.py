@@ -121,7 +121,7 @@ def save_and_resume(memory: str, prepared: bool) -> str:
 CASES = [("exact", False), ("lean", True), ("tiny", True)]
 
 
-def test_a_resumed_run_on_two_processes(torchrun: Any) -> None:
+def test_a_resumed_run_on_two_processes(run_on: Any) -> None:
     script = f"""
 import os, tempfile
 import torch.distributed as dist
@@ -134,7 +134,7 @@ for memory, prepared in {CASES}:
     os.write(1, (save_and_resume(memory, prepared) + "\\n").encode())
 dist.destroy_process_group()
 """
-    found = [line for line in torchrun(script) if line.startswith("SAME")]
+    found = [line for line in run_on(2, script) if line.startswith("SAME")]
     assert sorted(found) == sorted(2 * [f"SAME {memory} {kind}" for memory, kind in CASES])
 
 

@@ -55,11 +55,4 @@ void average_both(const std::vector<size_t>& sizes, size_t count) {
   std::printf("average: %zu tensors\n", count);
 }
 
-void lengths_of_averages(bool quick) {
-  constexpr int capacity = cuda::TensorTable<4>::kCapacity;
-  average_both(kTiny, 0);
-  average_both(kTiny, capacity + 1);
-  for (int count = capacity - 1; !quick && count <= capacity; ++count) average_both(kTiny, count);
-}
-
 }  // namespace

@@ -9,6 +9,12 @@
 
 namespace {
 
+// A pass over lists of no tensor, and of as many as a launch takes, one less, and one more.
+void lengths(void (*both)(const std::vector<size_t>&, size_t), size_t capacity, bool quick) {
+  for (const size_t count : {size_t(0), capacity - 1, capacity, capacity + 1})
+    if (!quick || count == 0 || count > capacity) both(kTiny, count);
+}
+
 void lengths_of_readings(bool quick) {
   constexpr int one = cuda::TensorTable<1>::kCapacity, two = cuda::TensorTable<2>::kCapacity;
   for (const Role role : {kGrad, kMaster})
@@ -51,11 +57,11 @@ int main(int argc, char** argv) {
   }
   copy_both(kEdges, kFormatCount * kFormatCount);
   copy_both(kRagged, quick ? kRagged.size() : 5 * kFormatCount);
-  lengths_of_copies(quick);
+  lengths(copy_both, cuda::TensorTable<4, RandomStream>::kCapacity, quick);
   const size_t formats = formats_of_masters().size();
   average_both(kEdges, formats * formats);
   average_both(kRagged, quick ? kRagged.size() : 5 * formats);
-  lengths_of_averages(quick);
+  lengths(average_both, cuda::TensorTable<4>::kCapacity, quick);
   lengths_of_readings(quick);
   combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});
   combine_both({5000});

@@ -67,11 +67,4 @@ void copy_both(const std::vector<size_t>& sizes, size_t count) {
   std::printf("copy: %zu tensors\n", count);
 }
 
-void lengths_of_copies(bool quick) {
-  constexpr int capacity = cuda::TensorTable<4, RandomStream>::kCapacity;
-  copy_both(kTiny, 0);
-  copy_both(kTiny, capacity + 1);
-  for (int count = capacity - 1; !quick && count <= capacity; ++count) copy_both(kTiny, count);
-}
-
 }  // namespace

@@ -44,12 +44,9 @@
 #define __shared__ static
 #endif
 
-// may_alias: kernels read and write arrays of other types through uint4* and float4*.
+// may_alias: kernels read and write arrays of other types through uint4*.
 struct __attribute__((may_alias, aligned(16))) uint4 {
   unsigned x, y, z, w;
-};
-struct __attribute__((may_alias, aligned(16))) float4 {
-  float x, y, z, w;
 };
 struct __attribute__((may_alias, aligned(8))) uint2 {
   unsigned x, y;

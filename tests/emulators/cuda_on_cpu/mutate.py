@@ -109,10 +109,5 @@ def with_rules(header: str, rules: Collection[str]) -> str:
     listed = re.findall(r"^ *X\((\w+), \w+\)", header, re.MULTILINE)
     if missing := set(rules) - set(listed):
         raise ValueError(f"rules: {sorted(missing)} are not in core/rules.h, which has {listed}")
-    kept = [line for line in header.splitlines() if _is_kept(line, rules)]
-    return "\n".join(kept) + "\n"
-
-
-def _is_kept(line: str, rules: Collection[str]) -> bool:
-    entry = re.match(r" *X\((\w+), \w+\)", line)
-    return not entry or entry[1] in rules
+    left_out = "|".join(set(listed) - set(rules))
+    return re.sub(rf"^ *X\(({left_out}), .*\n", "", header, flags=re.MULTILINE)

@@ -59,7 +59,7 @@ def build() -> Path:
 
 def build_cublas() -> Path:
     """The stand-in for cuBLAS, under the name that amp_mp looks for (torch_cuda.CUDA)."""
-    flags = ["-O2", "-fPIC", "-ffp-contract=off"]
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-ffp-contract=off"]
     name = f"-Wl,-soname,libcublas.so.{CUDA.split('.')[0]}"
     source = HERE.parent / "fake_cublas.c"
     made = compiled(source, ["gcc", *flags])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pretend_gpu.device import ledger
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_mp import _C
 
@@ -80,55 +80,6 @@ def test_results_that_are_resized_and_results_in_place_arrive() -> None:
     assert x.resize_(4, 2).device.type == "cuda"
     assert x[:3].eq(1).all()
     assert x[3:].isnan().all()
-
-
-def test_training_on_it_gives_the_numbers_of_the_cpu() -> None:
-    def trained(device: str) -> list[Tensor]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3))
-        data = torch.randn(8, 5)
-        model.to(device)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(3):
-            loss = model(data.to(device)).log_softmax(-1).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return [p.detach().cpu() for p in model.parameters()]
-
-    for found, wanted in zip(trained("cuda"), trained("cpu"), strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-def test_autocast_casts_as_on_a_gpu() -> None:
-    x = ones(4, 4).requires_grad_()
-    with torch.autocast("cuda", torch.float16):
-        product = x @ x
-        assert product.dtype == torch.float16
-        assert product.softmax(-1).dtype == torch.float32
-    product.softmax(-1, dtype=torch.float32).square().sum().backward()
-    assert x.grad.isfinite().all()
-
-
-def test_a_captured_launch_is_repeated_with_the_memory_of_its_time() -> None:
-    source, target = ones(1000), torch.zeros(1000, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with ledger() as found, torch.cuda.graph(graph):
-        assert torch.cuda.is_current_stream_capturing()
-        between = torch.empty(1000, device="cuda")
-        _C.copy_([between], [source], multiplier=3.0)
-        _C.copy_([target], [between])
-        del between
-    assert not torch.cuda.is_current_stream_capturing()
-    assert (graph.launches, found.launches, found.operators) == (2, 0, [])
-    assert target.eq(0).all()
-    with ledger() as found:
-        graph.replay()
-    assert target.eq(3).all()
-    assert (found.launches, found.operators, found.waits) == (2, [], 0)
-    source.fill_(5)
-    graph.replay()
-    assert target.eq(15).all()
 
 
 def test_a_graph_that_reads_freed_memory_is_found_out() -> None:

@@ -133,7 +133,8 @@ def replace() -> None:
         "current_device": native.current_device,
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        # Another function: torch.compile keeps what it knows of each under the function itself.
+        "_maybe_exchange_device": lambda device: _exchange_device(device),
         "synchronize": _synchronize,
         "Event": Event,
         "Stream": Stream,

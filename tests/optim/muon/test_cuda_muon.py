@@ -44,8 +44,13 @@ UPLOADS = (0, 1)
 
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "tiny"])
-def test_a_step_is_four_launches_and_the_products(memory: str) -> None:
-    training = Matrices(False, memory)
+@pytest.mark.parametrize("with_others", [False, True])
+def test_a_step_is_few_launches_and_the_products(with_others: bool, memory: str) -> None:
+    """Measure, decide, directions, apply.
+
+    With others a measure and a sum for each list, the decision, then three passes and two.
+    """
+    training = Matrices(with_others, memory)
     for step in range(3):
         training.fill(step, step == 1)
         training.step()
@@ -53,22 +58,9 @@ def test_a_step_is_four_launches_and_the_products(memory: str) -> None:
     with watching() as seen:
         training.step()
     assert seen.waits == 0
-    assert seen.kernels - 4 in UPLOADS  # measure, decide, directions, apply
-    assert seen.others == OF_TORCH or not PRETEND_GPU
-
-
-def test_with_others_there_are_six_launches_more() -> None:
-    training = Matrices(True, "exact")
-    for step in range(3):
-        training.fill(step, False)
-        training.step()
-    training.fill(3, False)
-    with watching() as seen:
-        training.step()
-    assert seen.waits == 0
-    # A measure and a sum for each list, the decision, then three passes and two.
-    assert seen.kernels - (2 * 2 + 1 + 3 + 2) in UPLOADS
-    assert seen.others == OF_TORCH + 5 or not PRETEND_GPU  # two lists' totals become one
+    assert seen.kernels - (2 * 2 + 1 + 3 + 2 if with_others else 4) in UPLOADS
+    # Of others the two lists' totals become one.
+    assert seen.others == OF_TORCH + 5 * with_others or not PRETEND_GPU
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +24,24 @@ Spoil = Callable[[dict[str, Any]], None]
 
 
 def stepped(
-    kind: str, memory: str = "exact", steps: int = 2, **options: Any
+    kind: str,
+    memory: str = "exact",
+    steps: int = 2,
+    device: str = "cpu",
+    groups: int = 1,
+    **options: Any,
 ) -> tuple[nn.ParameterList, Any]:
+    """Three parameters and their optimizer; of two groups the second has the last one."""
     torch.manual_seed(0)
-    params = nn.ParameterList([torch.randn(4, 32).bfloat16(), torch.randn(5), torch.randn(2, 64)])
-    settings = {"lr": 1e-2, **KINDS[kind], **options}
-    optimizer = getattr(amp.optim, kind)(params, memory=memory, **settings)
+    shapes = ((4, 32), (8, 8) if kind == "Muon" else (5,), (2, 64))
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    params = nn.ParameterList(
+        [torch.randn(shape).to(device, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    )
+    own: list[Any] = list(params)
+    given = own if groups == 1 else [{"params": own[:2]}, {"params": own[2:]}]
+    settings = {"lr": 1e-2, **KINDS.get(kind, {}), **options}
+    optimizer = getattr(amp.optim, kind)(given, memory=memory, **settings)
     for _ in range(steps):
         for param in params:
             param.grad = torch.randn_like(param)
@@ -121,6 +134,18 @@ def whole(key: str, value: Any) -> Spoil:
     return lambda saved: saved.update({key: value})
 
 
+def replaced(**entries: Any) -> Spoil:
+    return lambda saved: saved["state"][0].update(entries)
+
+
+def dropped(name: str) -> Spoil:
+    return lambda saved: saved["state"][0].pop(name)
+
+
+def ones(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.ones(shape or (4, 32), dtype=dtype)
+
+
 def in_group(**values: Any) -> Spoil:
     return lambda saved: saved["param_groups"][0].update(values)
 
@@ -150,12 +175,112 @@ FILES: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("memory", PRESETS)
-@pytest.mark.parametrize("case", FILES)
-def test_a_damaged_state_dict(case: str, memory: str) -> None:
-    spoil, words = FILES[case]
-    params, optimizer = stepped("AdamW", memory)
-    saved = copy.deepcopy(stepped("AdamW", memory, steps=3)[1].state_dict())
+# What is wrong with a file of one preset alone.
+FILES_OF: dict[str, tuple[str, Spoil, str]] = {
+    "remainder float": (
+        "exact",
+        replaced(remainder16=ones(torch.float32)),
+        "'remainder16' of parameter 0 has dtype torch.float32, but 'split32' is stored as "
+        "torch.uint8",
+    ),
+    "remainder int64": ("lean", replaced(remainder8=ones(torch.int64)), "'remainder8' of par"),
+    "remainder int8": ("exact", replaced(remainder16=ones(torch.int8)), "'remainder16' .*int8"),
+    "remainder shape": (
+        "exact",
+        replaced(remainder16=ones(torch.uint8, 4, 32)),
+        r"'remainder16' of parameter 0 has shape \(4, 32\), but its bytes have shape \(4, 32, 2\)",
+    ),
+    "remainder of 16-bit integers": (
+        "exact",
+        replaced(remainder16=ones(torch.int16)),
+        "'remainder16' of parameter 0 has dtype torch.int16, but",
+    ),
+    "m8 without scale": (
+        "tiny",
+        dropped("exp_avg_m8_scale"),
+        "'exp_avg_m8' .* no 'exp_avg_m8_scale'",
+    ),
+    "m8 with few scales": (
+        "tiny",
+        replaced(exp_avg_m8_scale=ones(torch.float32, 2)),
+        "'exp_avg_m8_scale' of parameter 0 has 2 elements",
+    ),
+    "log8 without scale": (
+        "micro",
+        dropped("exp_avg_sq_log8_scale"),
+        "'exp_avg_sq_log8' .* no 'exp_avg_sq_log8_scale'",
+    ),
+    "scales that became numbers": (
+        "micro",
+        replaced(exp_avg_sq_log8_scale=ones(torch.float32, 4, 1)),
+        "'exp_avg_sq_log8_scale' of parameter 0 has 4 elements of torch.float32, must have 4 of "
+        "torch.uint8",
+    ),
+    "a moment in codes of squares": (
+        "micro",
+        replaced(exp_avg_log8=ones(torch.uint8), exp_avg_m8=None),
+        "'exp_avg_log8' of parameter 0 is stored as 'log8', but can be float32, ",
+    ),
+    "codes that became numbers": (
+        "tiny",
+        replaced(exp_avg_m8=ones(torch.bfloat16)),
+        "'exp_avg_m8' of parameter 0 has dtype torch.bfloat16, but 'm8' is stored as torch.int8",
+    ),
+    "squares that became numbers": (
+        "lean",
+        replaced(exp_avg_sq_ue8m8=ones(torch.float32)),
+        "'exp_avg_sq_ue8m8' of parameter 0 has dtype torch.float32",
+    ),
+    "codes without a name for them": (
+        "tiny",
+        replaced(exp_avg_sq=ones(torch.int8), exp_avg_sq_ue8m8=None),
+        "'exp_avg_sq' of parameter 0 has dtype torch.int8, must be floating-point",
+    ),
+    "a moment without sign": (
+        "lean",
+        replaced(exp_avg_ue8m8=ones(torch.bfloat16), exp_avg=None),
+        "'exp_avg_ue8m8' of parameter 0 is stored as 'ue8m8', but can be float32, ",
+    ),
+    "twice": (
+        "lean",
+        replaced(exp_avg_sq=ones(torch.float32)),
+        "'exp_avg_sq' of parameter 0 is there as 'exp_avg_sq_ue8m8', too",
+    ),
+    "another shape": (
+        "exact",
+        replaced(exp_avg=ones(torch.float32, 4)),
+        r"'exp_avg' of parameter 0 has shape \(4,\).*\(4, 32\)",
+    ),
+    "integers": ("exact", replaced(exp_avg=ones(torch.int32)), "'exp_avg' .*torch.int32"),
+    "truths": ("exact", replaced(exp_avg_sq=ones(torch.bool)), "'exp_avg_sq' .*torch.bool"),
+    "complex": ("exact", replaced(exp_avg=ones(torch.complex64)), "'exp_avg' .*complex64"),
+    "a list": ("exact", replaced(exp_avg=[1.0]), "'exp_avg' of parameter 0 is not a tensor"),
+    "no squares": ("exact", dropped("exp_avg_sq"), "'exp_avg_sq' of parameter 0 is missing"),
+    "None for squares": ("lean", replaced(exp_avg_sq_ue8m8=None), "'exp_avg_sq' .* is missing"),
+    "powers": ("exact", replaced(beta_powers=ones(torch.float64, 3)), "'beta_powers' .*two"),
+    "one power": ("exact", replaced(beta_powers=torch.ones(())), "'beta_powers' .*two"),
+    "integer master": ("exact", replaced(master=ones(torch.int32)), "'master' .*torch.int32"),
+    "rounding": ("exact", in_group(rounding="sideways"), "param_group 0: rounding must be"),
+    "lr": ("exact", in_group(lr=None), "param_group 0: lr must be a number, found None"),
+    "seed": ("exact", in_group(seed=-1), "param_group 0: seed must be"),
+    "betas": ("exact", in_group(betas=(0.9,)), "param_group 0: betas must be two numbers"),
+    "no state": ("exact", lambda saved: saved.pop("state"), r"\['state'\] missing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("memory", "spoil", "words"),
+    [
+        *(
+            pytest.param(memory, *FILES[case], id=f"{case}-{memory}")
+            for case, memory in itertools.product(FILES, PRESETS)
+        ),
+        *(pytest.param(*file, id=case) for case, file in FILES_OF.items()),
+    ],
+)
+def test_a_damaged_state_dict(device: str, memory: str, spoil: Spoil, words: str) -> None:
+    params, optimizer = stepped("AdamW", memory, device=device)
+    saved = copy.deepcopy(stepped("AdamW", memory, steps=3, device=device)[1].state_dict())
     spoil(saved)
     refused(optimizer, params, saved, words)
 
@@ -330,30 +455,14 @@ def test_other_peoples_keys_stay_as_in_torch(kind: str) -> None:
     assert others.items() <= optimizer.param_groups[0].items()
 
 
-MUTATED = [
-    *KINDS.items(),
-    ("AdamW", {}),
-    ("SGD", {}),
-    ("RMSprop", {"momentum": 0.9, "centered": True}),
+MUTATED: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in KINDS),
+    ("AdamW", {"amsgrad": False}),
+    ("SGD", {"momentum": 0.0}),
+    ("RMSprop", {"centered": True}),
     ("Muon", {}),
 ]
 IN_A_CASE, CASES = 20, 100
-
-
-def after_steps(kind: str, options: dict[str, Any], memory: str, steps: int) -> tuple[Any, Any]:
-    torch.manual_seed(steps)
-    shapes = ((4, 32), (2, 64), (8, 8)) if kind == "Muon" else ((4, 32), (5,), (2, 64))
-    dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    params = nn.ParameterList(
-        [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    )
-    groups = [{"params": list(params[:2])}, {"params": [params[2]]}]
-    optimizer = getattr(amp.optim, kind)(groups, lr=1e-3, memory=memory, **options)
-    for _ in range(steps):
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-    return params, optimizer
 
 
 @pytest.mark.parametrize("case", [c if c < 15 else full(c) for c in range(CASES)])
@@ -365,8 +474,8 @@ def test_mutated_state_dicts(case: int) -> None:
         choose = random.Random(seed)
         kind, options = MUTATED[seed % len(MUTATED)]
         source, target = choose.choice(PRESETS), choose.choice(PRESETS)
-        saved = mutated(choose, after_steps(kind, options, source, 2)[1].state_dict())
-        params, optimizer = after_steps(kind, options, target, 1)
+        saved = mutated(choose, stepped(kind, source, groups=2, **options)[1].state_dict())
+        params, optimizer = stepped(kind, target, 1, groups=2, **options)
         before = everything(params, optimizer)
         error = error_of(optimizer.load_state_dict, saved)
         if error is not None:

@@ -131,7 +131,8 @@ def assert_alike(optimizer: Any, low: nn.Module, wide: nn.Module, update: float)
 
 @pytest.mark.parametrize("name", READ_BY_BOTH)
 def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str) -> None:
-    ours, torchs, arguments = TWINS[name]
+    kind, arguments = TWINS[name]
+    ours, torchs = getattr(amp.optim, kind), getattr(torch.optim, kind)
     torch.manual_seed(1)
     wide = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
     theirs = torchs(wide.parameters(), **arguments)

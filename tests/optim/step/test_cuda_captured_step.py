@@ -6,13 +6,11 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from cuda_training import DEVICE, Training, captured
+from cuda_training import DEVICE, Training, captured, graph_of, refused_capture
 from helpers import PRETEND_GPU
 from tiers import full
 from torch import Tensor, nn
@@ -149,12 +147,6 @@ def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
         assert graphed.state() == eager.state(), step
 
 
-@contextmanager
-def refused_capture(error: type[Exception], match: str) -> Iterator[None]:
-    with pytest.raises(error, match=match), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        yield
-
-
 def test_a_capture_that_would_leave_something_out_is_refused() -> None:
     training = Training()
     with refused_capture(RuntimeError, "take a step before capturing"):
@@ -182,9 +174,7 @@ def test_a_parameter_that_never_had_a_gradient_cannot_be_captured() -> None:
     with refused_capture(ValueError, r"shape \(3,\) has had no gradient yet"):
         optimizer.step()
     params[1].requires_grad_(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
+    graph_of(optimizer)
 
 
 def test_casts_of_a_captured_parameter_are_never_stale() -> None:
@@ -200,9 +190,7 @@ def test_casts_of_a_captured_parameter_are_never_stale() -> None:
     optimizer.step()
     product()
     assert model.weight in _C.casting.cached()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
+    graph = graph_of(optimizer)
     assert model.weight not in _C.casting.cached()
     for _ in range(3):
         graph.replay()
@@ -217,8 +205,7 @@ def test_a_new_weight_at_a_captured_ones_address_is_cached() -> None:
             param.grad = torch.ones_like(param)
         optimizer = amp.optim.SGD(params, lr=0.5)
         optimizer.step()
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            optimizer.step()
+        graph_of(optimizer)
         assert not is_cached_after_use(params[0])
         return {param._cdata for param in params}
 
@@ -235,14 +222,6 @@ def test_a_new_weight_at_a_captured_ones_address_is_cached() -> None:
     assert is_cached_after_use(made[-1])
 
 
-def graph_of(twins: Twins) -> torch.cuda.CUDAGraph:
-    """The next step in a graph; the host's is not made."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        twins.ours.optimizer.step()
-    return graph
-
-
 @pytest.mark.parametrize("tensors", [4, 30])
 @pytest.mark.parametrize("changes_first", [False, True])
 def test_a_graph_keeps_its_table_while_eager_steps_change_theirs(
@@ -257,7 +236,7 @@ def test_a_graph_keeps_its_table_while_eager_steps_change_theirs(
     numbers = {k: twins.ours.optimizer.param_groups[0][k] for k in ("lr", "betas", "weight_decay")}
     twins.fill(1)
     static = [[p.grad for p in side.params] for side in twins.sides]
-    graph = graph_of(twins)
+    graph = graph_of(twins.ours.optimizer)
     for round_ in range(3):
         twins.each_group(**numbers)
         for side, grads in zip(twins.sides, static, strict=True):
@@ -284,7 +263,7 @@ def test_two_graphs_of_one_optimizer_and_steps_between() -> None:
     graphs = []
     for decay in (0.1, 0.4):
         twins.each_group(weight_decay=decay)
-        graphs.append((decay, graph_of(twins)))
+        graphs.append((decay, graph_of(twins.ours.optimizer)))
     for round_ in range(4):
         for decay, graph in graphs:
             twins.each_group(weight_decay=decay)
@@ -303,7 +282,7 @@ def test_a_graph_is_replayed_after_its_optimizer_is_gone() -> None:
     for step in range(2):
         twins.fill(step)
         twins.step()
-    graph = graph_of(twins)
+    graph = graph_of(twins.ours.optimizer)
     kept = list(twins.ours.optimizer.state.values())
     del twins.ours.optimizer
     gc.collect()
@@ -326,7 +305,7 @@ def test_a_capture_that_is_thrown_away_uploads_nothing() -> None:
     twins.fill(0)
     twins.step()
     twins.each_group(weight_decay=0.3)
-    graph_of(twins)
+    graph_of(twins.ours.optimizer)
     for step in range(1, 3):
         twins.fill(step)
         twins.step()
@@ -360,10 +339,8 @@ def test_replays_of_a_graph_learn() -> None:
         training.fill(0, False)
         training.optimizer.step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     training.fill(0, False)
-    with torch.cuda.graph(graph):
-        training.optimizer.step()
+    graph = graph_of(training.optimizer)
     skipped = []
     for factor in (1.0, 1.0, 1e6, 1.0):
         training.fill(0, False)
@@ -379,9 +356,5 @@ def test_history_is_not_begun_in_a_graph() -> None:
     training = Training()
     training.step()
     training.optimizer.skip_norm_above = NormSpike()
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="take a step before capturing"),
-        torch.cuda.graph(graph),
-    ):
+    with refused_capture(RuntimeError, "take a step before capturing"):
         training.optimizer.step()

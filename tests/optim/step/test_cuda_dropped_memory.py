@@ -11,23 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRETEND_GPU
-from streams import hold_up, late, take_memory
+from streams import ORDERS, hold_up, late_in, take_memory
 from torch import Tensor, nn
 
 import amp_mp as amp
 from amp_mp.optim.base import stepper_of
 
 DEVICE = "cuda"
-ORDERS = range(4) if PRETEND_GPU else range(1)
 pytestmark = pytest.mark.usefixtures("cuda")
-
-
-@pytest.fixture(params=[f"cuda-order{order}" for order in ORDERS])
-def cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Delays on a device that has none of its own."""
-    with late(int(request.param[-1])):
-        yield
+cuda = late_in(ORDERS)
 
 
 def adamw(params: Any, **more: Any) -> amp.optim.AdamW:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_training import graph_of
 from helpers import raw_bytes
 from rules import STORAGES
 from torch import nn
@@ -60,9 +61,7 @@ def test_a_captured_step_goes_on_from_what_was_written(storage: str) -> None:
     runs = [training(storage) for _ in range(2)]
     for _, optimizer in runs:
         optimizer.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runs[1][1].step()
+    graph = graph_of(runs[1][1])
     runs[0][1].step()  # what was captured has not run
     graph.replay()
     for factor in (1.01, 0.5):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import scaled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -80,31 +81,15 @@ def by_layer(kind: Any) -> Callable[[list[Any]], Step]:
     return lambda params: kind(params, lr=0.1).step
 
 
-def scaled(make: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Step]:
-    """amp.GradScaler's step and update."""
-
-    def made(params: list[Any]) -> Step:
-        optimizer, scaler = make(params), amp.GradScaler(DEVICE, init_scale=1024.0)
-        scaler.scale(torch.ones((), device=DEVICE))
-
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
-        return step
-
-    return made
-
-
 KINDS: dict[str, Callable[[list[Any]], Step]] = {
     "neither": plain_step(),
     "clips": plain_step(max_grad_norm=1.0),
     "checks": plain_step(check_overflow=True),
-    "scaled": scaled(lambda params: amp.optim.AdamW(params, max_grad_norm=1.0)),
+    "scaled": scaled(lambda params: amp.optim.AdamW(params, max_grad_norm=1.0), DEVICE),
     "LARS": by_layer(amp.optim.LARS),
     "NovoGrad": by_layer(amp.optim.NovoGrad),
     "LAMB": by_layer(amp.optim.LAMB),
-    "torch's AdamW": scaled(lambda params: torch.optim.AdamW(params, fused=True)),
+    "torch's AdamW": scaled(lambda params: torch.optim.AdamW(params, fused=True), DEVICE),
 }
 # Kernels more than the plain step: amp_mp's, and torch's without the copies of the collectives.
 MEASURING = {"fsdp": (2, 6), "hsdp": (2, 6), "tp": (3, 13), "tp fsdp": (3, 17)}

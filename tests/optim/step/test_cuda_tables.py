@@ -156,10 +156,6 @@ def state_of_one_replaced(twins: Twins, step: int) -> None:
             state[name] = state[name].clone()
 
 
-def nothing(twins: Twins, step: int) -> None:
-    pass
-
-
 CHANGES: list[Callable[[Twins, int], None]] = [
     other_memory,
     loaded_state,
@@ -168,19 +164,7 @@ CHANGES: list[Callable[[Twins, int], None]] = [
     other_rate,
     rate_on_the_device,
     state_of_one_replaced,
-    nothing,
 ]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("tensors", [3, 30])
-def test_a_step_after_a_change_is_the_hosts(tensors: int, change: Callable[..., None]) -> None:
-    twins = Twins(shapes_of(tensors))
-    for step in range(6):
-        twins.fill(step)
-        twins.step()
-        twins.check(step)
-        change(twins, step)
 
 
 @pytest.mark.parametrize("seed", tiered(range(6), range(3)))
@@ -188,7 +172,7 @@ def test_steps_among_changes_by_chance_are_the_hosts(seed: int) -> None:
     """Whatever changes between two steps, and whichever parameters have gradients."""
     chance = random.Random(seed)
     kind = chance.choice([amp.optim.AdamW, amp.optim.SGD, amp.optim.LAMB])
-    more = {} if kind is amp.optim.AdamW else {"momentum": 0.9} if kind is amp.optim.SGD else {}
+    more = {"momentum": 0.9} if kind is amp.optim.SGD else {}
     twins = Twins(
         shapes_of(chance.choice([2, 8, 9, 33, 70])),
         kind=kind,
