@@ -152,6 +152,7 @@ def test_schedulers_go_on_where_they_were(kind: str, tmp_path: Path) -> None:
 def test_containers_keep_their_keys_and_kinds(tmp_path: Path) -> None:
     counts = {1: "one", "two": {2.5: [torch.arange(3), {}]}, (3, 4): [1, [2, {"x": None}]]}
     more = {"counts": counts, "none": None, "empty": {}, "order": OrderedDict(b=1, a=(1, 2))}
+    more["optimizer.x"] = 3  # no part of the optimizer's
     amp.checkpoint.save(tmp_path / "c", network(), **more)
     found = amp.checkpoint.load(tmp_path / "c", network())
     numbers = found["counts"]["two"][2.5].pop(0)

@@ -8,7 +8,7 @@ entry, which holds the containers, with keys of the checkpoint in place of what 
 import copy
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Set
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Contents:
         own = STRUCTURE in self.keys and "model" in self.parts
         if not own:
             self._find_parts(known)
-        self._sort()
+        self._sort({"model", "optimizer"} if own else self.parts)
         if own and self.keys.isdisjoint({f"model.{name}" for name in known}):
             self.model = None
         if own and (not self.groups or (self.states and known.isdisjoint(self.states))):
@@ -82,15 +82,20 @@ class Contents:
             states = Counter({s: count for s, count in groups.items() if s not in by_number})
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
 
-    def _sort(self) -> None:
-        """Says of every key what it is of, in the same order on all processes."""
+    def _sort(self, parts: Set[str]) -> None:
+        """Says of every key what it is of, in the same order on all processes.
+
+        parts: at the top, those with the model and the optimizer.
+        """
         state, group = f"{self.optimizer}state.", f"{self.optimizer}param_groups."
         # Where one of them is "", every key begins so.
         starts = tuple(start for start in (self.model, self.optimizer) if start is not None)
         for key in sorted(self.keys):
             start = state if key.startswith(state) else group
             name, _, entry = key.removeprefix(start).rpartition(".")
-            if key.startswith(group):
+            if str(self.paths[key][0]) not in parts:  # "optimizer.x" is another part
+                self.others.append(key)
+            elif key.startswith(group):
                 self.groups[key] = name, entry
             elif key.startswith(state) and name:
                 self.states.setdefault(name, {})[entry] = key
