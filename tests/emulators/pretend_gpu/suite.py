@@ -73,7 +73,7 @@ FILES = {
     "optim/test_arguments": 80,
     "optim/test_compile": 18,
     "optim/step/test_skips": 35,
-    "wrappers/test_fp16_optimizer_is_one": 180,
+    "wrappers/test_fp16_optimizer_is_one": 174,
     "wrappers/test_scale_loss_loops": 65,
     "casting/test_apex_names": 12,
     "compat/test_layer_types": 165,
