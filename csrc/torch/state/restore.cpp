@@ -47,6 +47,7 @@ struct Restoring {
 
   static std::vector<Given> given_in(const SavedEntries& entries, const py::dict& saved) {
     std::vector<Given> found;
+    found.reserve(saved.size());
     for (const auto& [key, value] : saved)
       found.push_back({py::reinterpret_borrow<py::object>(key),
                        py::reinterpret_borrow<py::object>(value), entries.find(text_of(key))});

@@ -14,13 +14,18 @@ py::object interned(const std::string& name) {
 
 // What follows a state's name in the entry that holds it in a format: "_m8"; nothing for plain
 // numbers, which their dtype tells apart.
-std::string ending_of(Format format) {
-  const std::string name = kFormats[int(format)].name;
-  for (const std::string plain : {"float32", "bfloat16", "float16"}) {
-    if (name == plain) return "";
-    if (name.starts_with(plain + "_")) return name.substr(plain.size());
-  }
-  return "_" + name;
+const std::string& ending_of(Format format) {
+  static const auto& endings = *[] {
+    auto* found = new std::vector<std::string>;
+    for (const FormatInfo& info : kFormats) {
+      found->push_back("_" + std::string(info.name));
+      for (const std::string plain : {"float32", "bfloat16", "float16"})
+        if ((found->back() + "_").starts_with("_" + plain + "_"))
+          found->back() = found->back().substr(1 + plain.size());
+    }
+    return found;
+  }();
+  return endings[size_t(format)];
 }
 
 // Those that users choose from: of the stochastic forms the plain name is chosen.

@@ -33,7 +33,7 @@ std::string wrong_memory(const py::handle& value) {
 std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_bytes,
                         bool of_rows = false) {
   const at::Tensor& own = tensor_of(param);
-  if (of_rows && has_shape_of(t.sizes(), own.sizes(), true)) return "";
+  if (!in_bytes && has_shape_of(t.sizes(), own.sizes(), of_rows)) return "";
   std::vector<int64_t> wanted = own.sizes().vec();
   if (in_bytes) wanted.push_back(2);
   if (t.sizes() == at::IntArrayRef(wanted)) return "";
