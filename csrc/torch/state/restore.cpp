@@ -43,7 +43,7 @@ struct Restoring {
   const py::handle old;  // the state until now; or null
   const at::Tensor local = local_of(param);
   const std::vector<Given> all_given = given_in(entries, saved);
-  py::dict state, masters;
+  py::dict state;
 
   static std::vector<Given> given_in(const SavedEntries& entries, const py::dict& saved) {
     std::vector<Given> found;
@@ -108,12 +108,10 @@ struct Restoring {
       const at::Tensor whole = whole_of(value);
       const at::Tensor copy = whole.to(local.device(), whole.scalar_type(), false, /*copy=*/true);
       set_item(state, key, wrapped(copy));
-    } else if (entry->state == "master") {
-      masters[key] = value;
     } else if (entry->like == Like::row) {
       const at::Tensor part = part_of(value, param);
       set(key, part.to(local.device(), at::kFloat, false, /*copy=*/true), t.sizes().vec());
-    } else if (entry->like == Like::param) {
+    } else if (entry->like == Like::param && entry->state != "master") {
       add_state(*entry, value);
     }
   }
@@ -185,20 +183,20 @@ struct Restoring {
     if (!is_low_precision(local)) return;
     for (const MasterEntry& each : master_entries())
       if (state.contains(each.entry)) return;
-    if (masters.empty() && old)  // a file of torch's: the master stays
+    std::vector<std::pair<const MasterEntry*, at::Tensor>> parts;
+    const auto add_parts = [&](py::handle held) {
       for (const MasterEntry& each : master_entries())
-        if (const py::handle held = item_of(old, each.entry)) masters[each.entry] = held;
-    if (masters.empty()) return;
-    const auto part = [&](const MasterEntry& entry) {
-      return copy_as(part_of(masters[entry.entry], param), entry.dtype, local);
+        if (const py::handle value = item_of(held, each.entry))
+          parts.emplace_back(&each, copy_as(part_of(value, param), each.dtype, local));
     };
+    add_parts(saved);
+    if (parts.empty() && old) add_parts(old);  // a file of torch's: the master stays
+    if (parts.empty()) return;
     const std::string format = format_at("master");
     const MasterEntry* const wanted = master_entry(format, local.scalar_type());
-    if (wanted && masters.size() == 1 && masters.contains(wanted->entry))
-      return set(wanted->entry, part(*wanted));
+    if (parts.size() == 1 && parts[0].first == wanted) return set(wanted->entry, parts[0].second);
     py::dict found;
-    for (const MasterEntry& each : master_entries())
-      if (masters.contains(each.entry)) found[each.entry] = wrapped(part(each));
+    for (const auto& [entry, part] : parts) found[entry->entry] = wrapped(part);
     // The parameter changes only where the format of before rounds otherwise.
     const at::Tensor weight = local.detach();
     const at::Tensor values = master_values(weight, found);
