@@ -6,9 +6,9 @@ All three start from the same weights and see the same batches:
   torch.autocast  the same under torch.autocast in bfloat16
   amp_mp          bfloat16 weights, amp_mp's AdamW, which clips inside the step
 
-The runs take turns, ten steps each; one whose steps take five times as long as float32's ends after
-two. The program prints a table, draws the losses in demo/loss.png and writes the numbers to
-demo/result.json.
+The runs take turns: three times a step each, then ten. A run is stopped after three steps if the
+fastest of them took five times as long as the fastest of float32's three. The program prints a
+table, draws the losses in demo/loss.png and writes the numbers to demo/result.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from amp_mp.casting.products import choose_products, describe_products
 
 FOLDER = Path(__file__).resolve().parent.parent / "demo"
 CHUNK = 10  # steps of one run before the next takes its turn: a disturbance then slows all of them
+# Single steps in turn before an arm may be stopped. Other work slows one of them now and then, and
+# all three of one arm hardly ever; a hopeless arm's can take ten seconds each.
+TRIAL = 3
+HOPELESS = 5.0  # times float32's time
 ARMS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32", "optimizer": "torch-adamw"},
     "torch.autocast": {"precision": "autocast", "optimizer": "torch-adamw"},
@@ -42,41 +46,44 @@ BASELINE = "float32"
 COLORS = ("tab:blue", "tab:green", "tab:orange")
 
 
-def compare(steps: int, slowest: float = 5.0, **common: Any) -> dict[str, Trainer]:
-    """Train every arm, by turns; ``common`` are further settings of all arms.
-
-    An arm whose steps take more than ``slowest`` times as long as float32's ends after two.
-    """
+def compare(steps: int, **common: Any) -> dict[str, Trainer]:
+    """Train every arm that is not hopeless, by turns; ``common`` are further settings of all."""
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
     chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
+    chosen = "auto" if chosen == "undecided" else chosen
     form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    going, done = dict(trainers), 0
     with Bar(total=len(ARMS) * steps, dynamic_ncols=True, bar_format=form) as bar:
-        for start in range(0, steps, CHUNK):
-            for name, trainer in trainers.items():
+        while done < steps:
+            turn = 1 if done < TRIAL else min(CHUNK, steps - done)
+            for name, trainer in going.items():
                 # torch.autocast computes as it does in a script without amp_mp.
-                products = "native" if name == "torch.autocast" else chosen
-                choose_products("auto" if products == "undecided" else products, torch.bfloat16)
-                times, least = trainer.run.step_seconds, trainers[BASELINE].run.step_seconds
-                for _ in range(min(CHUNK, steps - start)):
-                    if len(times) != 2 or min(times) <= slowest * min(least):
-                        bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
+                choose_products("native" if name == "torch.autocast" else chosen, torch.bfloat16)
+                for _ in range(turn):
+                    bar.set_description(f"{name:14} loss {trainer.step():.3f}", False)
                     bar.update()
-                bar.set_postfix_str(f"about {remaining(trainers.values(), steps, slowest)} left")
+                if done >= TRIAL:
+                    bar.set_postfix_str(f"about {remaining(going.values(), steps)} left")
+            done += turn
+            if done == TRIAL:
+                least = {name: min(each.run.step_seconds) for name, each in trainers.items()}
+                limit = HOPELESS * least[BASELINE]
+                going = {name: each for name, each in trainers.items() if least[name] <= limit}
+                bar.total -= (len(trainers) - len(going)) * (steps - done)
+    choose_products(chosen, torch.bfloat16)
     return trainers
 
 
-def remaining(trainers: Iterable[Trainer], steps: int, slowest: float) -> str:
-    """The time that all arms together still need, once each has begun."""
-    every = list(trainers)
-    if not all(each.run.step_seconds for each in every):
-        return "?"
-    least = min(every[0].run.step_seconds)
-    seconds = sum(
-        (steps - each.steps_done) * each.run.median_step_seconds()
-        for each in every
-        if len(each.run.step_seconds) != 2 or min(each.run.step_seconds) <= slowest * least
+def remaining(trainers: Iterable[Trainer], steps: int) -> str:
+    """The time that these arms together still need."""
+    return Bar.format_interval(
+        sum((steps - each.steps_done) * each.run.median_step_seconds() for each in trainers)
     )
-    return Bar.format_interval(seconds)
+
+
+def stopped(run: Run) -> bool:
+    """Whether a run ended before its last step."""
+    return len(run.train_loss) < run.settings.steps
 
 
 def announce(trainers: Iterable[str], **settings: Any) -> str:
@@ -92,11 +99,13 @@ def announce(trainers: Iterable[str], **settings: Any) -> str:
 def measurements(trainer: Trainer, baseline: Trainer) -> dict[str, float]:
     """The numbers of one run; difference and speed-up are relative to ``baseline``.
 
-    A run that ended after two steps has no losses.
+    A run that was stopped has no losses, but the number of its steps.
     """
     parameters = sum(p.numel() for p in trainer.model.parameters())
     losses: dict[str, float] = {}
-    if trainer.run.validation:
+    if stopped(trainer.run):
+        losses = {"stopped_after_steps": trainer.steps_done}
+    else:
         loss, loss_before = (t.run.validation[-1][1] for t in (trainer, baseline))
         losses = {
             "validation_loss": loss,
@@ -125,6 +134,10 @@ def table(results: dict[str, dict[str, float]]) -> Table:
         "bytes per parameter": "{bytes_per_parameter:.1f}",
     }
     caption = "bytes per parameter: weights, optimizer state and gradients"
+    if any("stopped_after_steps" in column for column in results.values()):
+        caption += (
+            f"\nstopped: after {TRIAL} steps, all slower than {HOPELESS:g} times float32's fastest"
+        )
     result = Table("", *results, caption=caption, caption_justify="left")
     for column in result.columns[1:]:
         column.justify = "right"
@@ -133,6 +146,21 @@ def table(results: dict[str, dict[str, float]]) -> Table:
         cells = (form.format(**c) if name in c else "stopped" for c in results.values())
         result.add_row(title, *cells)
     return result
+
+
+def summary(results: dict[str, dict[str, float]]) -> str:
+    """What amp_mp's run is beside the others, and which of them were stopped."""
+    ours, autocast = results["amp_mp"], results["torch.autocast"]
+    after = f"stopped after {TRIAL} steps"
+    loss = after
+    if "stopped_after_steps" not in ours:
+        loss = f"{ours['difference_percent']:+.2f} % validation loss"
+    which = f", {after}" if "stopped_after_steps" in autocast else ""
+    over_autocast = autocast["step_milliseconds"] / ours["step_milliseconds"]
+    return (
+        f"amp_mp against float32: {loss}, {ours['speed_up']:.2f} times the steps per second "
+        f"({over_autocast:.2f} times those of torch.autocast{which})"
+    )
 
 
 def processor() -> str:
@@ -160,8 +188,8 @@ def draw(runs: dict[str, Run], caption: str, path: Path) -> None:
     picture, (apart, by_time) = figure(2, sharey=False)
     before = runs[BASELINE]
     for (name, run), color in zip(runs.items(), COLORS, strict=True):
-        if not run.validation:
-            continue  # it ended after two steps
+        if stopped(run):
+            continue
         # With the median step time, so that other work on the machine does not bend the curve.
         second = run.median_step_seconds()
         for kind, (at, losses), (_, others) in zip(
@@ -200,14 +228,8 @@ def main() -> None:
     results = {name: measurements(each, trainers[BASELINE]) for name, each in trainers.items()}
     print(f"processor: {processor()}\n{describe_products()}")
     Console().print(table(results))
-
-    ours, autocast = results["amp_mp"], results["torch.autocast"]
-    over_autocast = autocast["step_milliseconds"] / ours["step_milliseconds"]
-    caption = (
-        f"amp_mp against float32: {ours['difference_percent']:+.2f} % validation loss, "
-        f"{ours['speed_up']:.2f} times the steps per second "
-        f"({over_autocast:.2f} times those of torch.autocast)"
-    )
+    caption = summary(results)
+    print(caption)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "result.json").write_text(json.dumps(results, indent=2) + "\n")
     draw({name: each.run for name, each in trainers.items()}, caption, FOLDER / "loss.png")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
-import math
+import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from forked import Script, run_each
 from progress import Bar
 from train_gpt import Settings, SettingsError, Trainer, plot, train
+
+from amp_mp import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not an import statement: the linter would sort it differently once the demo has made demo/.
@@ -78,25 +81,107 @@ def test_low_precision_keeps_masters_and_float32_keeps_none() -> None:
         assert (low > 0) == (precision == "bfloat16")
 
 
-def test_the_demo_stops_arms_that_would_take_an_hour(tmp_path: Path) -> None:
-    trainers = demo.compare(**SMALL, slowest=0.0)
-    assert [trainer.steps_done for trainer in trainers.values()] == [2, 2, 2]
-    results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
-    loss, _, median, half, speed_up, _ = zip(
-        *(column.cells for column in demo.table(results).columns[1:]), strict=True
-    )
-    assert loss == ("stopped",) * 3
-    assert all(cell.endswith("x") for cell in speed_up)
-    for name, cell in zip(trainers, half, strict=True):
-        lower, upper = map(float, cell.removesuffix(" ms").split(" to "))
-        assert lower <= results[name]["step_milliseconds"] + 1
-        assert results[name]["step_milliseconds"] <= upper + 1
-    assert all(cell.endswith(" ms") for cell in median)
-    demo.draw({name: t.run for name, t in trainers.items()}, "caption", tmp_path / "loss.png")
+def steps_take(patch: pytest.MonkeyPatch, seconds: dict[str, list[float]]) -> list[str]:
+    """Steps of the demo's arms report these times, and from the last one on that one.
+
+    The list that is returned gets the name of each step's arm.
+    """
+    names = {arm["precision"]: name for name, arm in demo.ARMS.items()}
+    taken: list[str] = []
+
+    def timed(trainer: Trainer) -> float:
+        loss = step(trainer)
+        taken.append(names[trainer.settings.precision])
+        own, times = seconds[taken[-1]], trainer.run.step_seconds
+        times[-1] = own[min(len(times), len(own)) - 1]
+        return loss
+
+    step = Trainer.step
+    patch.setattr(Trainer, "step", timed)
+    return taken
 
 
-def test_the_demo_compares_three_arms_on_the_same_batches(tmp_path: Path) -> None:
-    trainers = demo.compare(**SMALL, slowest=math.inf)
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        (
+            ["amp_mp"],
+            "stopped after 3 steps, 0.11 times the steps per second "
+            "(0.11 times those of torch.autocast)",
+        ),
+        (
+            ["torch.autocast"],
+            "{:+.2f} % validation loss, 1.00 times the steps per second "
+            "(9.00 times those of torch.autocast, stopped after 3 steps)",
+        ),
+        (
+            ["torch.autocast", "amp_mp"],
+            "stopped after 3 steps, 0.11 times the steps per second "
+            "(1.00 times those of torch.autocast, stopped after 3 steps)",
+        ),
+    ],
+    ids=["amp_mp", "torch.autocast", "both"],
+)
+def test_the_demo_stops_hopeless_arms_and_says_what_it_measured(
+    slow: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    taken = steps_take(monkeypatch, {name: [9.0 if name in slow else 1.0] for name in demo.ARMS})
+    small = {name: value for name, value in SMALL.items() if name not in ("steps", "device")}
+    monkeypatch.setattr(demo, "Settings", partial(Settings, **small))
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    captions: list[str] = []
+    draw = demo.draw
+    monkeypatch.setattr(demo, "draw", lambda *given: captions.append(given[1]) or draw(*given))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "6"])
+    monkeypatch.setenv("COLUMNS", "110")
+    chosen = _C.products.choice(torch.bfloat16)
+    demo.main()
+    assert _C.products.choice(torch.bfloat16) == chosen
+
+    results = json.loads((tmp_path / "result.json").read_text())
+    for name, found in results.items():
+        stopped = name in slow
+        assert taken.count(name) == (3 if stopped else 6)
+        assert found.get("stopped_after_steps") == (3 if stopped else None)
+        assert ("validation_loss" in found) == ("difference_percent" in found) == (not stopped)
+        assert found["step_milliseconds"] == found["from"] == found["to"]
+        assert found["speed_up"] == (1 / 9 if stopped else 1)
+    out, progress = capsys.readouterr()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    by_title = {row[0]: row[1:] for row in rows if row}
+    for title in ("validation loss, nats per byte", "difference to float32"):
+        cells = zip(results, by_title[title], strict=True)
+        assert [name for name, cell in cells if cell == "stopped"] == slow
+    times = ["9000.0 ms" if name in slow else "1000.0 ms" for name in results]
+    assert by_title["median time per step"] == times
+    assert "stopped: after 3 steps, all slower than 5 times float32's fastest" in out
+    difference = results["amp_mp"].get("difference_percent")
+    sentence = "amp_mp against float32: " + said.format(difference)
+    assert captions == [sentence]
+    assert sentence in out.splitlines()
+    assert "100%" in progress
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_stops_no_arm_for_slow_steps_among_fast_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {"float32": [1.0], "torch.autocast": [20.0, 20.0, 1.5], "amp_mp": [20.0, 1.5, 20.0]}
+    taken = steps_take(monkeypatch, times)
+    trainers = demo.compare(**SMALL)
+    assert [trainer.steps_done for trainer in trainers.values()] == [6, 6, 6]
+    assert taken[:9] == [*demo.ARMS] * 3, "what slows the machine meets all arms"
+
+
+def test_the_demo_compares_three_arms_on_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_take(monkeypatch, {name: [1.0] for name in demo.ARMS})
+    trainers = demo.compare(**SMALL)
     assert list(trainers) == ["float32", "torch.autocast", "amp_mp"]
     results = {name: demo.measurements(t, trainers["float32"]) for name, t in trainers.items()}
     first = [trainer.run.train_loss[0] for trainer in trainers.values()]
