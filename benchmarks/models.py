@@ -1,33 +1,34 @@
-"""Ten kinds of models and a layer on a CPU: bfloat16 as a part of float32's time.
+"""Eleven kinds of models and a layer on a CPU: bfloat16 as a part of float32's time.
 
     OMP_NUM_THREADS=1 python benchmarks/models.py
     OMP_NUM_THREADS=1 python benchmarks/models.py --isa AVX2 --models UNet LSTM --rounds 60
 
 A training step of `amp.prepare` with `amp.optim.AdamW` against one in float32 with torch's fused
-AdamW; "one token" and the linear layers are forward passes without gradients. oneDNN is held to an
-instruction set by DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a processor that has no
-other. The arms take turns; a ratio is the median over rounds, with the range of the middle half in
-parentheses. The time of one thread is CPU time, which other processes disturb less.
+AdamW; "one token" and the linear layers are forward passes without gradients. Everything is held to
+an instruction set (held.py), in a process of its own. The arms take turns; a ratio is the median
+over rounds, with the range of the middle half in parentheses. The time of one thread is CPU time,
+which other processes disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from held import ISAS, outputs
 from timing import quartiles
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
 
 import amp_mp as amp
 
-ISAS = {"": "native bfloat16", "AVX512_CORE": "AVX512_CORE", "AVX2": "AVX2"}
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import GPT, VOCABULARY
 
 
 class Residual(nn.Module):
@@ -163,6 +164,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv1d": (conv1d, (8, 16, 512)),
     "UNet": (lambda: UNet(32), (4, 3, 32, 32)),
     "ViT": (vit, (8, 3, 32, 32)),
+    "GPT": (lambda: GPT(4, 256, 2, 64), (32, 64)),  # the demo's
     "Llama-like": (llama, (4, 128, 256)),
     "LSTM": (lambda: Recurrent(nn.LSTM), (16, 32, 128)),
     "GRU": (lambda: Recurrent(nn.GRU), (16, 32, 128)),
@@ -177,9 +179,11 @@ def stepper(name: str, ours: bool) -> Callable[[], None]:
     """A training step of a model, in float32 or prepared; or a forward pass."""
     torch.manual_seed(0)
     make, shape = MODELS[name]
-    model, x = make(), torch.randn(shape)
+    model = make()
+    tokens = isinstance(model, GPT)
+    x = torch.randint(VOCABULARY, shape) if tokens else torch.randn(shape)
     if ours:
-        model, x = amp.prepare(model, torch.bfloat16), x.bfloat16()
+        model, x = amp.prepare(model, torch.bfloat16), x if tokens else x.bfloat16()
         optimizer: torch.optim.Optimizer = amp.optim.AdamW(model.parameters(), lr=1e-4)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -219,7 +223,7 @@ def ratios(name: str, rounds: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--isa", choices=ISAS, nargs="*", default=list(ISAS))
+    parser.add_argument("--isa", choices=ISAS, nargs="*", default=ISAS)
     parser.add_argument("--models", choices=MODELS, nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
@@ -233,22 +237,16 @@ def main() -> None:
             except RuntimeError as error:  # torch may not have this product here
                 print(json.dumps(str(error).splitlines()[0]), flush=True)
         return
-    columns = []
-    for isa in arguments.isa:
-        command = [sys.executable, __file__, "--child", f"--rounds={arguments.rounds}"]
-        command += [f"--threads={arguments.threads}", "--models", *arguments.models]
-        environment = {**os.environ, **({"DNNL_MAX_CPU_ISA": isa} if isa else {})}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-        column = []
-        for line in done.stdout.splitlines():
-            if isinstance(found := json.loads(line), str):
-                column.append(f"fails: {found}")
-                continue
-            column.append(quartiles(found))
-        columns.append(column)
-    print("|", *(f"| {ISAS[isa]}" for isa in arguments.isa), "|")
+    child = [__file__, "--child", f"--rounds={arguments.rounds}", f"--threads={arguments.threads}"]
+    columns = {}
+    for title, printed in outputs(arguments.isa, *child, "--models", *arguments.models):
+        found = [json.loads(line) for line in printed.splitlines()]
+        columns[title] = [f"fails: {f}" if isinstance(f, str) else quartiles(f) for f in found]
+    if not columns:
+        return
+    print("|", *(f"| {title}" for title in columns), "|")
     print("|---" * (1 + len(columns)) + "|")
-    for name, *cells in zip(arguments.models, *columns, strict=True):
+    for name, *cells in zip(arguments.models, *columns.values(), strict=True):
         print(f"| {name} |", " | ".join(cells), "|")
 
 

@@ -3,18 +3,16 @@
     python benchmarks/products_step.py                      each instruction set, two threads
     python benchmarks/products_step.py --isa AVX2 --rounds 30
 
-oneDNN is held to an instruction set by DNNL_MAX_CPU_ISA, in a process of its own: a stand-in for a
-processor that has no other. Times are medians over rounds in which the arms take turns, as a part
-of float32's, with the range of the middle half; memory is what autograd keeps of a step.
+Everything is held to an instruction set (held.py), in a process of its own. Times are medians over
+rounds in which the arms take turns, as a part of float32's, with the range of the middle half;
+memory is what autograd keeps of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from held import ISAS, outputs
 from rich.console import Console
 from rich.table import Table
 from timing import kept_bytes, quartiles
@@ -35,7 +34,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt_settings import Settings
 from gpt_trainer import Trainer
 
-ISAS = ("", "AVX512_CORE", "AVX2")
 FLOAT32 = {"precision": "float32", "optimizer": "torch-adamw"}
 OURS = {"precision": "bfloat16", "optimizer": "adamw"}
 # By name: the settings, whether amp.init's casts are on, and the products of low precision.
@@ -86,7 +84,7 @@ def measure(rounds: int, threads: int) -> dict[str, Any]:
     return found
 
 
-def show(isa: str, found: dict[str, Any]) -> None:
+def show(title: str, found: dict[str, Any]) -> None:
     """Prints the table of one instruction set."""
     base = found["seconds"]["float32"]
     table = Table("", "ms", "of float32's time", "kept of a step, of float32's")
@@ -96,7 +94,7 @@ def show(isa: str, found: dict[str, Any]) -> None:
         cells = f"{1e3 * statistics.median(seconds):.1f}", quartiles(ratios)
         table.add_row(name, *cells, f"{kept:.0%}")
     console = Console(width=100)
-    console.print(f"DNNL_MAX_CPU_ISA={isa or '(unset)'}; auto: {found['chosen']}")
+    console.print(f"{title}; auto: {found['chosen']}")
     console.print(found["products"], highlight=False)
     console.print(table)
 
@@ -111,14 +109,9 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(measure(arguments.rounds, arguments.threads)))
         return
-    for isa in arguments.isa:
-        environment = {**os.environ, **({"DNNL_MAX_CPU_ISA": isa} if isa else {})}
-        command = [sys.executable, __file__, "--child", f"--rounds={arguments.rounds}"]
-        done = subprocess.run(
-            [*command, f"--threads={arguments.threads}"], env=environment, stdout=subprocess.PIPE,
-            text=True, check=True,
-        )  # fmt: skip
-        show(isa, json.loads(done.stdout.splitlines()[-1]))
+    child = [__file__, "--child", f"--rounds={arguments.rounds}", f"--threads={arguments.threads}"]
+    for title, printed in outputs(arguments.isa, *child):
+        show(title, json.loads(printed.splitlines()[-1]))
 
 
 if __name__ == "__main__":
