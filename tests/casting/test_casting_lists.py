@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import amp_mp as amp
+from amp_mp import _C
 from amp_mp.casting.op_table import APEX
 
 LOW = torch.bfloat16
@@ -44,7 +45,23 @@ def test_products_run_in_low_precision(apex: dict[str, Any], expression: str) ->
     found = computed(expression, apex)
     # attention keeps the logarithm of its sums in float32 for backward
     given = found.given - {torch.float32} if "attention" in expression else found.given
-    assert (found.taken, given) == ({LOW}, {LOW})
+    assert (found.taken, given, found.result) == ({LOW}, {LOW}, {LOW})
+
+
+@each(lists.CELLS)
+@pytest.mark.parametrize("products", ["native", "float32"])
+def test_the_products_of_cells_run_in_low_precision(
+    apex: dict[str, Any], expression: str, products: str
+) -> None:
+    """Where a CPU's products are computed in float32, the formula that follows them is, too."""
+    _C.products.choose(LOW, products == "float32")
+    found = computed(expression, apex)
+    of_formula = found.by_name
+    of_products = set().union(*(of_formula.pop(n) for n in ("mm", "addmm") if n in of_formula))
+    in_float32 = apex["device"] == "cpu" and products == "float32"
+    assert of_products == {LOW}
+    assert set().union(*of_formula.values()) == {torch.float32 if in_float32 else LOW}
+    assert found.result == {LOW}
 
 
 @each(lists.VECTOR)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
@@ -56,13 +57,22 @@ def test_a_process_that_dies_is_named() -> None:
 
 
 def waits_for_rank_0() -> None:
-    if dist.get_rank() != 0:
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), src=1)
+    else:
+        dist.send(torch.empty(1), dst=0)
         dist.barrier()
 
 
-def test_a_rank_that_waits_for_ever_is_an_error_that_shows_where() -> None:
-    with pytest.raises(TimeoutError, match=r"the ranks \[1\] have not ended in 1.0 s") as caught:
-        on_ranks(2, waits_for_rank_0, limit_s=1.0)
+def test_a_rank_that_waits_for_ever_is_an_error_that_shows_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its time is over when rank 0 has answered, however long that takes."""
+    wait = ranks.wait
+    monkeypatch.setattr(ranks, "wait", lambda pipes, _: wait(pipes) if len(pipes) == 2 else [])
+    with pytest.raises(TimeoutError, match=r"the ranks \[1\] have not ended in 60.0 s") as caught:
+        on_ranks(2, waits_for_rank_0, limit_s=60.0)
+    monkeypatch.undo()
     assert "waits_for_rank_0" in str(caught.value).split("rank 1:")[1]
     assert len(on_ranks(2, gathered, torch.ones(2))) == 2
 

@@ -146,7 +146,7 @@ def ranks(dtype: str, folder: Path, *plain: str) -> list[dict[str, Any]]:
     options = [*plain, f"--dtype={dtype}", f"--steps={DISTRIBUTED_STEPS}", f"--save={folder}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(APEX / "distributed.py"), *options]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=300)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -80,12 +80,6 @@ addmm: torch.addmm(a, a, b) | a.addmm(a, b) | torch.addmm(v, a, b, beta=0.5)
 _addmm_activation: torch._addmm_activation(v, a, b)
 addbmm: torch.addbmm(batch[0], batch, batch) | batch[0].addbmm(batch, batch)
 baddbmm: torch.baddbmm(batch, batch, batch) | batch.baddbmm(batch, batch)
-lstm_cell: nn.LSTMCell(256, 256).to(device)(a)[0]
-    | torch.lstm_cell(a, (a, a), gates, gates)[0]
-gru_cell: nn.GRUCell(256, 256).to(device)(a) | torch.gru_cell(a, a, gates[:768], gates[:768])
-rnn_tanh_cell: nn.RNNCell(256, 256).to(device)(a) | torch.rnn_tanh_cell(a, a, b, b)
-rnn_relu_cell: nn.RNNCell(256, 256, nonlinearity='relu').to(device)(a)
-    | torch.rnn_relu_cell(a, a, b, b)
 conv1d: torch.conv1d(line, k1) | F.conv1d(line, k1) | nn.Conv1d(4, 4, 3).to(device)(line)
     | F.conv1d(line, k1, padding='same')
 conv2d: torch.conv2d(image, k2) | F.conv2d(image, k2, bias) | nn.Conv2d(4, 4, 3).to(device)(image)
@@ -112,6 +106,16 @@ inner: torch.inner(a, b) | a.inner(b)
 outer: torch.outer(v, v) | v.outer(v) | torch.ger(v, v) | v.ger(v)
 scaled_dot_product_attention: F.scaled_dot_product_attention(heads, heads, heads)
     | F.scaled_dot_product_attention(heads, heads.to(low), heads, is_causal=True)
+""")
+
+# Two products, which must compute in low precision, and a formula of what they give.
+CELLS = rows("""
+lstm_cell: nn.LSTMCell(256, 256).to(device)(a)[0]
+    | torch.lstm_cell(a, (a, a), gates, gates)[0]
+gru_cell: nn.GRUCell(256, 256).to(device)(a) | torch.gru_cell(a, a, gates[:768], gates[:768])
+rnn_tanh_cell: nn.RNNCell(256, 256).to(device)(a) | torch.rnn_tanh_cell(a, a, b, b)
+rnn_relu_cell: nn.RNNCell(256, 256, nonlinearity='relu').to(device)(a)
+    | torch.rnn_relu_cell(a, a, b, b)
 """)
 
 # Matrix and vector: low precision on CUDA, float32 on a CPU, where it is faster.
@@ -236,4 +240,4 @@ binary_cross_entropy: F.binary_cross_entropy(h, g) | nn.BCELoss()(h, g)
     | torch._C._nn.binary_cross_entropy(h, g)
 """)
 
-ALL = LOW | VECTOR | FLOAT32 | WIDE_OUTPUT | WIDEST | BANNED
+ALL = LOW | CELLS | VECTOR | FLOAT32 | WIDE_OUTPUT | WIDEST | BANNED

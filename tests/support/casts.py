@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_mp import _C
 from amp_mp.casting import op_table
+from amp_mp.casting.products import VARIABLE
 
 
 @contextmanager
 def products_in_low_precision() -> Iterator[None]:
     """Has Apex's table cast matrix products on a CPU whose low-precision products are slow, too.
 
-    The table leaves them in float32 there. The others decide by size.
+    The table leaves them in float32 there. The others decide by size. AMP_MP_PRODUCTS is unset
+    meanwhile: amp.init would choose by it again.
     """
     slow_float16 = _C.products.choice(torch.float16) == "float32"
     apex = op_table.APEX
@@ -29,7 +32,8 @@ def products_in_low_precision() -> Iterator[None]:
         apex = tuple((by_size.get(policy, policy), ops) for policy, ops in apex)
     elif slow_float16:
         _C.products.choose(torch.float16, False)
-    with mock.patch.object(op_table, "APEX", apex):
+    with mock.patch.object(op_table, "APEX", apex), mock.patch.dict(os.environ):
+        os.environ.pop(VARIABLE, None)
         yield
     _C.products.choose(torch.float16, slow_float16)
 
@@ -59,14 +63,18 @@ class Computed(TorchDispatchMode):
         super().__init__()
         self.taken: set[torch.dtype] = set()
         self.given: set[torch.dtype] = set()
+        self.by_name: dict[str, set[torch.dtype]] = {}  # both, of each operator
+        self.result: set[torch.dtype] = set()  # what the caller gets
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         views = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
         if not views and name not in self.IDLE:
-            self.taken |= dtypes_of((args, kwargs or {}))
-            self.given |= dtypes_of(result)
+            taken, given = dtypes_of((args, kwargs or {})), dtypes_of(result)
+            self.taken |= taken
+            self.given |= given
+            self.by_name[name] = self.by_name.get(name, set()) | taken | given
         return result
 
 
@@ -77,7 +85,7 @@ def dtypes_of(values: Any) -> set[torch.dtype]:
 
 def computed(expression: str, names: dict[str, Any]) -> Computed:
     with Computed() as found, torch.no_grad():
-        eval(expression, names)
+        found.result = dtypes_of(eval(expression, names))
     return found
 
 

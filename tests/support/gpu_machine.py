@@ -35,6 +35,13 @@ case "$*" in
 esac
 """
 FORBIDDEN = '#!/bin/bash\necho "$0 $*" >>"{calls}.forbidden"\nexit 127\n'
+# Every bash reads this first. Time stands still for gpu.sh, whose limits then depend on no other
+# process of the machine; an answer lets it pass by writing seconds into the file `clock`.
+CLOCK = """
+unset SECONDS
+set -o functrace
+trap 'read -r SECONDS <"{folder}/clock"' DEBUG
+"""
 # `make gpu` asks the GPU here: this answers without torch.
 ENVIRONMENT = """
 import json, os, sys
@@ -69,6 +76,8 @@ class Machine:
                 shutil.copy(source, self.tree / name)
         python = f'exec "{sys.executable}"'
         (folder / "environment.py").write_text(ENVIRONMENT)
+        (folder / "clock").write_text("0\n")
+        (folder / "clock.sh").write_text(CLOCK.format(folder=folder))
         cases = {f'*"{pattern}"*': answer for pattern, answer in answers.items()}
         if whole:
             cases["*gpu_environment.py*|*gpu_step.py*"] = f'{python} "$@" --device cpu --quick'
@@ -116,6 +125,7 @@ class Machine:
             "CUDA_HOME": str(self.folder / "cuda"),
             "TORCH_CUDA_ARCH_LIST": "9.0",
             "OMP_NUM_THREADS": "1",
+            "BASH_ENV": str(self.folder / "clock.sh"),
             **environment,
         }
         command = [*offline, *command]

@@ -39,6 +39,7 @@ from amp_mp.dtypes import LOW_PRECISION
 LARGE = bool(os.environ.get("AMP_MP_DISTRIBUTED"))  # make test-distributed: all cases
 LIMIT_S = 120.0  # for a call, if it names no other
 AFTER_AN_ERROR_S = 1.0  # how long the other ranks may take to report theirs
+STACKS_S = 10.0  # how long they may take to write their stacks
 # Imported once, in the process from which the ranks are forked.
 PRELOAD = [
     "torch.distributed.checkpoint",
@@ -130,7 +131,7 @@ class Pool:
         try:
             return unpacked(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self.processes[rank].join(1)
+            self.processes[rank].join()
             code = self.processes[rank].exitcode
             return None, (RuntimeError(f"the process of rank {rank} ended with {code}"), "")
 
@@ -138,8 +139,13 @@ class Pool:
         """Which ranks have not answered, and their stacks."""
         for rank in missing:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        stacks = [f"rank {r}:\n{Path(self.folder.name, f'stack{r}').read_text()}" for r in missing]
+        files = {rank: Path(self.folder.name, f"stack{rank}") for rank in missing}
+        until = time.monotonic() + STACKS_S
+        while time.monotonic() < until and not all(
+            f"in {serve.__name__}\n" in file.read_text() for file in files.values()
+        ):
+            time.sleep(0.01)
+        stacks = [f"rank {rank}:\n{file.read_text()}" for rank, file in files.items()]
         return "\n".join(
             [f"{function.__qualname__}: the ranks {missing} have not ended in {limit_s} s", *stacks]
         )
