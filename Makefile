@@ -22,7 +22,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-processors test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -73,6 +73,12 @@ test-wheel:
 # format, which have to be this machine's bits. Half an hour, .5 GB of downloads at first.
 test-aarch64: build
 	$(PY) build_tools/test_aarch64.py --torch $(TORCH) --jobs $(JOBS)
+
+# The tests that depend on instructions, and README's example, under qemu on a processor without AVX, one
+# of Intel's and one of AMD's with AVX2; states of every optimizer in every format, which have to be this
+# machine's bits. XX minutes on two cores.
+test-processors: build
+	$(PY) build_tools/test_processors.py --jobs $(JOBS)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.

@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,11 +67,9 @@ CPU revision\t: 1
 """
 CORES = 2
 
-# sys.executable is this script, so that programs which tests start are emulated, too. torch then
-# looks for NVIDIA's functions when they are called.
+# sys.executable is this script, so that programs which tests start are emulated, too.
 START = """#!/bin/sh
-export TORCH_USE_RTLD_GLOBAL=1 OMP_NUM_THREADS=1
-exec {} -cpu neoverse-n1 -L {} -0 "$0" {} "$@"
+exec {} -E OMP_NUM_THREADS=1 -0 "$0" {} "$@"
 """
 
 # Those that say most in ten minutes. tests/casting/test_products.py does not end within five.
@@ -149,6 +148,12 @@ def pip(*arguments: str | Path) -> None:
     run(sys.executable, *command, *for_machine(ARCH), *arguments)
 
 
+def write_start(script: Path, emulator: list[str], python: str) -> None:
+    """Makes the script a Python under the emulator."""
+    script.write_text(START.format(shlex.join(emulator), shlex.quote(python)))
+    script.chmod(0o755)
+
+
 def make_system(emulator: str) -> None:
     """The emulated system; made once."""
     if not (SYSTEM / "made").exists():
@@ -158,9 +163,9 @@ def make_system(emulator: str) -> None:
         describe_processor(SYSTEM)
         pip(*PYPI.split(), *OF_TORCH.split())
         (SYSTEM / "made").touch()
-    started = [emulator, str(SYSTEM), f"{SYSTEM}/usr/bin/python{VERSION}"]
-    PYTHON.write_text(START.format(*map(shlex.quote, started)))
-    PYTHON.chmod(0o755)
+    # torch looks for NVIDIA's functions when they are called.
+    options = ["-cpu", "neoverse-n1", "-L", str(SYSTEM), "-E", "TORCH_USE_RTLD_GLOBAL=1"]
+    write_start(PYTHON, [emulator, *options], f"{SYSTEM}/usr/bin/python{VERSION}")
 
 
 def install_wheel(torch: str) -> None:
@@ -182,11 +187,11 @@ def install_wheel(torch: str) -> None:
     stand_ins(folder / "torch")
 
 
-def compare(tree: Path) -> None:
-    """Raises SystemExit where the emulated processor computes other bits than this one."""
+def compare(tree: Path, emulated: Path) -> None:
+    """Raises SystemExit where the emulated Python computes other bits than this one."""
     command = [tree / "tests/support/digest.py", "1"]
     digests = []
-    for python in (sys.executable, PYTHON):
+    for python in (sys.executable, emulated):
         print("+", python, *command, flush=True)
         done = subprocess.run([python, *command], cwd=tree, stdout=subprocess.PIPE, text=True)
         print(done.stdout, flush=True)
@@ -194,7 +199,20 @@ def compare(tree: Path) -> None:
             raise SystemExit(done.returncode)
         digests.append(done.stdout.splitlines()[1:])  # without the name of the instruction set
     if digests[0] != digests[1]:
-        raise SystemExit(f"{ARCH} computes other bits than {platform.machine()}")
+        raise SystemExit(f"{emulated} computes other bits than {platform.machine()}")
+
+
+def run_emulated(python: Path, tests: Sequence[str], jobs: str) -> None:
+    """Compares an emulated Python with this one, and runs README's example and tests with it."""
+    with tempfile.TemporaryDirectory(prefix=f"amp_mp-{python.name}-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        compare(tree, python)
+        run(python, "example.py", cwd=tree, env={})
+        command = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", jobs]
+        command += ["--dist", "loadgroup", "-m", "not full and not slow", "--timeout", "600"]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMP_MP_", "PYTHON"))}
+        run(python, *command, *tests, cwd=tree, env=clean)
 
 
 def main() -> None:
@@ -206,16 +224,8 @@ def main() -> None:
     arguments = parser.parse_args()
     make_system(qemu())
     install_wheel(arguments.torch)
-    with tempfile.TemporaryDirectory(prefix="amp_mp-aarch64-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        run(PYTHON, "-c", ABOUT, cwd=tree)
-        compare(tree)
-        run(PYTHON, "example.py", cwd=tree, env={})
-        command = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", arguments.jobs]
-        command += ["--dist", "loadgroup", "-m", "not full and not slow", "--timeout", "600"]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMP_MP_", "PYTHON"))}
-        run(PYTHON, *command, *arguments.tests, cwd=tree, env=clean)
+    run(PYTHON, "-c", ABOUT)
+    run_emulated(PYTHON, arguments.tests, arguments.jobs)
 
 
 if __name__ == "__main__":

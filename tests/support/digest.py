@@ -1,7 +1,9 @@
 """Prints this process's instruction set, and digests of what the native passes compute in it.
 
 Usage: digest.py THREADS. test_instruction_sets.py runs it with AMP_MP_CPU set, `make test-aarch64`
-on another processor. Of Muon only the momentum is there: its matrix products are torch's.
+and `make test-processors` on other processors. Products and LARC's loop are not there, because they
+use fused multiply-adds where a processor has some. Of Muon only the momentum is there: its matrix
+products are torch's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import Tensor
 
 import amp_mp as amp
 from amp_mp import _C
+from amp_mp.casting.products import choose_products
+from amp_mp.dtypes import LOW_PRECISION
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -51,6 +55,7 @@ def unaligned_steps_and_copies(digest: Any) -> None:
             for step in range(3):
                 for p in params:
                     p.grad = on("cpu", random(p.numel(), step, special=step == 1), dtype)
+                digest.update(raw(_C.measure([p.grad for p in params])))
                 optimizer.step()
                 digest.update(repr(optimizer.grad_norm).encode())
         for p in params:
@@ -101,13 +106,44 @@ def momentum_of_muon(digest: Any) -> None:
 
 
 def averages(digest: Any) -> None:
+    """Averages of 32 bits, of weights with and without a master of each kind."""
+    x = torch.from_numpy(random(70001, 5))
     for dtype in DTYPES.values():
-        average, x = on("cpu", random(70001, 4, 0.5), dtype, 1), on("cpu", random(70001, 5), dtype)
         low = dtype != torch.float32
-        remainder = torch.zeros_like(average, dtype=torch.int16) if low else None
-        for decay in (0.999, 0.3):
-            _C.average_([average], [remainder], [x], [None], decay)
-        digest.update(raw(average))
+        sources: list[tuple[Tensor, Tensor | None]] = [(on("cpu", x.numpy(), dtype), None)]
+        if low:
+            sources += [(x.to(dtype), x), (x, None)]
+            for split in amp.formats.SPLITS:
+                weight, rest = amp.formats.encode(x, split, weight_dtype=dtype)
+                sources.append((weight, rest))
+        for source, rest in sources:
+            average = on("cpu", random(70001, 4, 0.5), dtype, 1)
+            remainder = torch.zeros_like(average, dtype=torch.int16) if low else None
+            for decay in (0.999, 0.3):
+                _C.average_([average], [remainder], [source], [rest], decay)
+            digest.update(raw(average))
+            if remainder is not None:
+                digest.update(raw(remainder))
+
+
+def norms(digest: Any) -> None:
+    """Rows with and without an end inside a vector, and longer than what stays decoded."""
+    for dtype in LOW_PRECISION:
+        choose_products("float32", dtype)  # replaces torch's norms
+    for dtype in DTYPES.values():
+        for rows, width in ((37, 5), (20, 320), (3, 4500)):
+            x, weight, bias, dy = (
+                torch.from_numpy(random(n, seed)).to(dtype)
+                for seed, n in enumerate((rows * width, width, width, rows * width))
+            )
+            given = [t.requires_grad_() for t in (x.view(rows, width), weight, bias)]
+            kinds = [torch.ops.aten._fused_rms_norm(given[0], [width], given[1], 1e-6)[0]]
+            if dtype != torch.float32:
+                kinds.append(torch.nn.functional.layer_norm(given[0], [width], *given[1:]))
+            for y in kinds:
+                grads = torch.autograd.grad(y, given, dy.view(rows, width), allow_unused=True)
+                for tensor in (y, *grads):
+                    digest.update(b"" if tensor is None else raw(tensor))  # an RMS norm has no bias
 
 
 def shards_of_rows(digest: Any) -> None:
@@ -133,6 +169,7 @@ PARTS = (
     every_rule_in_every_format,
     momentum_of_muon,
     averages,
+    norms,
     shards_of_rows,
 )
 
