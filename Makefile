@@ -22,7 +22,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-processors test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-choices test-processors test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -55,6 +55,14 @@ test-all: build
 
 test-rest: build
 	$(PYTEST) -m full
+
+# `make test` under each choice that a processor or a user can make for products and loops. All four
+# run; it ends well if each does.
+CHOICES := AMP_MP_PRODUCTS=float32 AMP_MP_PRODUCTS=bfloat16 AMP_MP_CPU=avx2 AMP_MP_CPU=baseline
+test-choices: build
+	@failed=; for choice in $(CHOICES); do echo "== $$choice"; \
+	  env $$choice $(PYTEST) -m "not full" || failed="$$failed $$choice"; done; \
+	  [ -z "$$failed" ] || { echo "failed under$$failed"; exit 1; }
 
 # What to run while writing: everything that takes less than a second and compiles nothing.
 test-fast: build

@@ -49,7 +49,7 @@ COLORS = ("tab:blue", "tab:green", "tab:orange")
 def compare(steps: int, **common: Any) -> dict[str, Trainer]:
     """Train every arm that is not hopeless, by turns; ``common`` are further settings of all."""
     trainers = {name: Trainer(Settings(**arm, steps=steps, **common)) for name, arm in ARMS.items()}
-    chosen = amp.build_info()["products"]["bfloat16"]  # by `prepare`, for the process
+    chosen = amp.build_info()["products"]["bfloat16"]["layers"]  # by `prepare`, for the process
     chosen = "auto" if chosen == "undecided" else chosen
     form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
     going, done = dict(trainers), 0

@@ -32,6 +32,10 @@ struct Kernels {
 };
 #undef AMP_MP_LOOPS
 
+// kWorkspace floats of the calling thread, at a multiple of 64 bytes, until it ends.
+constexpr int kWorkspace = 208 * 1024;
+float* workspace();
+
 // The table for this processor, chosen once: the best it can run, or what the environment variable
 // AMP_MP_CPU=baseline|avx2|avx512 names; null if that is unknown or cannot run here.
 const Kernels* kernels();

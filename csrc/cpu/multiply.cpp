@@ -1,8 +1,6 @@
 // Matrix products in low precision, compiled once for each instruction set as loops.cpp, but with
 // fused multiply-adds: no other device has to give the same bits.
-#include "cpu/multiply_store.h"
-
-#include "cpu/kernels.h"
+#include "cpu/multiply_blocks.h"
 
 namespace amp_mp::cpu::AMP_MP_ISA {
 namespace {
@@ -12,10 +10,10 @@ template <class F>
 AMP_MP_BOTH void by_tiles(int rows, const F& f) {
   int r = 0;
   for (; r + kTileRows <= rows; r += kTileRows) f(r, Constant<kTileRows>{});
-  if constexpr (kTileRows == 4) {
+  if constexpr (kTileRows > 3)
     if (rows - r == 3) return f(r, Constant<3>{});
+  if constexpr (kTileRows > 2)
     if (rows - r == 2) return f(r, Constant<2>{});
-  }
   if (rows - r == 1) f(r, Constant<1>{});
 }
 
@@ -40,8 +38,9 @@ struct Part {
       for (int i = 0; i < depth; i += kPack) {
         const Low* from = at<Low>(p.a, row + r, k + i);
         Low own[kPack];
-        if (depth - i < kPack || p.a.column != 1) {
-          for (int j = 0; j < kPack; ++j) own[j] = i + j < depth ? from[j * p.a.column] : Low{};
+        const int none = depth - i < kPack ? kPack - (depth - i) : 0;  // `dots` wants them first
+        if (none > 0 || p.a.column != 1) {
+          for (int j = 0; j < kPack; ++j) own[j] = j < none ? Low{} : from[(j - none) * p.a.column];
           from = own;
         }
         Lane first, second;
@@ -61,7 +60,7 @@ struct Part {
   }
 
   // The same where b's rows are dense; the sums are in the order of `unpack`.
-  AMP_MP_BOTH void add_outer(int64_t k, int depth, const Low* weights, int64_t weights_row) {
+  AMP_MP_BOTH void add_outer(int64_t k, int depth) {
     // x keeps a's order, so that it is converted in a row.
     const bool by_columns = p.a.row == 1 && p.a.column != 1;
     const int64_t x_row = by_columns ? 1 : kDepth, x_column = by_columns ? kRows : 1;
@@ -76,9 +75,10 @@ struct Part {
         for (int j = 0; j < n; ++j) to[j] = decode(from[j * step]);
       }
     }
+    const int64_t weights_row = p.b.row;
     for (int d = 0; d < depth; d += kStreams) {
       const int some = depth - d < kStreams ? depth - d : kStreams;
-      const Low* from = weights + d * weights_row;
+      const Low* from = at<Low>(p.b, k + d, column);
       int c = 0;
       const auto add = [&](const Low* from, int64_t step,
                            auto packs) __attribute__((always_inline)) {
@@ -109,18 +109,6 @@ struct Part {
       }
   }
 };
-
-// Columns of b that are dense, as rows. By squares whose rows are each a line of the cache.
-template <class Low>
-AMP_MP_BOTH void turn(const Product& p, int64_t column, int columns, Low* to) {
-  constexpr int kSquare = 32;
-  for (int i = 0; i < p.depth; i += kSquare)
-    for (int j = 0; j < columns; j += kSquare)
-      for (int c = j; c < columns && c < j + kSquare; ++c) {
-        const Low* from = at<Low>(p.b, i, column + c);
-        for (int k = 0; k < kSquare && i + k < p.depth; ++k) to[(i + k) * kTurnedRow + c] = from[k];
-      }
-}
 
 // Depth up to which sums stay in registers: with more, AVX2 reads the numbers of b too often.
 constexpr int kShallowest = kLanes == 16 ? kStreams : 4;
@@ -169,30 +157,30 @@ AMP_MP_OWN void multiply_shallow(const Product& product, int64_t begin, int64_t 
   }
 }
 
+// Rows of `outer` products; with more, converting b once is faster.
+constexpr int kFewest = 4;
+
 template <class Low>
 AMP_MP_OWN void multiply_as(const Product& p, int64_t begin, int64_t end) {
   const bool dense_columns = p.b.row == 1 && (p.b.column != 1 || p.columns == 1);
-  // Rows as short cost a dot product more than its sum.
-  const bool turns =
-      dense_columns && (p.depth < 2 * kPack || (p.rows > kRows && p.depth <= kShallow));
-  const bool in_packs = turns || !dense_columns;
   if (!dense_columns && p.depth <= kShallowest) return multiply_shallow<Low>(p, begin, end);
-  Low turned[kShallow * kTurnedRow];
+  // Rows shorter than two packs cost a dot product more than its sum.
+  if (dense_columns ? p.rows > kRows || p.depth < 2 * kPack : p.rows > kFewest)
+    return multiply_blocks<Low>(p, dense_columns, begin, end);
   for (int64_t column = begin; column < end; column += kPanel) {
-    if (turns) turn<Low>(p, column, int(end - column < kPanel ? end - column : kPanel), turned);
     for (int64_t row = 0; row < p.rows; row += kRows) {
       Part<Low> part(p, row, column, end);
-      for (int r = 0; r < part.rows; ++r) memset(part.sums + r * kPanel, 0, sizeof(float) * kPanel);
+      const int packs = (part.columns + kPack - 1) / kPack;
+      for (int r = 0; r < part.rows; ++r)
+        memset(part.sums + r * kPanel, 0, sizeof(float) * size_t(packs * kPack));
       for (int64_t k = 0; k < p.depth; k += kDepth) {
         const int depth = int(p.depth - k < kDepth ? p.depth - k : kDepth);
-        if (!in_packs)
+        if (dense_columns)
           part.add_dots(k, depth);
-        else if (turns)
-          part.add_outer(k, depth, turned, kTurnedRow);
         else
-          part.add_outer(k, depth, at<Low>(p.b, k, column), p.b.row);
+          part.add_outer(k, depth);
       }
-      part.round(in_packs);
+      part.round(!dense_columns);
     }
   }
 }

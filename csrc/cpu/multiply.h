@@ -11,7 +11,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kTileRows = 4;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kTileRows = 2;
+constexpr int kLanes = 8, kTileRows = 3;
 #elif defined(__SSE2__)
 constexpr int kLanes = 4, kTileRows = 2;
 #else
@@ -22,10 +22,7 @@ constexpr int kTileColumns = 4;    // of a tile of dot products
 constexpr int kRows = 16;          // of `to` that are computed while the weights are read once
 constexpr int kPanel = 256;        // columns of `to` whose sums stay in the L1 cache
 constexpr int kDepth = 1024;       // elements of the rows that are kept in float32
-constexpr int kShallow = 256;      // depth up to which many products are outer ones
 constexpr int kStreams = 16;       // rows of the weights that are read side by side
-
-constexpr int kTurnedRow = kPanel + 32;  // numbers; a power of two would use few sets of the cache
 
 typedef float Lane __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -48,11 +45,37 @@ AMP_MP_BOTH void unpack(const bfloat16* from, Lane& first, Lane& second) {
   second = Lane(words & 0xFFFF0000u);
 }
 
+// kLanes numbers; in registers, where an instruction converts as many.
+template <int Converted = kHalfLanes>
+AMP_MP_BOTH Lane widen_lane(const float16* from) {
+  Lane x;
+  if constexpr (Converted == kLanes) {
+    const Vector own = widen(from);
+    memcpy(&x, &own, sizeof x);
+  } else {
+    alignas(64) float own[kLanes];
+    decode_tile(from, own, kLanes);
+    x = load_lane(own);
+  }
+  return x;
+}
+
 AMP_MP_BOTH void unpack(const float16* from, Lane& first, Lane& second) {
-  alignas(64) float x[kPack];
-  decode_tile(from, x, kPack);
-  first = load_lane(x);
-  second = load_lane(x + kLanes);
+  first = widen_lane(from);
+  second = widen_lane(from + kLanes);
+}
+
+// The last kPack numbers of a row of `depth`, of which those that earlier packs have are 0. A copy
+// of what is left would be so many bytes, for which reading the pack would wait.
+template <class Low>
+AMP_MP_BOTH void last_pack(const Low* row, int depth, Low (&to)[kPack]) {
+  uint16_t kept[2 * kPack];
+  for (int i = 0; i < 2 * kPack; ++i) kept[i] = i < kPack ? 0 : 0xFFFF;
+  Words words, mask;
+  memcpy(&words, row + depth - kPack, sizeof words);
+  memcpy(&mask, kept + depth % kPack, sizeof mask);
+  words &= mask;
+  memcpy(to, &words, sizeof to);
 }
 
 template <int N>
@@ -136,8 +159,8 @@ AMP_MP_BOTH void add_up(const Lane (&x)[Rows][kTileColumns], float* sums) {
     for (int c = 0; c < Columns; ++c) sums[r * kPanel + c] += all[r * kTileColumns + c];
 }
 
-// sums[r][c] += x[r] . weights[c] over `packs` packs and what is left of `depth`. x is in the order
-// of `unpack`, with zeros behind the depth.
+// sums[r][c] += x[r] . weights[c] over `depth`. x is in the order of `unpack`; what is left of it
+// behind whole packs is at the end of a pack. Before weights + depth there are kPack numbers.
 template <class Low, int Rows, int Columns>
 AMP_MP_BOTH void dots(const float* x, const Low* weights, int64_t row, int depth, float* sums) {
   Lane sum[Rows][kTileColumns] = {};
@@ -155,9 +178,8 @@ AMP_MP_BOTH void dots(const float* x, const Low* weights, int64_t row, int depth
   int k = 0;
   for (; k + kPack <= depth; k += kPack) add(weights + k, row, x + k);
   if (k < depth) {
-    Low last[Columns][kPack] = {};
-    for (int c = 0; c < Columns; ++c)
-      memcpy(last[c], weights + c * row + k, size_t(depth - k) * sizeof(Low));
+    Low last[Columns][kPack];
+    for (int c = 0; c < Columns; ++c) last_pack(weights + c * row, depth, last[c]);
     add(last[0], kPack, x + k);
   }
   add_up<Rows, Columns>(sum, sums);

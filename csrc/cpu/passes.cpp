@@ -1,5 +1,8 @@
 #include "cpu/passes.h"
 
+#include <memory>
+#include <new>
+
 #include "cpu/kernels.h"
 
 namespace amp_mp::cpu {
@@ -101,6 +104,15 @@ struct Loop;
 AMP_MP_FOR_EACH_RULE(AMP_MP_LOOP)
 
 }  // namespace
+
+float* workspace() {
+  constexpr std::align_val_t kAligned{64};
+  struct Free {
+    void operator()(float* memory) const { operator delete[](memory, kAligned); }
+  };
+  thread_local const std::unique_ptr<float, Free> own(new (kAligned) float[kWorkspace]);
+  return own.get();
+}
 
 int64_t count_spans(const Reading* readings, int64_t count) {
   int64_t spans = 0;

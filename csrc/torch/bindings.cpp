@@ -25,7 +25,7 @@ py::dict build_info() {
   info["compiler"] = __VERSION__;
   py::dict of_cpu;
   for (const auto& [name, dtype] : {std::pair("bfloat16", at::kBFloat16), {"float16", at::kHalf}})
-    of_cpu[name] = products::choice(dtype);
+    of_cpu[name] = products::ways(dtype);
   info["products"] = of_cpu;
   return info;
 }
@@ -83,11 +83,34 @@ PYBIND11_MODULE(_C, m) {
   bind_main_grad(m);
 
   auto p = m.def_submodule("products");
-  p.def("choose", &products::choose, py::arg("dtype"), py::arg("in_float32"));
+  using Times = std::map<std::string, std::map<std::string, double>>;  // by shape and way
+  p.def(
+      "choose",
+      [](at::ScalarType low, const std::string& products, const Times& times) {
+        const auto of = [&](size_t shape) {
+          const auto& own = times.at(products::kShapes[shape].name);
+          return products::Seconds{own.at("native"), own.at("loops"), own.at("converted")};
+        };
+        products::choose(low, products, {of(0), of(1), of(2), of(3)});
+      },
+      py::arg("dtype"), py::arg("products"), py::arg("seconds"));
+  py::dict work;  // multiplications of each shape
+  for (const auto& [name, batches, m, n, k] : products::kShapes) work[name] = batches * m * n * k;
+  p.attr("work") = work;
   p.def("choice", &products::choice, py::arg("dtype"));
+  p.def("ways", &products::ways, py::arg("dtype"));
+  p.def(
+      "measure",
+      [](at::ScalarType low) {
+        const auto [few_rows, square, tall, batch] = products::measure(low);
+        Times times;
+        const products::Shape* shape = products::kShapes;
+        for (const auto& [native, loops, converted] : {few_rows, square, tall, batch})
+          times[(shape++)->name] = {{"native", native}, {"loops", loops}, {"converted", converted}};
+        return times;
+      },
+      py::arg("dtype"), py::call_guard<py::gil_scoped_release>());
   p.def("fuse_norms", &products::fuse_norms);
-  p.def("seconds", &products::seconds_of_product, py::arg("dtype"), py::arg("size"),
-        py::arg("least_runs"), py::arg("limit_s"), py::call_guard<py::gil_scoped_release>());
 
   auto c = m.def_submodule("casting");
   casting::bind_policies(c);

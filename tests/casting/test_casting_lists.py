@@ -16,6 +16,7 @@ from torch.nn import functional
 import amp_mp as amp
 from amp_mp import _C
 from amp_mp.casting.op_table import APEX
+from amp_mp.casting.products import CHOSEN
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated
@@ -54,7 +55,7 @@ def test_the_products_of_cells_run_in_low_precision(
     apex: dict[str, Any], expression: str, products: str
 ) -> None:
     """Where a CPU's products are computed in float32, the formula that follows them is, too."""
-    _C.products.choose(LOW, products == "float32")
+    _C.products.choose(LOW, products, CHOSEN[LOW][1])
     found = computed(expression, apex)
     of_formula = found.by_name
     of_products = set().union(*(of_formula.pop(n) for n in ("mm", "addmm") if n in of_formula))

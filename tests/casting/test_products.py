@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from forked import Script, run_each
+from hypothesis import given, settings, strategies
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
@@ -22,13 +23,21 @@ THREADS = {torch.bfloat16: 3, torch.float16: 1}
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp of 1
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(
+    params=[(torch.bfloat16, "float32"), (torch.float16, "float32"), (torch.bfloat16, "converted")],
+    ids=str,
+)
 def low(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """A dtype whose products are computed in float32, on more threads than one or on one."""
-    monkeypatch.delenv(products.VARIABLE, raising=False)
-    torch.set_num_threads(THREADS[request.param])
-    products.choose_products("float32", request.param)
-    return request.param
+    """A dtype whose products are computed in float32, on more threads than one or on one.
+
+    By the loops, or all but those of few rows by torch.
+    """
+    dtype, setting = request.param
+    monkeypatch.setenv(products.VARIABLE, setting)
+    products.choose_products("auto", dtype)
+    monkeypatch.delenv(products.VARIABLE)
+    torch.set_num_threads(THREADS[dtype])
+    return dtype
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -139,6 +148,32 @@ def test_a_few_rows_do_not_depend_on_one_another(
         assert torch.equal(F.linear(x[part], weight, bias), together[part])
 
 
+@given(data=strategies.data())
+@settings(max_examples=60, deadline=None)
+def test_bits_of_the_loops_depend_on_nothing_beside_a_row(data: strategies.DataObject) -> None:
+    """Not on threads, on a batch, on the result's order, nor beyond 16 rows on other rows."""
+    draw, of = data.draw, strategies.integers
+    low = draw(strategies.sampled_from(DTYPES))
+    m, k, n = draw(of(17, 210)), draw(of(1, 600)), draw(of(1, 270))
+    hows = strategies.sampled_from(["plain", "transposed"])
+    a = stored(values(m, k, dtype=low, seed=draw(of(0, 9))), draw(hows))
+    b = stored(values(k, n, dtype=low, seed=11), draw(hows))
+    _C.products.choose(low, "float32", products._fixed("float32"))
+    torch.set_num_threads(1)
+    whole = a @ b
+    expect_rounded_once(whole, a.double() @ b.double(), a.double().abs() @ b.double().abs(), k)
+    torch.set_num_threads(draw(of(2, 5)))
+    assert torch.equal(a @ b, whole)
+    assert torch.equal((b.t() @ a.t()).t(), whole) or n <= 16
+    assert torch.equal(a.expand(2, m, k) @ b.expand(2, k, n), whole.expand(2, m, n))
+    if n > 16:
+        first = draw(of(0, m - 17))
+        part = slice(first, draw(of(first + 17, m)))
+        assert torch.equal(a[part] @ b, whole[part])
+        columns = slice(draw(of(0, n - 17)), None)
+        assert torch.equal(a @ b[:, columns], whole[:, columns])
+
+
 @pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 500, 90), (90, 500, 1), (5, 33, 64), (64, 32, 64)])
 def test_small_products_have_the_same_bits_under_either_choice(
@@ -247,10 +282,10 @@ def test_what_torch_refuses_it_refuses_in_its_own_words(low: torch.dtype) -> Non
     for wrong in (lambda: a @ a, lambda: a @ torch.ones(4, 2), lambda: torch.mm(a, a[0])):
         with pytest.raises(RuntimeError) as ours:
             wrong()
-        _C.products.choose(low, False)
+        products.choose_products("native", low)
         with pytest.raises(RuntimeError) as torchs:
             wrong()
-        _C.products.choose(low, True)
+        products.choose_products("float32", low)
         assert str(ours.value) == str(torchs.value)
     empty = torch.ones(0, 4, dtype=low)
     assert (empty @ a.t()).shape == (0, 3)
@@ -300,7 +335,7 @@ def test_prepare_chooses_and_says_what_it_does_not_know(monkeypatch: Any) -> Non
         amp.prepare(nn.Linear(2, 2), torch.bfloat16, products="bf16")
     for choice in ("float32", "native"):
         model = amp.prepare(nn.Linear(2, 2), torch.bfloat16, products=choice)
-        assert amp.build_info()["products"]["bfloat16"] == choice
+        assert amp.build_info()["products"]["bfloat16"]["layers"] == choice
         assert model(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     monkeypatch.setenv(products.VARIABLE, "fast")
     with pytest.raises(
@@ -314,12 +349,15 @@ def test_the_variable_overrides_the_argument() -> None:
         "import torch, amp_mp as amp\n"
         "for dtype in torch.bfloat16, torch.float16:\n"
         "    amp.prepare(torch.nn.Linear(2, 2), dtype, products='native')\n"
-        "print(*amp.build_info()['products'].values())"
+        "for found in amp.build_info()['products'].values():\n"
+        "    print(found['layers'], found['few rows'], found['tall'])"
     )
+    by_loops = ["float32", "loops", "loops"]
     expected = {
-        "bfloat16": ["native", "float32"],
-        "float16": ["float32", "native"],
-        "float32": ["float32", "float32"],
+        "bfloat16": ["native", "loops", "native", *by_loops],
+        "float16": [*by_loops, "native", "loops", "native"],
+        "float32": [*by_loops, *by_loops],
+        "converted": ["float32", "loops", "converted"] * 2,
     }
     ran = run_each([Script(["-c", code], {products.VARIABLE: setting}) for setting in expected])
     for setting, done in zip(expected, ran, strict=True):
@@ -327,15 +365,72 @@ def test_the_variable_overrides_the_argument() -> None:
         assert done.stdout.split() == expected[setting]
 
 
-@pytest.mark.parametrize(
-    ("native", "in_float32", "expected"),
-    [(1.0, 1.0, "native"), (1.0, 0.95, "native"), (1.0, 0.8, "float32"), (9.0, 1.0, "float32")],
+def times(**shapes: tuple[float, float, float]) -> products.Seconds:
+    """Seconds by shape and way: of `native`, `loops` and `converted`; the others take 1 each."""
+    given = {name.replace("_", " "): seconds for name, seconds in shapes.items()}
+    ways = ("native", "loops", "converted")
+    return {s: dict(zip(ways, given.get(s, (1, 1, 1)), strict=True)) for s in _C.products.work}
+
+
+# Native products of 10 us and another 1 us for 2^20 multiplications, loops of 10 us for these.
+BEGIN_US, NATIVE_US, LOOPS_US = 10, 1, 10
+LINES = times(
+    square=(BEGIN_US + NATIVE_US / 4, LOOPS_US / 4, LOOPS_US),
+    tall=(BEGIN_US + NATIVE_US * 16, LOOPS_US * 16, LOOPS_US * 16),
+    few_rows=(2, 1, 3),
 )
-def test_the_faster_one_is_chosen_with_a_margin(
-    monkeypatch: pytest.MonkeyPatch, native: float, in_float32: float, expected: str
+
+
+@pytest.mark.parametrize("products_word", ["auto", "float32", "native"])
+@pytest.mark.parametrize(
+    ("seconds", "faster", "loops"),
+    [
+        (times(), "native", {"few rows", "square", "tall", "batch"}),
+        # Nothing is gained by less than a tenth, or for the loops by less than a seventh.
+        (times(tall=(1.05, 1, 1.2)), "native", {"few rows", "square", "tall", "batch"}),
+        (times(tall=(1.2, 1.1, 1)), "float32", {"few rows", "square", "tall", "batch"}),
+        (times(tall=(9, 1.3, 1)), "float32", {"few rows", "square", "batch"}),
+        (times(tall=(9, 1, 1), few_rows=(1, 2, 1)), "float32", {"square", "tall", "batch"}),
+        # A matrix alone and in a batch take the same way.
+        (times(tall=(9, 2, 1), square=(9, 2, 1)), "float32", {"few rows", "square", "batch"}),
+        (times(tall=(9, 1, 1), square=(9, 2, 1), batch=(9, 2, 1)), "float32", {"few rows", "tall"}),
+        (times(**dict.fromkeys(["few_rows", "square", "tall", "batch"], (9.0, 2.0, 1.0))),
+         "float32", set()),
+    ],
+)  # fmt: skip
+def test_what_is_clearly_faster_is_chosen_for_each_shape(
+    seconds: products.Seconds, faster: str, loops: set[str], products_word: str
 ) -> None:
-    monkeypatch.setattr(_C.products, "seconds", lambda *_: (native, in_float32))
-    assert products.measured(torch.bfloat16) == expected
+    _C.products.choose(torch.bfloat16, products_word, seconds)
+    found = _C.products.ways(torch.bfloat16)
+    chosen = faster if products_word == "auto" else products_word
+    assert found.pop("layers") == chosen
+    in_float32 = {shape for shape, way in found.items() if way != "native"}
+    if chosen == "float32":
+        assert in_float32 == set(_C.products.work)
+    else:
+        assert "tall" not in in_float32
+    assert {shape for shape in in_float32 if found[shape] == "loops"} == loops & in_float32
+
+
+def test_native_products_begin_where_both_ways_take_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four times as slow a beginning moves the size from which native products pay by four."""
+    monkeypatch.delenv(products.VARIABLE, raising=False)
+    few = []
+    for factor in (1, 4):
+        seconds = {s: dict(own) for s, own in LINES.items()}
+        for own in (seconds["square"], seconds["tall"]):
+            own["native"] += (factor - 1) * BEGIN_US
+        monkeypatch.setitem(products.CHOSEN, torch.bfloat16, ("auto", seconds))
+        linear = nn.Linear(1024, 64, bias=False)
+        with amp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0) as handle:
+            rows = (1 << i for i in range(12))
+            large = (r for r in rows if linear(torch.ones(r, 1024)).dtype == torch.bfloat16)
+            few.append(next(large))
+            handle.deactivate()
+    assert few[1] == 4 * few[0]
 
 
 def chosen(words: list[str]) -> str:
@@ -343,7 +438,7 @@ def chosen(words: list[str]) -> str:
     os.environ.pop(products.VARIABLE, None)
     products.choose_products(words[torch.distributed.get_rank()], torch.float16)
     amp.prepare(nn.Linear(2, 2), torch.float16)
-    return amp.build_info()["products"]["float16"]
+    return amp.build_info()["products"]["float16"]["layers"]
 
 
 @pytest.mark.slow

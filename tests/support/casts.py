@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_mp import _C
-from amp_mp.casting import op_table
-from amp_mp.casting.products import VARIABLE
+from amp_mp.casting import op_table, products
 
 
 @contextmanager
@@ -25,17 +24,18 @@ def products_in_low_precision() -> Iterator[None]:
     The table leaves them in float32 there. The others decide by size. AMP_MP_PRODUCTS is unset
     meanwhile: amp.init would choose by it again.
     """
+    float16 = products.CHOSEN[torch.float16]
     slow_float16 = _C.products.choice(torch.float16) == "float32"
     apex = op_table.APEX
     if _C.products.choice(torch.bfloat16) == "float32":
         by_size = {"low_precision_if_large": "low_precision"}
         apex = tuple((by_size.get(policy, policy), ops) for policy, ops in apex)
     elif slow_float16:
-        _C.products.choose(torch.float16, False)
+        _C.products.choose(torch.float16, "native", float16[1])
     with mock.patch.object(op_table, "APEX", apex), mock.patch.dict(os.environ):
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(products.VARIABLE, None)
         yield
-    _C.products.choose(torch.float16, slow_float16)
+    _C.products.choose(torch.float16, *float16)
 
 
 class Computed(TorchDispatchMode):

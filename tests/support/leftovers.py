@@ -13,7 +13,7 @@ from torch.optim import optimizer as optimizers
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.casting import op_table
+from amp_mp.casting import op_table, products
 from amp_mp.dtypes import LOW_PRECISION
 
 # torch's hooks on all modules and on all optimizers.
@@ -43,7 +43,7 @@ class GlobalState:
     threads: int
     folder: str
     variables: dict[str, str]
-    products: dict[torch.dtype, str]
+    products: dict[torch.dtype, tuple[tuple[str, products.Seconds], dict[str, str]]]
 
 
 def global_state() -> GlobalState:
@@ -55,7 +55,7 @@ def global_state() -> GlobalState:
         torch.get_num_threads(),
         os.getcwd(),
         {name: value for name, value in os.environ.items() if name != PYTESTS_OWN},
-        {low: _C.products.choice(low) for low in LOW_PRECISION},
+        {low: (products.CHOSEN[low], _C.products.ways(low)) for low in LOW_PRECISION},
     )
 
 
@@ -78,8 +78,9 @@ def restore(state: GlobalState) -> GlobalState:
     for name in found.variables.keys() - state.variables.keys():
         del os.environ[name]
     os.environ.update(state.variables)
-    for low, choice in state.products.items():
-        _C.products.choose(low, choice == "float32")
+    for low, (choice, _) in state.products.items():
+        products.CHOSEN[low] = choice
+        _C.products.choose(low, *choice)
     return found
 
 

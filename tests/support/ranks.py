@@ -33,8 +33,7 @@ from leftovers import global_state, restore
 from torch.distributed import distributed_c10d as c10d
 
 from amp_mp import _C
-from amp_mp.casting.products import choose_products
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.casting.products import CHOSEN
 
 LARGE = bool(os.environ.get("AMP_MP_DISTRIBUTED"))  # make test-distributed: all cases
 LIMIT_S = 120.0  # for a call, if it names no other
@@ -86,7 +85,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.processes, self.pipes = [], []
         # Measured once for all ranks, which may differ where each measures while tests run.
-        choices = {low: _C.products.choice(low) for low in LOW_PRECISION}
+        choices = dict(CHOSEN)
         for rank in range(PROCESSES):
             ours, theirs = context.Pipe()
             arguments = (rank, self.folder.name, theirs, choices)
@@ -167,12 +166,13 @@ def kill_all() -> None:
         _pools.pop().kill()
 
 
-def serve(rank: int, folder: str, pipe: Connection, choices: dict[torch.dtype, str]) -> None:
+def serve(rank: int, folder: str, pipe: Connection, choices: dict[torch.dtype, Any]) -> None:
     """What each process does: answers calls until the pipe is closed."""
     torch.set_num_threads(1)
     gc.freeze()  # what the ranks share is not looked through after every call
-    for low, products in choices.items():
-        choose_products(products, low)
+    CHOSEN.update(choices)
+    for low, choice in choices.items():
+        _C.products.choose(low, *choice)
     worlds, at_first = Worlds(rank, folder), global_state()
     with open(Path(folder, f"stack{rank}"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)

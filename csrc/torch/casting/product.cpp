@@ -8,12 +8,12 @@ namespace {
 // While torch.compile traces with unknown sizes: finds the number of rows from which the answer is
 // yes, and guards on rows >= that number, so that the graph is valid for all sizes with the same
 // answer.
-bool has_many_rows(const c10::SymInt& m, int64_t n, int64_t k) {
+bool has_many_rows(at::ScalarType low, const c10::SymInt& m, int64_t n, int64_t k) {
   int64_t small = 1, large = int64_t(1) << 11;  // the table's last row counts for larger M too
-  if (!products::is_large(large, n, k)) return false;
+  if (!products::is_large(low, large, n, k)) return false;
   while (large - small > 1) {
     const int64_t middle = (small + large) / 2;
-    (products::is_large(middle, n, k) ? large : small) = middle;
+    (products::is_large(low, middle, n, k) ? large : small) = middle;
   }
   return m.sym_ge(large).guard_bool(__FILE__, __LINE__);
 }
@@ -50,11 +50,11 @@ bool is_faster(at::ScalarType low, const at::Tensor& left, const at::Tensor& rig
     // A weight's sizes are usually known; if not, the graph is specialised to the current ones.
     const int64_t n = right.sym_size(columns).guard_int(__FILE__, __LINE__);
     const int64_t k = right.sym_size(depth).guard_int(__FILE__, __LINE__);
-    return k != 0 && has_many_rows(left.sym_numel() / k, n, k);
+    return k != 0 && has_many_rows(low, left.sym_numel() / k, n, k);
   }
   if (left.numel() == 0) return false;
   const int64_t k = left.sizes().back();
-  return products::is_large(left.numel() / k, right.size(columns), k);  // batches are rows
+  return products::is_large(low, left.numel() / k, right.size(columns), k);  // batches are rows
 }
 
 }  // namespace amp_mp::casting

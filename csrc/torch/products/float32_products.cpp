@@ -12,10 +12,10 @@
 namespace amp_mp::products {
 namespace {
 
-// Multiplications of a matrix product that threads share. Smaller ones of a batch are divided among
-// the threads: starting them for each would take longer than multiplying.
+// Multiplications of each matrix of a batch up to which threads share the matrices, not each one:
+// starting threads takes as long.
 constexpr int64_t kLarge = int64_t(1) << 23;
-// The same for a single matrix product, whose threads are started once.
+// The same where torch multiplies; also of a single matrix.
 constexpr int64_t kSmall = int64_t(1) << 20;
 // Rows and columns of a thread's part of a product, at least: narrower ones multiply slower.
 constexpr int64_t kNarrow = 64;
@@ -97,39 +97,22 @@ void by_depth(const at::Tensor& out, const at::Tensor& summand, const at::Tensor
   out.copy_(sum);
 }
 
+// One by one, each by all threads where it is large and else by one of them, as if it were alone:
+// so a matrix has the same bits beside any others, on which Muon's ranks rely. Those of torch's
+// batched product depend on how many there are.
 void multiply_batches(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                       const at::Tensor& b, double beta, double alpha) {
-  const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
-  const at::Tensor added =
-      summand.defined() && beta != 0.0 ? summand.expand({batches, m, n}) : at::Tensor();
-  // One by one, or each by one thread: so a matrix has the same bits beside any others, on which
-  // Muon's ranks rely. Those of a batched product depend on how many there are.
-  if (m * k * n > kLarge) {
-    for (int64_t i = 0; i < batches; ++i)
-      multiply_in_float32(out[i], added.defined() ? added[i] : added, a[i], b[i], beta, alpha);
-    return;
-  }
-  // At least two, or the only one would be multiplied by all threads.
-  at::parallel_for(0, std::max<int64_t>(batches, 2), 1, [&](int64_t begin, int64_t end) {
+  const int64_t batches = a.size(0), work = a.size(1) * a.size(2) * b.size(2);
+  const bool by_loops = uses_loops(a.scalar_type(), a.size(1), b.size(2), a.size(2));
+  if (by_loops && work <= kLarge && multiply_by_loops(out, summand, a, b, beta, alpha)) return;
+  const auto multiply = [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
-    end = std::min(end, batches);
-    while (begin < end && multiply_by_loops(out[begin], added.defined() ? added[begin] : added,
-                                            a[begin], b[begin], beta, alpha))
-      ++begin;
-    if (begin == end) return;
-    const int64_t some = slices_of_block(end - begin, m * k + k * n + m * n);
-    const FloatBlock left(a, 0, some), right(b, 0, some), sums(out, 0, some);
-    for (int64_t first = begin; first < end; first += some) {
-      const int64_t count = std::min(some, end - first);
-      const auto x = left.at(first, count).unbind(), y = right.at(first, count).unbind();
-      const at::Tensor results = sums.results(count);
-      if (added.defined()) results.copy_(added.narrow(0, first, count));
-      auto to = results.unbind();
-      for (size_t i = 0; i < to.size(); ++i)
-        at::cpu::addmm_out(to[i], to[i], x[i], y[i], added.defined() ? beta : 0.0, alpha);
-      out.narrow(0, first, count).copy_(results);
-    }
-  });
+    for (int64_t i = begin; i < end; ++i)
+      multiply_in_float32(out[i], summand.defined() ? summand[i] : summand, a[i], b[i], beta,
+                          alpha);
+  };
+  if (work >= kSmall) return multiply(0, batches);
+  at::parallel_for(0, batches, kSmall / std::max<int64_t>(work, 1) + 1, multiply);
 }
 
 }  // namespace
@@ -143,24 +126,22 @@ int64_t slices_of_block(int64_t count, int64_t elements, int64_t block) {
 // Each thread converts and multiplies a part of `out` by itself: what one thread has converted
 // would come slowly to another's cache. All of them convert the factor that they share, which takes
 // a hundredth of multiplying.
-void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
-                         const at::Tensor& b, double beta, double alpha) {
-  if (a.dim() == 3) return multiply_batches(out, summand, a, b, beta, alpha);
+void multiply_converted(const at::Tensor& out, const at::Tensor& added, const at::Tensor& a,
+                        const at::Tensor& b, double beta, double alpha) {
   const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-  const at::Tensor added = summand.defined() && beta != 0.0 ? summand.expand({m, n}) : at::Tensor();
-  if (multiply_by_loops(out, added, a, b, beta, alpha)) return;
   if (n > m)
-    return multiply_in_float32(out.t(), added.defined() ? added.t() : added, b.t(), a.t(), beta,
-                               alpha);
+    return multiply_converted(out.t(), added.defined() ? added.t() : added, b.t(), a.t(), beta,
+                              alpha);
   const auto compute = k > m ? by_depth : by_rows;
-  if (m * n * k < kSmall || at::in_parallel_region()) return compute(out, added, a, b, beta, alpha);
+  if (at::in_parallel_region()) return compute(out, added, a, b, beta, alpha);
   const auto parts_of = [](int64_t size, int64_t parts) {
     return std::clamp<int64_t>(size / kNarrow, 1, parts);
   };
-  const int64_t threads = at::get_num_threads(), down = parts_of(m, threads),
-                across = parts_of(n, (threads + down - 1) / down);
+  const int64_t threads = m * n * k < kSmall ? 1 : at::get_num_threads(),
+                down = parts_of(m, threads), across = parts_of(n, (threads + down - 1) / down);
   const int64_t rows = (m + down - 1) / down, columns = (n + across - 1) / across;
-  at::parallel_for(0, down * across, 1, [&](int64_t begin, int64_t end) {
+  // At least two, or torch would multiply the only one with all threads.
+  at::parallel_for(0, std::max<int64_t>(down * across, 2), 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // which threads do not inherit
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / across * rows, column = i % across * columns;
@@ -173,6 +154,17 @@ void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const
               b.narrow(1, column, width), beta, alpha);
     }
   });
+}
+
+void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
+                         const at::Tensor& b, double beta, double alpha) {
+  const bool adds = summand.defined() && beta != 0.0;
+  const at::Tensor added = adds ? summand.expand(out.sizes()) : at::Tensor();
+  if (a.dim() == 3) return multiply_batches(out, added, a, b, beta, alpha);
+  if (uses_loops(a.scalar_type(), a.size(0), b.size(1), a.size(1)) &&
+      multiply_by_loops(out, added, a, b, beta, alpha))
+    return;
+  multiply_converted(out, added, a, b, beta, alpha);
 }
 
 }  // namespace amp_mp::products

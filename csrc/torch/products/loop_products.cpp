@@ -1,7 +1,7 @@
+// Products by the CPU loops (cpu/multiply.h, cpu/multiply_blocks.h).
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "cpu/kernels.h"
 #include "torch/products/products.h"
@@ -9,45 +9,102 @@
 namespace amp_mp::products {
 namespace {
 
-// Rows up to which the loops are faster than any product for which weights are converted first.
-constexpr int64_t kFew = 16;
+// Multiplications, rows and columns of a thread's part, at least.
+constexpr int64_t kPart = int64_t(1) << 18, kPartRows = 48, kPartColumns = 64;
 
-// Multiplications up to which they are for any number of rows. MKL reaches half of the loops' speed
-// on AMD's processors, for which it does not use AVX-512.
-int64_t most_multiplications() {
-#if defined(__x86_64__)
-  static const bool amd = __builtin_cpu_is("amd") != 0;
-  return amd ? std::numeric_limits<int64_t>::max() : int64_t(1) << 24;
-#else
-  return int64_t(1) << 20;
-#endif
+int64_t rounded_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// A matrix of the loops, or the first of a batch; `step` is the way from one to the next.
+struct Stepped {
+  Matrix matrix;
+  int64_t step;
+
+  explicit Stepped(const at::Tensor& t)
+      : matrix(t.defined() ? Matrix{t.const_data_ptr(), t.stride(-2), t.stride(-1)} : Matrix{}),
+        step(t.defined() && t.dim() == 3 ? t.stride(0) : 0) {}
+  // Elements further on; no matrix stays none.
+  Matrix moved(int64_t elements) const {
+    const auto* data = static_cast<const c10::Half*>(matrix.data);
+    return {data ? data + elements : data, matrix.row, matrix.column};
+  }
+  Matrix of_batch(int64_t i) const { return moved(i * step); }
+  Matrix from_row(int64_t row) const { return moved(row * matrix.row); }
+};
+
+void transpose(Stepped& s) { std::swap(s.matrix.row, s.matrix.column); }
+
+// The factors, the summand and the result of a product whose rows are few rather than its columns,
+// or else stored in a row.
+struct LoopProduct {
+  int64_t rows, columns, depth;
+  Stepped a, b, c, to;
+  Product first;  // of the batch
+
+  LoopProduct(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& x,
+              const at::Tensor& y, double beta, double alpha)
+      : rows(x.size(-2)), columns(y.size(-1)), depth(x.size(-1)), a(x), b(y), c(summand), to(out) {
+    const bool few = std::min(rows, columns) <= kFewRows;
+    if (few ? columns < rows : to.matrix.column != 1 && to.matrix.row == 1) {
+      std::swap(rows, columns);
+      std::swap(a, b);
+      for (Stepped* each : {&a, &b, &c, &to}) transpose(*each);
+    }
+    const Format format = x.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
+    first = {format,   rows,     columns,   depth,        a.matrix,
+             b.matrix, c.matrix, to.matrix, float(alpha), float(beta)};
+  }
+  bool fits() const { return b.matrix.row == 1 || b.matrix.column == 1; }
+  int64_t work() const { return rows * columns * depth; }
+};
+
+// By columns, and where these are too few by rows as well.
+void multiply_matrix(const LoopProduct& whole) {
+  const auto parts_of = [](int64_t size, int64_t least, int64_t most) {
+    return std::clamp<int64_t>(size / least, 1, most);
+  };
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), whole.work() / kPart + 1),
+                across = parts_of(whole.columns, kPartColumns, threads),
+                down = parts_of(whole.rows, kPartRows, (threads + across - 1) / across);
+  const int64_t columns = rounded_up((whole.columns + across - 1) / across, kPartColumns / 2),
+                rows = (whole.rows + down - 1) / down;
+  at::parallel_for(0, down * across, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / across * rows, column = i % across * columns;
+      if (row >= whole.rows || column >= whole.columns) continue;
+      Product part = whole.first;
+      part.rows = std::min(rows, whole.rows - row);
+      part.a = whole.a.from_row(row);
+      part.c = whole.c.from_row(row);
+      part.to = whole.to.from_row(row);
+      cpu::kernels()->multiply(part, column, std::min(whole.columns, column + columns));
+    }
+  });
 }
 
-// Multiplications of a thread's part, at least, and what the number of its columns divides by.
-constexpr int64_t kPart = int64_t(1) << 18, kColumns = 64;
-
-Matrix matrix(const at::Tensor& t) {
-  return t.defined() ? Matrix{t.const_data_ptr(), t.stride(0), t.stride(1)} : Matrix{};
+void multiply_batch(const LoopProduct& all, int64_t batches) {
+  const int64_t grain = kPart / std::max<int64_t>(all.work(), 1) + 1;
+  at::parallel_for(0, batches, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      Product one = all.first;
+      one.a = all.a.of_batch(i);
+      one.b = all.b.of_batch(i);
+      one.c = all.c.of_batch(i);
+      one.to = all.to.of_batch(i);
+      cpu::kernels()->multiply(one, 0, one.columns);
+    }
+  });
 }
 
 }  // namespace
 
 bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                        const at::Tensor& b, double beta, double alpha) {
-  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-  if (n < m)
-    return multiply_by_loops(out.t(), summand.defined() ? summand.t() : summand, b.t(), a.t(), beta,
-                             alpha);
-  if ((m > kFew && m * n * k > most_multiplications()) || (b.stride(0) != 1 && b.stride(1) != 1))
-    return false;
-  const Format format = a.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
-  const Product product{
-      format,       m,          n, k, matrix(a), matrix(b), matrix(summand), matrix(out),
-      float(alpha), float(beta)};
-  const int64_t parts = (n + kColumns - 1) / kColumns, grain = kPart / (m * k * kColumns) + 1;
-  at::parallel_for(0, parts, grain, [&](int64_t begin, int64_t end) {
-    cpu::kernels()->multiply(product, begin * kColumns, std::min(n, end * kColumns));
-  });
+  const LoopProduct product(out, summand, a, b, beta, alpha);
+  if (!product.fits()) return false;
+  if (a.dim() == 3)
+    multiply_batch(product, a.size(0));
+  else
+    multiply_matrix(product);
   return true;
 }
 

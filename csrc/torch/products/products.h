@@ -5,6 +5,9 @@
 // graphs use them alike; while a dtype is not in float32 they call torch's kernels.
 #include <torch/library.h>
 
+#include <map>
+#include <string>
+
 #include "torch/checks.h"
 
 namespace amp_mp::products {
@@ -15,16 +18,49 @@ struct SilentOverride : c10::WarningHandler {
   const c10::WarningUtils::WarningHandlerGuard guard{this};
 };
 
-// Whether all products of a dtype, bfloat16 or float16, are computed in float32.
+// How a product of low-precision tensors is computed: by torch's kernel for the dtype, by the CPU
+// loops, or by torch's float32 product of converted blocks.
+enum class Way { native, loops, converted };
+
+// Seconds of a product by each way, on one thread; infinite where a way was not tried.
+struct Seconds {
+  double native, loops, converted;
+};
+
+// Of each kind of shape, in the order of kShapes. Of matrices with many rows and columns `square`
+// stands for the smaller ones and `tall` for the larger ones; `batch` is of small matrices.
+struct Measured {
+  Seconds few_rows, square, tall, batch;
+};
+
+struct Shape {
+  const char* name;
+  int64_t batches, m, n, k;
+};
+constexpr Shape kShapes[] = {{"few rows", 1, 8, 512, 512},
+                             {"square", 1, 64, 64, 64},
+                             {"tall", 1, 512, 128, 256},
+                             {"batch", 16, 64, 64, 64}};
+
+// Measures the ways where they run: each shape as the least of interleaved runs, in CPU time of one
+// thread, 20 ms in all at most. Afterwards torch's kernels are as they were.
+Measured measure(at::ScalarType low);
+
+// Whether products of a dtype, bfloat16 or float16, are computed in float32: all of them, and
+// convolution, attention and recurrent layers with them.
 bool in_float32(at::ScalarType low);
 
 // Whether that of [m, k] and [k, n] is: after a choice of native the small ones are.
 bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
-// Chooses that for the process. The first choice replaces torch's kernels on the CPU of mm, addmm,
-// bmm, baddbmm, layer and RMS norms and the gradients of embeddings, the first one of float32 also
-// those of convolution, attention and recurrent layers, and of their derivatives.
-void choose(at::ScalarType low, bool in_float32);
+// Whether the loops compute it, if it is in float32, rather than converted blocks.
+bool uses_loops(at::ScalarType low, int64_t m, int64_t n, int64_t k);
+
+// Chooses for the process. products: "native" or "float32" for all that the loops do not take, or
+// "auto", the faster one. The first choice replaces torch's kernels on the CPU of mm, addmm, bmm,
+// baddbmm, layer and RMS norms and the gradients of embeddings, the first one of float32 also those
+// of convolution, attention and recurrent layers, and of their derivatives.
+void choose(at::ScalarType low, const std::string& products, const Measured& measured);
 
 // Replaces torch's layer norms of low-precision tensors and gives `_fused_rms_norm` kernels on the
 // CPU; a choice does it, too.
@@ -33,25 +69,34 @@ void fuse_norms();
 // "native", "float32", or "undecided" before the first choice.
 std::string choice(at::ScalarType low);
 
-// Seconds of a product of n x n matrices of a dtype on one thread, native and in float32: the least
-// of those that end within a time, of so many runs at least.
-std::pair<double, double> seconds_of_product(at::ScalarType low, int64_t n, int64_t least_runs,
-                                             double limit_s);
+// The way of each kind of measured shape, by its name; and whether convolution, attention and
+// recurrent layers are "native" or in "float32".
+std::map<std::string, std::string> ways(at::ScalarType low);
 
 // out = beta * summand + alpha * (a @ b) for low-precision matrices, or for batches of them;
 // summand, undefined or of a shape that expands to out's, has the same dtype.
 void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                          const at::Tensor& b, double beta, double alpha);
 
-// Whether a native bfloat16 product of [m, k] and [k, n] is faster than a float32 one and than
-// `multiply_by_loops`.
-bool is_large(int64_t m, int64_t n, int64_t k);
+// Whether a native product of [m, k] and [k, n] is faster than one in float32, as far as a choice
+// of native knows.
+bool is_large(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
-// The same product of matrices by the CPU loops, which convert weights in registers and read them
-// once for 16 rows. False, and nothing is done, if another product is faster or b is dense in
-// neither dimension.
+// The same by a table of one processor (sizes.cpp), for a processor on which native products pay
+// from `later` times the depth on.
+bool is_large(int64_t m, int64_t n, int64_t k, double later);
+
+// Rows, or columns, that are few: the loops convert weights in registers and read them once.
+constexpr int64_t kFewRows = 16;
+
+// The product of matrices, or of batches of them, by the CPU loops; summand is undefined or has
+// out's shape. False, and nothing is done, if b is dense in neither dimension.
 bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                        const at::Tensor& b, double beta, double alpha);
+
+// The same of matrices by torch's float32 product of blocks that are converted.
+void multiply_converted(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
+                        const at::Tensor& b, double beta, double alpha);
 
 // Elements of a block that is converted at a time: 1 MiB in float32, which stays in the cache.
 constexpr int64_t kBlock = int64_t(1) << 18;

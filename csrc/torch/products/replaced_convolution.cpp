@@ -15,8 +15,12 @@ using at::IntArrayRef;
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// oneDNN orders a weight for every call: larger blocks than those of matrix products.
-constexpr int64_t kSamples = 8 * kBlock;
+// Of `samples` of so many elements as many as are converted at a time: their float32 numbers stay
+// in the L2 cache, unless the weight, which oneDNN orders for every call, takes longer.
+int64_t samples_at_a_time(int64_t samples, int64_t elements, const Tensor& weight) {
+  const int64_t block = std::clamp(2 * weight.numel(), kBlock / 4, 8 * kBlock);
+  return slices_of_block(samples, elements, block);
+}
 
 bool is_convolved(const Tensor& input, const Tensor& weight) {
   return in_float32(input.scalar_type()) && weight.scalar_type() == input.scalar_type() &&
@@ -37,7 +41,7 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const MaybeTensor&
   const Tensor w = weight.to(at::kFloat);
   const MaybeTensor b = has_bias ? bias->to(at::kFloat) : bias;
   const int64_t samples = input.size(0),
-                some = slices_of_block(samples, input[0].numel(), kSamples);
+                some = samples_at_a_time(samples, input[0].numel(), weight);
   Tensor out;
   for (int64_t first = 0; first < samples; first += some) {
     const int64_t count = std::min(some, samples - first);
@@ -67,9 +71,8 @@ Gradients convolution_backward(const Tensor& grad, const Tensor& input, const Te
   if (!is_convolved(input, weight) || grad.scalar_type() != input.scalar_type())
     return compute(grad, input, weight);
   const Tensor w = weight.to(at::kFloat);
-  const int64_t samples = input.size(0),
-                some =
-                    slices_of_block(samples, std::max(input[0].numel(), grad[0].numel()), kSamples);
+  const int64_t samples = input.size(0), elements = std::max(input[0].numel(), grad[0].numel()),
+                some = samples_at_a_time(samples, elements, weight);
   Tensor dx, dw, db;
   for (int64_t first = 0; first < samples; first += some) {
     const int64_t count = std::min(some, samples - first);

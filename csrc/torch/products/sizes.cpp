@@ -13,8 +13,9 @@ constexpr int16_t never = 0x7fff;
 
 // The depth K from which bfloat16 is faster, for M = 1, 2, 4, ... rows and N columns. Measured on
 // an AMD Zen 5 (AVX512-BF16), torch 2.13, one thread; `benchmarks/products.py --calibrate` measures
-// it again. Ragged N, no multiple of 4, have a table of their own, because float32 is slower for
-// them.
+// it again. It has the form; `later` is how much deeper products have to be on this processor,
+// which a process measures. Ragged N, no multiple of 4, have a table of their own, because float32
+// is slower for them.
 constexpr int16_t kEvenTable[kRows][kEven] = {
     // N = 1, 2, 4, ..., 2048
     {never, never, never, never, never, never, never, never, never, never, never, never},
@@ -80,14 +81,14 @@ float threshold(const int16_t (&table)[kRows][Columns], TablePosition row, Table
 
 }  // namespace
 
-bool is_large(int64_t m, int64_t n, int64_t k) {
-  if (m <= 1 || n <= 1 || k <= 0 || m * n * k < kLeastWork) return false;
+bool is_large(int64_t m, int64_t n, int64_t k, double later) {
+  if (m <= 1 || n <= 1 || k <= 0 || double(m * n * k) < kLeastWork * later) return false;
   const TablePosition row = between_powers(m, kRows);
   const bool ragged = n % 4 != 0 && n < kRaggedColumns[kRagged - 1] && n > 4;
   const float from = ragged ? threshold(kRaggedTable, row, between_ragged(n))
                             : threshold(kEvenTable, row, between_powers(n, kEven));
   constexpr float kRounding = 0.15f;  // tolerance of the interpolation
-  return std::log2(float(k)) + kRounding >= from;
+  return std::log2(float(double(k) / later)) + kRounding >= from;
 }
 
 }  // namespace amp_mp::products
