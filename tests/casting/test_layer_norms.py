@@ -210,5 +210,6 @@ found.float().sum().backward()
 assert (found - wanted).abs().max() < 2.0**-6, found - wanted
 assert all(p.grad.abs().sum() > 0 for p in layer.parameters())
 """
-    (done,) = run_each([Script(["-c", code], {"DNNL_MAX_CPU_ISA": "AVX2"})])
+    environment = {"DNNL_MAX_CPU_ISA": "AVX2", products.VARIABLE: "float32"}
+    (done,) = run_each([Script(["-c", code], environment)])
     assert done.returncode == 0, done.stderr

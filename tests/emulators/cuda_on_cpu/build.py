@@ -105,6 +105,7 @@ def run(
     """Run a program of `build`; blocks and threads take turns in `order`."""
     environment = {
         **os.environ,
+        "AMP_MP_CPU": "baseline",  # no other loops are linked
         "CUDA_ON_CPU_ORDER": order,
         # Else every process sleeps for a second at its end, and prints hundreds of races first.
         "TSAN_OPTIONS": "atexit_sleep_ms=0 halt_on_error=1",

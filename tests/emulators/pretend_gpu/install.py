@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def install() -> None:
         return
     if "amp_mp" in sys.modules:
         raise RuntimeError("pretend_gpu.install() has to come before amp_mp is imported")
+    os.environ.pop("AMP_MP_CPU", None)  # the library has the baseline's loops alone
     sys.meta_path.insert(0, _Finder(build()))
     from pretend_gpu import device, torch_cuda
 
