@@ -28,7 +28,8 @@ PROCESSORS = {
 }
 CHECK = "; found = amp_mp.build_info()['cpu'], torch.backends.cpu.get_cpu_capability()"
 
-# Those that depend on instructions.
+# Those that depend on instructions, without what takes a minute and more under emulation: large
+# products, and processes that tests start.
 TESTS = (
     "tests/formats",
     "tests/optim/step/test_rules.py",
@@ -37,6 +38,9 @@ TESTS = (
     "tests/casting/test_products.py",
     "tests/casting/test_layer_norms.py",
     "tests/wrappers/test_larc.py",
+    "-k",
+    "not 3000 and not 9000 and not 700-600-500 and not test_attention and not torchs_autocast "
+    "and not overrides_the_argument and not compile_and_checkpoint",
 )
 
 
