@@ -57,12 +57,12 @@ test-rest: build
 	$(PYTEST) -m full
 
 # `make test` under each choice that a processor or a user can make for products and loops. All four
-# run; it ends well if each does.
+# run, and each one's result is printed at the end.
 CHOICES := AMP_MP_PRODUCTS=float32 AMP_MP_PRODUCTS=bfloat16 AMP_MP_CPU=avx2 AMP_MP_CPU=baseline
 test-choices: build
-	@failed=; for choice in $(CHOICES); do echo "== $$choice"; \
-	  env $$choice $(PYTEST) -m "not full" || failed="$$failed $$choice"; done; \
-	  [ -z "$$failed" ] || { echo "failed under$$failed"; exit 1; }
+	@failed=0; results=; for choice in $(CHOICES); do echo "== $$choice"; result=passed; \
+	  env $$choice $(PYTEST) -m "not full" || { result=failed; failed=1; }; \
+	  results="$$results$$choice: $$result\n"; done; printf "$$results"; exit $$failed
 
 # What to run while writing: everything that takes less than a second and compiles nothing.
 test-fast: build
