@@ -84,7 +84,7 @@ test-aarch64: build
 
 # The tests that depend on instructions, and README's example, under qemu on a processor without AVX, one
 # of Intel's and one of AMD's with AVX2; states of every optimizer in every format, which have to be this
-# machine's bits. XX minutes on two cores.
+# machine's bits.
 test-processors: build
 	$(PY) build_tools/test_processors.py --jobs $(JOBS)
 
