@@ -2,7 +2,6 @@
 // instructions tell how fast MKL, oneDNN and the loops are on it.
 #include <ATen/Parallel.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/zeros.h>
 #include <time.h>

@@ -18,11 +18,8 @@ struct SilentOverride : c10::WarningHandler {
   const c10::WarningUtils::WarningHandlerGuard guard{this};
 };
 
-// How a product of low-precision tensors is computed: by torch's kernel for the dtype, by the CPU
-// loops, or by torch's float32 product of converted blocks.
-enum class Way { native, loops, converted };
-
-// Seconds of a product by each way, on one thread; infinite where a way was not tried.
+// Seconds of a product of low-precision tensors on one thread: by torch's kernel for the dtype, by
+// the CPU loops, and by torch's float32 product of converted blocks. Infinite: not tried.
 struct Seconds {
   double native, loops, converted;
 };
@@ -43,7 +40,7 @@ constexpr Shape kShapes[] = {{"few rows", 1, 8, 512, 512},
                              {"batch", 16, 64, 64, 64}};
 
 // Measures the ways where they run: each shape as the least of interleaved runs, in CPU time of one
-// thread, 20 ms in all at most. Afterwards torch's kernels are as they were.
+// thread, 30 ms in all at most. Afterwards torch's kernels are as they were.
 Measured measure(at::ScalarType low);
 
 // Whether products of a dtype, bfloat16 or float16, are computed in float32: all of them, and

@@ -32,7 +32,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     """Chooses how this process computes products of a dtype on the CPU.
 
     products: "native", "float32", or "auto": as AMP_MP_PRODUCTS says, else as chosen before, else
-    what a measurement of at most 20 ms finds faster. It also finds which products in float32 the
+    what a measurement of at most 30 ms finds faster. It also finds which products in float32 the
     CPU loops compute. Processes of a torch.distributed run take the choice of the first one that
     calls this. AMP_MP_PRODUCTS measures nothing: "bfloat16" or "float16" is the one dtype whose
     products are native, with "float32" or "converted" neither is; those in float32 go through the
