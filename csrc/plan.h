@@ -62,6 +62,17 @@ struct Product {
   float alpha, beta;
 };
 
+// Lines in low precision, float16 or bfloat16, and the same numbers in float32 with the lines beside
+// each other: number j of line i is at low + i * line + j and at wide + j * lines_beside + i.
+struct Transposed {
+  Format format;
+  int64_t lines, length;
+  void* low;
+  int64_t line;
+  float* wide;
+  int64_t lines_beside;
+};
+
 // A layer norm of rows of `width` elements: y = (x - mean) * scale * weight + bias, where scale is
 // 1 / sqrt(variance + eps). Its gradients read mean and scale. An RMS norm has no mean (null) and
 // no bias, and its variance is the mean of squares.

@@ -81,7 +81,10 @@ void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, fl
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
 #define AMP_MP_LOOPS(Rule, op) {apply<Rule>, moments<Rule>},
 
-void multiply(const Product& product, int64_t begin, int64_t end);  // of multiply.cpp
+// Of multiply.cpp.
+void multiply(const Product& product, int64_t begin, int64_t end);
+void widen_transposed(const Transposed& transposed);
+void round_transposed(const Transposed& transposed);
 
 extern const Kernels table;
 const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
@@ -89,6 +92,8 @@ const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
                        copy,
                        average,
                        multiply,
+                       widen_transposed,
+                       round_transposed,
                        norm,
                        norm_gradients,
                        adapt,

@@ -192,4 +192,14 @@ void multiply(const Product& p, int64_t begin, int64_t end) {
   multiply_as<float16>(p, begin, end);
 }
 
+void widen_transposed(const Transposed& t) {
+  if (t.format == Format::bfloat16) return widen_transposed_as<bfloat16>(t);
+  widen_transposed_as<float16>(t);
+}
+
+void round_transposed(const Transposed& t) {
+  if (t.format == Format::bfloat16) return round_transposed_as<bfloat16>(t);
+  round_transposed_as<float16>(t);
+}
+
 }  // namespace amp_mp::cpu::AMP_MP_ISA

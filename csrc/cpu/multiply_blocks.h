@@ -5,6 +5,7 @@
 // another, so the bits depend neither on tiles and blocks nor on how threads share the product.
 #include "cpu/kernels.h"
 #include "cpu/multiply_store.h"
+#include "cpu/transpose.h"
 
 namespace amp_mp::cpu {
 namespace {
@@ -22,66 +23,6 @@ constexpr int kBlockDepth = 4096 / kPack, kBlockColumns = 256, kBlockRows = 4915
 constexpr int kARow = kBlockDepth + 16, kSliver = kBlockDepth * kPack + 16;
 constexpr int kASize = kBlockRows * kARow, kBSize = kBlockColumns / kPack * kSliver;
 static_assert(kASize + kBSize + kBlockRows * kBlockColumns <= kWorkspace);
-
-// A square of registers as its transpose: of each two groups of Half lanes in two registers Half
-// apart, the second of the one and the first of the other change places; then of smaller groups.
-template <int Half = kLanes / 2>
-AMP_MP_BOTH void transpose(Lane (&x)[kLanes]) {
-  Order first;
-  for (int i = 0; i < kLanes; ++i) first[i] = i & Half ? i - Half + kLanes : i;
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & Half) continue;
-    const Lane above = x[i], below = x[i + Half];
-    x[i] = choose(above, below, first);
-    x[i + Half] = choose(above, below, first + Half);
-  }
-  if constexpr (Half > 1) transpose<Half / 2>(x);
-}
-
-// Numbers of a line that are transposed together: bfloat16 in pairs, which are words.
-template <class Low>
-constexpr int kTogether = __is_same(Low, bfloat16) ? kPack : kLanes;
-
-// kTogether numbers of each of kLanes lines: number j of all of them goes to row j of `to`.
-AMP_MP_BOTH void transpose_lines(const bfloat16* const (&lines)[kLanes], int from, float* to,
-                                 int to_row) {
-  Lane x[kLanes];
-  for (int i = 0; i < kLanes; ++i) memcpy(&x[i], lines[i] + from, sizeof x[i]);
-  transpose(x);
-  for (int i = 0; i < kLanes; ++i) {
-    store_lane(Lane(Words(x[i]) << 16), to + 2 * i * to_row);
-    store_lane(Lane(Words(x[i]) & 0xFFFF0000u), to + (2 * i + 1) * to_row);
-  }
-}
-
-AMP_MP_BOTH void transpose_lines(const float16* const (&lines)[kLanes], int from, float* to,
-                                 int to_row) {
-  Lane x[kLanes];
-  for (int i = 0; i < kLanes; ++i) x[i] = widen_lane(lines[i] + from);
-  transpose(x);
-  for (int i = 0; i < kLanes; ++i) store_lane(x[i], to + i * to_row);
-}
-
-// `length` numbers of each of n <= kLanes lines; lanes beyond n repeat the last line.
-template <class Low>
-AMP_MP_OWN void transpose_lines(const Low* from, int64_t line, int n, int length, float* to,
-                                int to_row) {
-  constexpr int kStep = kTogether<Low>;
-  const Low* lines[kLanes];
-  for (int i = 0; i < kLanes; ++i) lines[i] = from + (i < n ? i : n - 1) * line;
-  int j = 0;
-  for (; j + kStep <= length; j += kStep) transpose_lines(lines, j, to + j * to_row, to_row);
-  if (j == length) return;
-  Low rest[kLanes][kStep] = {};
-  alignas(64) float rows[kStep * kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    memcpy(rest[i], lines[i] + j, size_t(length - j) * sizeof(Low));
-    lines[i] = rest[i];
-  }
-  transpose_lines(lines, 0, rows, kLanes);
-  for (int i = 0; j + i < length; ++i)
-    store_lane(load_lane(rows + i * kLanes), to + (j + i) * to_row);
-}
 
 // A block of a, by rows.
 template <class Low>

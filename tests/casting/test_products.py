@@ -202,6 +202,9 @@ for dtype, unit in (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11):
             exact, sizes = 0.5 * (a @ b) - 2 * c, a.abs() @ b.abs() + 2 * c.abs()
             bound = unit * exact.abs() + (k + 2) * 2.0**-24 * sizes + 2.0**-25
             assert ((found - exact).abs() <= 1.001 * bound).all(), (dtype, m, k, n, order)
+    for channels, positions in (16, 300), (35, 41), (64, 7):
+        x = torch.randn(3, channels, positions).to(dtype)
+        assert torch.equal(torch.conv1d(x, torch.eye(channels, dtype=dtype)[..., None]), x)
 print(amp.build_info()["cpu"])
 """
 
@@ -221,6 +224,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv1d": (lambda: nn.Conv1d(8, 6, 3, padding=1, groups=2), (5, 8, 40)),
     "conv2d": (lambda: nn.Conv2d(8, 6, 3, stride=2, bias=False), (40, 8, 90, 90)),
     "conv3d": (lambda: nn.Conv3d(4, 6, 2, dilation=2), (3, 4, 9, 9, 9)),
+    "conv1d, many channels": (lambda: nn.Conv1d(20, 24, 3, stride=2, padding=1), (5, 20, 41)),
+    "conv2d, many channels": (lambda: nn.Conv2d(33, 18, (3, 2), dilation=2), (40, 33, 30, 31)),
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(8, 6, 3, output_padding=1, stride=2),
                          (4, 8, 11, 11)),
 }  # fmt: skip
@@ -247,6 +252,7 @@ def test_layers_forward_and_backward(low: torch.dtype, name: str, channels_last:
     layer64 = make().double()
     layer64.load_state_dict(layer.state_dict())
     wanted = gradients(layer64, x.double(), 7)
+    assert found[0].stride() == wanted[0].stride()
     for own, exact in zip(found, wanted, strict=True):
         assert own.dtype == low
         # Rounded once, of values about 1 and sums of them: far from one ulp of the largest.
