@@ -24,18 +24,21 @@ def products_in_low_precision() -> Iterator[None]:
     The table leaves them in float32 there. The others decide by size. AMP_MP_PRODUCTS is unset
     meanwhile: amp.init would choose by it again.
     """
-    float16 = products.CHOSEN[torch.float16]
-    slow_float16 = _C.products.choice(torch.float16) == "float32"
+    chosen = products.CHOSEN[torch.float16]
+    slow_bfloat16, slow_float16 = (
+        _C.products.choice(low) == "float32" for low in (torch.bfloat16, torch.float16)
+    )
     apex = op_table.APEX
-    if _C.products.choice(torch.bfloat16) == "float32":
+    if slow_bfloat16:
         by_size = {"low_precision_if_large": "low_precision"}
         apex = tuple((by_size.get(policy, policy), ops) for policy, ops in apex)
-    elif slow_float16:
-        _C.products.choose(torch.float16, "native", float16[1])
     with mock.patch.object(op_table, "APEX", apex), mock.patch.dict(os.environ):
         os.environ.pop(products.VARIABLE, None)
+        if slow_float16 and not slow_bfloat16:
+            products.choose_products("native", torch.float16)
         yield
-    _C.products.choose(torch.float16, *float16)
+    products.CHOSEN[torch.float16] = chosen
+    _C.products.choose(torch.float16, *chosen)
 
 
 class Computed(TorchDispatchMode):
