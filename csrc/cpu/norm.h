@@ -6,7 +6,8 @@
 namespace amp_mp::cpu {
 namespace {
 
-constexpr int kSums = 64;  // sums of a row side by side, so that adding is vectors
+// Sums of a row side by side, so that adding is vectors; AVX2 has no registers for twice as many.
+constexpr int kSums = 32;
 
 AMP_MP_BOTH float total(float (&sum)[kSums]) {
   for (int half = kSums / 2; half > 0; half /= 2)

@@ -17,8 +17,8 @@ using at::IntArrayRef;
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Multiplications of a call of oneDNN beside which its fixed time (.1 to .25 ms) is small.
-constexpr int64_t kWork = int64_t(1) << 26;
+// Multiplications of a call of oneDNN beside which its fixed time is small.
+constexpr int64_t kWork = int64_t(1) << 28;
 
 // Of the input's samples, each with so many elements, as many as are converted at a time: their
 // float32 numbers stay in the L2 cache, unless they are too few for the time that oneDNN takes for
