@@ -142,27 +142,34 @@ AMP_MP_OWN void multiply_blocks(const Product& product, bool dense_columns, int6
   const int most_rows = even_part(p.rows, kBlockRows, kTall),
             most_columns = even_part(end - begin, kBlockColumns, kPack),
             most_depth = even_part(p.depth, kBlockDepth, 1);
-  for (int64_t row = 0; row < p.rows; row += most_rows) {
-    const int rows = int(p.rows - row < most_rows ? p.rows - row : most_rows);
+  const int64_t down = (p.rows + most_rows - 1) / most_rows,
+                across = (end - begin + most_columns - 1) / most_columns;
+  // The factor whose blocks would be converted again more often has its turn outside.
+  const bool by_columns = (down - 1) * (end - begin) > (across - 1) * p.rows;
+  for (int64_t i = 0, old_row = -1, old_column = -1; i < down * across; ++i) {
+    const int64_t row = (by_columns ? i % down : i / across) * most_rows,
+                  column = begin + (by_columns ? i / down : i % across) * most_columns;
+    const int rows = int(p.rows - row < most_rows ? p.rows - row : most_rows),
+              columns = int(end - column < most_columns ? end - column : most_columns);
     // Tiles of nearly as many rows each: `larger` of them have one more than `least`.
     const int tiles = (rows + kTall - 1) / kTall, least = rows / tiles, larger = rows % tiles;
-    for (int64_t column = begin; column < end; column += most_columns) {
-      const int columns = int(end - column < most_columns ? end - column : most_columns);
-      for (int64_t k = 0; k < p.depth; k += most_depth) {
-        const int depth = int(p.depth - k < most_depth ? p.depth - k : most_depth);
-        // All of the depth is there already where it is one block.
-        if (column == begin || depth < p.depth) convert_a<Low>(p, row, rows, k, depth, a);
+    for (int64_t k = 0; k < p.depth; k += most_depth) {
+      const int depth = int(p.depth - k < most_depth ? p.depth - k : most_depth);
+      // All of the depth is there already where it is one block.
+      if (row != old_row || depth < p.depth) convert_a<Low>(p, row, rows, k, depth, a);
+      if (column != old_column || depth < p.depth)
         convert_b<Low>(p, dense_columns, column, columns, k, depth, b);
-        for (int c = 0; c < columns; c += kPack)
-          for (int tile = 0, r = 0, tall; tile < tiles; ++tile, r += tall) {
-            tall = least + (tile < larger ? 1 : 0);
-            multiply_tile<Low>(
-                p, tall,
-                {a + r * kARow, b + c / kPack * kSliver, depth, sums + (c * kBlockRows + r * kPack),
-                 k == 0, k + depth == p.depth, plain, row + r, column + c, columns - c});
-          }
-      }
+      for (int c = 0; c < columns; c += kPack)
+        for (int tile = 0, r = 0, tall; tile < tiles; ++tile, r += tall) {
+          tall = least + (tile < larger ? 1 : 0);
+          multiply_tile<Low>(
+              p, tall,
+              {a + r * kARow, b + c / kPack * kSliver, depth, sums + (c * kBlockRows + r * kPack),
+               k == 0, k + depth == p.depth, plain, row + r, column + c, columns - c});
+        }
     }
+    old_row = row;
+    old_column = column;
   }
 }
 
