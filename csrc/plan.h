@@ -62,8 +62,8 @@ struct Product {
   float alpha, beta;
 };
 
-// Lines in low precision, float16 or bfloat16, and the same numbers in float32 with the lines beside
-// each other: number j of line i is at low + i * line + j and at wide + j * lines_beside + i.
+// Lines in low precision, float16 or bfloat16, and the same numbers in float32 with the lines
+// beside each other: number j of line i is at low + i * line + j and wide + j * lines_beside + i.
 struct Transposed {
   Format format;
   int64_t lines, length;

@@ -21,8 +21,8 @@ struct Kernels {
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
   void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
   void (*multiply)(const Product& product, int64_t begin, int64_t end);  // columns of the result
-  void (*widen_transposed)(const Transposed& transposed);  // wide from low
-  void (*round_transposed)(const Transposed& transposed);  // low from wide
+  void (*widen_transposed)(const Transposed& transposed);                // wide from low
+  void (*round_transposed)(const Transposed& transposed);                // low from wide
   void (*norm)(const Norm& norm, int64_t begin, int64_t end);            // rows
   // The gradients of weight and bias are added to the sums, of `width` elements each or null.
   void (*norm_gradients)(const Norm& norm, int64_t begin, int64_t end, float* weight_sums,

@@ -48,12 +48,12 @@ void transpose_channels(const Tensor& low, const Tensor& wide,
                 positions = low.numel() / (samples * channels),
                 parts = (positions + kPart - 1) / kPart;
   const Format format = low.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
-  auto* narrow = static_cast<c10::Half*>(low.data_ptr());
+  auto* numbers = static_cast<c10::Half*>(low.data_ptr());
   auto* floats = wide.data_ptr<float>();
   at::parallel_for(0, samples * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t sample = i / parts * positions * channels, first = i % parts * kPart;
-      transpose({format, channels, std::min(kPart, positions - first), narrow + sample + first,
+      transpose({format, channels, std::min(kPart, positions - first), numbers + sample + first,
                  positions, floats + sample + first * channels, channels});
     }
   });
@@ -69,7 +69,7 @@ Tensor by_channels(const Tensor& low) {
 
 Tensor convolve(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
                 IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
-                   IntArrayRef output_padding, int64_t groups) {
+                IntArrayRef output_padding, int64_t groups) {
   const auto compute = [&](const Tensor& x, const Tensor& w, const MaybeTensor& b) {
     return at::compositeexplicitautograd::convolution(x, w, b, stride, padding, dilation,
                                                       transposed, output_padding, groups);
@@ -77,16 +77,20 @@ Tensor convolve(const Tensor& input, const Tensor& weight, const MaybeTensor& bi
   const bool has_bias = bias && bias->defined();
   if (!is_convolved(input, weight) || (has_bias && bias->scalar_type() != input.scalar_type()))
     return compute(input, weight, bias);
-  if (input.dim() == 3) {  // as torch does it; its own view of the one as the other copies
+  // Torch convolves 1-d as 2-d as well, but would move the channels apart for it.
+  const std::array sizes{stride, padding, dilation, output_padding};
+  if (input.dim() == 3 && std::ranges::all_of(sizes, [](IntArrayRef s) { return s.size() == 1; })) {
     const auto two = [](int64_t first, IntArrayRef second) { return std::array{first, second[0]}; };
-    return convolve(input.unsqueeze(2), weight.unsqueeze(2), bias, two(1, stride),
-                       two(0, padding), two(1, dilation), transposed, two(0, output_padding), groups)
+    return convolve(input.unsqueeze(2), weight.unsqueeze(2), bias, two(1, stride), two(0, padding),
+                    two(1, dilation), transposed, two(0, output_padding), groups)
         .squeeze(2);
   }
   const bool transposes = !transposed && groups == 1 && input.dim() == 4 &&
                           std::min(input.size(1), weight.size(0)) >= kManyChannels &&
                           input.is_contiguous() && weight.is_contiguous();
-  const auto widen = [&](const Tensor& t) { return transposes ? by_channels(t) : t.to(at::kFloat); };
+  const auto widen = [&](const Tensor& t) {
+    return transposes ? by_channels(t) : t.to(at::kFloat);
+  };
   const Tensor w = widen(weight);
   const MaybeTensor b = has_bias ? bias->to(at::kFloat) : bias;
   const int64_t samples = input.size(0),
