@@ -9,7 +9,7 @@ namespace {
 // apart, the second of the one and the first of the other change places; then of smaller groups.
 template <int Half = kLanes / 2>
 AMP_MP_BOTH void transpose(Lane (&x)[kLanes]) {
-  Order first;
+  Order first = {};
   for (int i = 0; i < kLanes; ++i) first[i] = i & Half ? i - Half + kLanes : i;
   for (int i = 0; i < kLanes; ++i) {
     if (i & Half) continue;

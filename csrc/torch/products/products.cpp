@@ -43,9 +43,10 @@ void replace_kernels(std::initializer_list<c10::DispatchKey> keys) {
   });
 }
 
-// Multiplications of `square` and `tall`, and between them where larger products begin: a fixed
-// number, so that noise of a measurement moves no product's bits.
-constexpr int64_t kSquare = int64_t(1) << 18, kTall = int64_t(1) << 24;
+// Multiplications of the shapes square and tall, and between them where larger products begin: a
+// fixed number, so that noise of a measurement moves no product's bits.
+constexpr int64_t work(const Shape& s) { return s.m * s.n * s.k; }
+constexpr int64_t kSquare = work(kShapes[1]), kTall = work(kShapes[2]);
 constexpr int64_t kLargeWork = int64_t(1) << 21;
 
 // In noise the least of many runs is off by a few percent. Within these margins a choice is the
