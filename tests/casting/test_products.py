@@ -225,7 +225,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d": (lambda: nn.Conv2d(8, 6, 3, stride=2, bias=False), (40, 8, 90, 90)),
     "conv3d": (lambda: nn.Conv3d(4, 6, 2, dilation=2), (3, 4, 9, 9, 9)),
     "conv1d, many channels": (lambda: nn.Conv1d(20, 24, 3, stride=2, padding=1), (5, 20, 41)),
-    "conv2d, many channels": (lambda: nn.Conv2d(33, 18, (3, 2), dilation=2), (40, 33, 30, 31)),
+    "conv2d, many channels": (lambda: nn.Conv2d(33, 18, (3, 2), dilation=2), (40, 33, 42, 40)),
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(8, 6, 3, output_padding=1, stride=2),
                          (4, 8, 11, 11)),
 }  # fmt: skip
