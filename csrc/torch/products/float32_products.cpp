@@ -134,11 +134,9 @@ void multiply_converted(const at::Tensor& out, const at::Tensor& added, const at
                               alpha);
   const auto compute = k > m ? by_depth : by_rows;
   if (at::in_parallel_region()) return compute(out, added, a, b, beta, alpha);
-  const auto parts_of = [](int64_t size, int64_t parts) {
-    return std::clamp<int64_t>(size / kNarrow, 1, parts);
-  };
   const int64_t threads = m * n * k < kSmall ? 1 : at::get_num_threads(),
-                down = parts_of(m, threads), across = parts_of(n, (threads + down - 1) / down);
+                down = parts_of(m, kNarrow, threads),
+                across = parts_of(n, kNarrow, (threads + down - 1) / down);
   const int64_t rows = (m + down - 1) / down, columns = (n + across - 1) / across;
   // At least two, or torch would multiply the only one with all threads.
   at::parallel_for(0, std::max<int64_t>(down * across, 2), 1, [&](int64_t begin, int64_t end) {

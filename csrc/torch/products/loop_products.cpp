@@ -49,9 +49,16 @@ struct LoopProduct {
       std::swap(a, b);
       for (Stepped* each : {&a, &b, &c, &to}) transpose(*each);
     }
-    const Format format = x.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
-    first = {format,   rows,     columns,   depth,        a.matrix,
-             b.matrix, c.matrix, to.matrix, float(alpha), float(beta)};
+    first = {check_format(x, {"tensor"}),
+             rows,
+             columns,
+             depth,
+             a.matrix,
+             b.matrix,
+             c.matrix,
+             to.matrix,
+             float(alpha),
+             float(beta)};
   }
   bool fits() const { return b.matrix.row == 1 || b.matrix.column == 1; }
   int64_t work() const { return rows * columns * depth; }
@@ -59,9 +66,6 @@ struct LoopProduct {
 
 // By columns, and where these are too few by rows as well.
 void multiply_matrix(const LoopProduct& whole) {
-  const auto parts_of = [](int64_t size, int64_t least, int64_t most) {
-    return std::clamp<int64_t>(size / least, 1, most);
-  };
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), whole.work() / kPart + 1),
                 across = parts_of(whole.columns, kPartColumns, threads),
                 down = parts_of(whole.rows, kPartRows, (threads + across - 1) / across);

@@ -5,6 +5,7 @@
 // graphs use them alike; while a dtype is not in float32 they call torch's kernels.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 
@@ -100,6 +101,11 @@ constexpr int64_t kBlock = int64_t(1) << 18;
 
 // How many of `count` slices, each of some number of elements, make a block; at least one.
 int64_t slices_of_block(int64_t count, int64_t elements, int64_t block = kBlock);
+
+// Parts of rows or columns, at most `most`, with at least `least` of them each.
+inline int64_t parts_of(int64_t size, int64_t least, int64_t most) {
+  return std::clamp<int64_t>(size / least, 1, most);
+}
 
 // Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, for
 // `replace_recurrent` and `replace_rms_norm` for AutogradCPU too.

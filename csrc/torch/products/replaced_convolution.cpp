@@ -47,14 +47,15 @@ void transpose_channels(const Tensor& low, const Tensor& wide,
   const int64_t samples = low.size(0), channels = low.size(1),
                 positions = low.numel() / (samples * channels),
                 parts = (positions + kPart - 1) / kPart;
-  const Format format = low.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16;
-  auto* numbers = static_cast<c10::Half*>(low.data_ptr());
+  const Array array = array_of(low, {"tensor"});
+  auto* numbers = static_cast<c10::Half*>(array.data);
   auto* floats = wide.data_ptr<float>();
   at::parallel_for(0, samples * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t sample = i / parts * positions * channels, first = i % parts * kPart;
-      transpose({format, channels, std::min(kPart, positions - first), numbers + sample + first,
-                 positions, floats + sample + first * channels, channels});
+      transpose({array.format, channels, std::min(kPart, positions - first),
+                 numbers + sample + first, positions, floats + sample + first * channels,
+                 channels});
     }
   });
 }
