@@ -29,8 +29,9 @@ PROCESSORS = {
 CHECK = "; found = amp_mp.build_info()['cpu'], torch.backends.cpu.get_cpu_capability()"
 
 # Those that depend on instructions, without what takes a minute and more under emulation: large
-# products, and processes that tests start. With subnormals flushed, qemu's F16C takes those of
-# float16 for 0, which a processor's does not.
+# products, and processes that tests start. Two things are other than on a processor: with
+# subnormals flushed, qemu's F16C takes those of float16 for 0; and torch's own LSTM in float32,
+# which oneDNN compiles for AVX2, is .3 off float64's.
 TESTS = (
     "tests/formats",
     "tests/optim/step/test_rules.py",
@@ -40,9 +41,9 @@ TESTS = (
     "tests/casting/test_layer_norms.py",
     "tests/wrappers/test_larc.py",
     "-k",
-    "not flushed and not 3000 and not 9000 and not 700-600-500 and not conv2d "
-    "and not test_attention and not torchs_autocast and not overrides_the_argument "
-    "and not compile_and_checkpoint",
+    "not flushed and not lstm-False and not inference and not 3000 and not 9000 "
+    "and not 700-600-500 and not conv2d and not test_attention and not torchs_autocast "
+    "and not overrides_the_argument and not compile_and_checkpoint",
 )
 
 
