@@ -65,7 +65,7 @@ AMP_MP_OWN void transpose_lines(const Low* from, int64_t line, int n, int length
     store_lane(load_lane(rows + i * kLanes), to + (j + i) * to_row);
 }
 
-// Positions of all lines at a time: what is written of `wide` stays in the L1 cache.
+// Positions of all lines at a time: their part of `wide` stays in the L1 cache.
 constexpr int kPositions = 64;
 
 template <class Low>
@@ -88,24 +88,38 @@ constexpr int packed_row(int i, int half) {
   return __is_same(Low, bfloat16) ? 2 * i + half : i + half * kLanes;
 }
 
+// `length` rows of kLanes numbers become as many numbers of each of kLanes lines.
+template <class Low>
+AMP_MP_OWN void round_lines(const float* from, int64_t row, int length, Low* to, int64_t line) {
+  int j = 0;
+  for (; j + kPack <= length; j += kPack) {
+    Lane half[2][kLanes];
+    for (int h = 0; h < 2; ++h) {
+      for (int i = 0; i < kLanes; ++i)
+        half[h][i] = load_lane(from + (j + packed_row<Low>(i, h)) * row);
+      transpose(half[h]);
+    }
+    for (int i = 0; i < kLanes; ++i) pack(half[0][i], half[1][i], to + i * line + j);
+  }
+  if (j == length) return;
+  for (int i = 0; i < kLanes; ++i) {
+    float own[kPack];
+    for (int k = 0; j + k < length; ++k) own[k] = from[(j + k) * row + i];
+    encode_tile(own, to + i * line + j, length - j);
+  }
+}
+
 template <class Low>
 AMP_MP_OWN void round_transposed_as(const Transposed& t) {
   auto* low = static_cast<Low*>(t.low);
-  for (int64_t j = 0; j < t.length; j += kPack) {
-    const int n = int(t.length - j < kPack ? t.length - j : kPack);
+  for (int64_t j = 0; j < t.length; j += kPositions) {
+    const int n = int(t.length - j < kPositions ? t.length - j : kPositions);
     const float* from = t.wide + j * t.lines_beside;
     int64_t i = 0;
-    for (; n == kPack && i + kLanes <= t.lines; i += kLanes) {
-      Lane half[2][kLanes];
-      for (int h = 0; h < 2; ++h) {
-        for (int k = 0; k < kLanes; ++k)
-          half[h][k] = load_lane(from + packed_row<Low>(k, h) * t.lines_beside + i);
-        transpose(half[h]);
-      }
-      for (int k = 0; k < kLanes; ++k) pack(half[0][k], half[1][k], low + (i + k) * t.line + j);
-    }
+    for (; i + kLanes <= t.lines; i += kLanes)
+      round_lines(from + i, t.lines_beside, n, low + i * t.line + j, t.line);
     for (; i < t.lines; ++i) {
-      float own[kPack];
+      float own[kPositions];
       for (int k = 0; k < n; ++k) own[k] = from[k * t.lines_beside + i];
       encode_tile(own, low + i * t.line + j, n);
     }
