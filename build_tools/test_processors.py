@@ -31,7 +31,7 @@ CHECK = "; found = amp_mp.build_info()['cpu'], torch.backends.cpu.get_cpu_capabi
 # Those that depend on instructions, without what takes a minute and more under emulation: large
 # products, and processes that tests start. Two things are other than on a processor: with
 # subnormals flushed, qemu's F16C takes those of float16 for 0; and torch's own LSTM in float32,
-# which oneDNN compiles for AVX2, is .3 off float64's.
+# which oneDNN compiles for AVX2, is .3 off float64's (`inference` runs one too).
 TESTS = (
     "tests/formats",
     "tests/optim/step/test_rules.py",

@@ -88,6 +88,14 @@ constexpr int packed_row(int i, int half) {
   return __is_same(Low, bfloat16) ? 2 * i + half : i + half * kLanes;
 }
 
+// `length` <= kPositions numbers, `row` apart.
+template <class Low>
+AMP_MP_OWN void round_line(const float* from, int64_t row, int length, Low* to) {
+  float own[kPositions];
+  for (int k = 0; k < length; ++k) own[k] = from[k * row];
+  encode_tile(own, to, length);
+}
+
 // `length` rows of kLanes numbers become as many numbers of each of kLanes lines.
 template <class Low>
 AMP_MP_OWN void round_lines(const float* from, int64_t row, int length, Low* to, int64_t line) {
@@ -102,11 +110,8 @@ AMP_MP_OWN void round_lines(const float* from, int64_t row, int length, Low* to,
     for (int i = 0; i < kLanes; ++i) pack(half[0][i], half[1][i], to + i * line + j);
   }
   if (j == length) return;
-  for (int i = 0; i < kLanes; ++i) {
-    float own[kPack];
-    for (int k = 0; j + k < length; ++k) own[k] = from[(j + k) * row + i];
-    encode_tile(own, to + i * line + j, length - j);
-  }
+  for (int i = 0; i < kLanes; ++i)
+    round_line(from + j * row + i, row, length - j, to + i * line + j);
 }
 
 template <class Low>
@@ -118,11 +123,7 @@ AMP_MP_OWN void round_transposed_as(const Transposed& t) {
     int64_t i = 0;
     for (; i + kLanes <= t.lines; i += kLanes)
       round_lines(from + i, t.lines_beside, n, low + i * t.line + j, t.line);
-    for (; i < t.lines; ++i) {
-      float own[kPositions];
-      for (int k = 0; k < n; ++k) own[k] = from[k * t.lines_beside + i];
-      encode_tile(own, low + i * t.line + j, n);
-    }
+    for (; i < t.lines; ++i) round_line(from + i, t.lines_beside, n, low + i * t.line + j);
   }
 }
 
