@@ -14,6 +14,7 @@ void bind_step(py::module_& m);     // statistics, loss scales, reports
 void bind_stepper(py::module_& m);  // the door above them
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
+void bind_low_bits(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edited_masters(py::module_& m);
 namespace muon {

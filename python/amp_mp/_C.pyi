@@ -299,19 +299,54 @@ def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
 def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
     """What a parameter's state holds of a rule's states, by name: float32, placed as param."""
 
-def encode_original(weight: Tensor, values: Tensor, by_place: bool) -> tuple[int, list[Tensor]]:
-    """A weight's checksum, and the float32 values that it was rounded from.
+class Stamp:
+    """A tensor's version counter and memory now. Writes through .data advance no counter."""
 
-    csrc/torch/state/original_values.h. by_place: whether the checksum sees the elements' places.
+    def __init__(self, tensor: Tensor) -> None: ...
+    def still(self, tensor: Tensor) -> bool:
+        """Whether the tensor was not written or moved since."""
+
+class LowBits:
+    """The bits that rounding cut off from a weight: csrc/torch/state/low_bits.h."""
+
+    is_prepared: bool
+    is_lost: bool
+    is_taken: bool
+    is_rounded: bool
+    tensors: list[Tensor]
+    def keep(self, param: Tensor, values: Tensor) -> None: ...
+    def values(self, param: Tensor, goes_on: bool = False) -> Tensor | None: ...
+    def is_still(self, param: Tensor) -> bool: ...
+    def show(self, master: Tensor, param: Tensor) -> None:
+        """A float32 master that stands in an optimizer's param_groups."""
+
+    def shows(self, master: Tensor) -> bool: ...
+    def stamp(self, param: Tensor) -> None: ...
+    def drop(self) -> None: ...
+    def state(self, param: Tensor) -> Any: ...
+    def set_state(self, param: Tensor, state: Any) -> None: ...
+
+def low_bits_of(param: Tensor) -> LowBits | None:
+    """The parameter's bits; None where it has never had any."""
+
+def make_low_bits(param: Tensor, owner: Any = None) -> LowBits:
+    """The same, made where it has none. owner: the module of a DTensor."""
+
+def let_go(param: Tensor) -> None:
+    """Lets go of a plain parameter, which then may be swapped."""
+
+def first_master(param: Tensor) -> Tensor:
+    """A float32 tensor for a master in param_groups: the one that is there, or a new one."""
+
+def rests_of(params: Sequence[Tensor], goes_on: bool) -> list[Tensor | None]:
+    """Remainders or float32 values beside the weights, to be read only."""
+
+def show_master(param: Tensor, state: dict[str, Any], is_copy: bool = False) -> None:
+    """Notes the master that a parameter's state has as the parameter's low bits.
+
+    is_copy: of an optimizer that was copied or unpickled; bits that came with the parameter are
+    newer.
     """
-
-def decode_original(weight: Tensor, stored: Sequence[Tensor]) -> Tensor:
-    """The float32 values, a new tensor with the weight's shape, layout and device."""
-
-def is_rounded_original(
-    weight: Tensor, stored: Sequence[Tensor], checksum: int, by_place: bool
-) -> bool:
-    """Whether the weight is what the values were rounded to."""
 
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""

@@ -59,6 +59,7 @@ from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
+from amp_mp.optim.state.low_bits import drop_low_bits
 from amp_mp.switch import build_info
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import init
@@ -69,9 +70,9 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "AveragedModel", "FP16_Optimizer", "GradScaler", "__version__", "apex", "attach_main_grads",
-    "autocast", "build_info", "casting", "checkpoint", "compat", "diagnose", "explain",
-    "float32_state_dict", "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict",
-    "nn", "optim", "policies", "prepare", "scaling", "set_policy",
+    "autocast", "build_info", "casting", "checkpoint", "compat", "diagnose", "drop_low_bits",
+    "explain", "float32_state_dict", "formats", "init", "integrations", "keep_fp32",
+    "load_float32_state_dict", "nn", "optim", "policies", "prepare", "scaling", "set_policy",
 ]
 # Where the names are that one may look for at the top.
 _PLACES = (

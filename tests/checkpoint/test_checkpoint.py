@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import amp_mp as amp
-from amp_mp.optim.state.original_values import awaits_original
 
 KINDS = [(preset, dtype) for preset in PRESETS for dtype in (LOW, torch.float16)]
 KINDS += [("exact", None), ("micro", None)]  # float32 parameters, whose moments are formats' too
@@ -260,7 +259,6 @@ def test_what_was_there_before_does_not_matter(preset: str, before: str, tmp_pat
         train(*other, 2, seed=9)
     amp.checkpoint.load(tmp_path / "c", *other)
     assert snapshot(*other) == snapshot(*pair)
-    assert not any(awaits_original(param) for param in other[0].parameters())
     for each in (pair, other):
         train(*each, 2, seed=3)
     assert snapshot(*other) == snapshot(*pair)
@@ -301,8 +299,9 @@ def test_a_model_without_its_optimizer_keeps_the_masters_for_the_next(
     optimizer = amp.optim.AdamW(other.parameters(), memory="float32")
     optimizer.init_state()
     for name, values in masters(other, optimizer).items():
-        assert torch.equal(values, wanted[name]), name
-    assert not any(awaits_original(param) for param in other.parameters())
+        # 24 bits half way between two weights are a float32 number less as float32 master.
+        torch.testing.assert_close(values, wanted[name], rtol=2.0**-23, atol=0)
+    assert "original" not in optimizer.memory_report().bytes
 
 
 def test_a_file_without_masters_drops_the_values_that_prepare_kept(tmp_path: Path) -> None:

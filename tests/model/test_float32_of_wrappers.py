@@ -93,7 +93,7 @@ def test_masters_inside_a_wrapper_are_loaded(wrapper: str, inner: str, dtype: to
     assert raw_bytes(net.state_dict()) == raw_bytes(rounded)
 
 
-@pytest.mark.parametrize("wrong", [None, "AdamW", [1], nn.Linear(2, 2)])
+@pytest.mark.parametrize("wrong", ["AdamW", [1], nn.Linear(2, 2)])
 def test_what_is_no_optimizer_is_refused_before_a_byte_changes(wrong: Any) -> None:
     net, _ = made("LARC", "amp AdamW", torch.bfloat16)
     before = raw_bytes(net.state_dict())

@@ -38,6 +38,7 @@ NAMES = {
     "AveragedModel",
     "float32_state_dict",
     "load_float32_state_dict",
+    "drop_low_bits",
     "attach_main_grads",
     "explain",
     "policies",

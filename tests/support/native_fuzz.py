@@ -286,6 +286,7 @@ class Fuzz:
         lists = [self.tensor((2, 32)), self.tensor((5,), torch.float16)]
         like = [self.tensor((2, 32), torch.bfloat16), self.tensor((5,))]
         remainder = self.tensor((2, 32), torch.int16)
+        bits = _C.make_low_bits(low)
         indices = torch.tensor([3, 5])
         param = self.tensor((2, 32))
         _, rules, groups, states = self.optimizer()
@@ -319,12 +320,16 @@ class Fuzz:
             (_C.decode, {"data": data, "rest": rest, "format": name}),
             (_C.encode, {"values": self.tensor((2, 32)), "format": name}),
             (_C.copy_as, {"value": param, "dtype": torch.bfloat16, "local": low}),
-            (_C.encode_original, {"weight": low, "values": param, "by_place": True}),
-            (_C.decode_original, {"weight": low, "stored": [remainder, indices, lists[0][0, :2]]}),
+            (_C.make_low_bits(low).keep, {"param": low, "values": param}),
+            (bits.values, {"param": low}),
+            (bits.show, {"master": param, "param": low}),
             (
-                _C.is_rounded_original,
-                {"weight": low, "stored": [param], "checksum": 0, "by_place": True},
+                bits.set_state,
+                {"param": low, "state": (remainder, indices, lists[0][0, :2], 0, True)},
             ),
+            (_C.first_master, {"param": low}),
+            (_C.rests_of, {"params": [low, param], "goes_on": True}),
+            (_C.show_master, {"param": low, "state": held}),
             (_C.has_groups, {"param": param}),
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from typing import Any
@@ -23,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import amp_mp as amp
-from amp_mp.optim.state.original_values import original_of, take_original
+from amp_mp import _C
+from amp_mp.optim.state.low_bits import float32_of, refuse_lost
 
 BF16 = torch.bfloat16
 Found = dict[str, object]
@@ -49,6 +51,11 @@ def locals_of(model: nn.Module) -> dict[str, Tensor]:
 
 def originals(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: original_of(param) for name, param in model.named_parameters()}
+
+
+def original_of(param: Tensor) -> Tensor | None:
+    bits = _C.low_bits_of(param)
+    return None if bits is None else bits.values(param)
 
 
 def shard_then_prepare() -> Found:
@@ -82,7 +89,7 @@ def writes_are_noticed() -> Found:
     before = locals_of(model)
     return {
         "dropped": original_of(model[0].weight) is None,
-        "master": take_original(model[0].weight),
+        "master": float32_of(model[0].weight),
         "weight": before["0.weight"],
         "other": original_of(model[2].weight) is not None,
     }
@@ -124,7 +131,7 @@ def refusals() -> Found:
         "mixed": message(lambda: amp.prepare(mixed, BF16)),
         "alone": message(lambda: amp.prepare(alone, BF16, keep_fp32_only=["3.bias"])),
         "part": message(lambda: amp.prepare(whole[2], BF16)),
-        "late": message(lambda: take_original(late[0].weight)),
+        "late": message(lambda: refuse_lost(late[0].weight)),
         "late step": message(lambda: step_after(late)),
         "average": message(lambda: amp.AveragedModel(whole)),
     }
@@ -184,6 +191,46 @@ def two_dimensions() -> Found:
             optimizer.zero_grad()
             losses.append(loss.item())
         found[name] = {"before": before, "after": after, "originals": kept, "losses": losses}
+    return found
+
+
+# Stages.
+
+
+def stages() -> Found:
+    """40 optimizers of 2 steps far below the rounding; how far each element of a shard has gone."""
+    found: Found = {}
+    for name in ("fully_shard", "tensor parallel", "not prepared", "moved"):
+        model = two_layers()
+        if name == "tensor parallel":
+            mesh = init_device_mesh("cpu", (2,))
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        else:
+            fully_shard(model)
+        if name == "not prepared":
+            amp.apex.fp16_utils.convert_network(model, BF16)
+        else:
+            amp.prepare(model, BF16)
+        before = {n: v.to_local() for n, v in amp.float32_state_dict(model).items()}
+        for stage in range(40):
+            memory = ("exact", "float32", "lean")[stage % 3]
+            optimizer = amp.optim.SGD(model.parameters(), lr=1e-4, memory=memory)
+            for _ in range(2):
+                model(batch()).float().sum().backward()
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+            del optimizer
+            gc.collect()
+            if name == "moved":
+                model.to(memory_format=torch.contiguous_format)
+                model.to("cpu")
+        after = amp.float32_state_dict(model)
+        found[name] = {n: after[n].to_local() - value for n, value in before.items()}
+    late = amp.prepare(network(), BF16, keep_fp32_only=[])
+    step_after(late)
+    fully_shard(late)
+    found["sharded after a step"] = message(lambda: step_after(late))
     return found
 
 
@@ -252,7 +299,7 @@ def after(calls: Sequence[str], values: dict[str, Tensor]) -> nn.Module:
 def orders() -> dict[tuple[str, ...], str]:
     """What is wrong with the masters after each order of calls: nothing, a name or an error.
 
-    Before a step, after one, and what is kept aside when values are loaded after it.
+    Before a step, after one, and when values are loaded after it.
     """
     values = {n: torch.randn_like(p) for n, p in network().named_parameters()}
     found = {}
@@ -268,9 +315,12 @@ def orders() -> dict[tuple[str, ...], str]:
         except RuntimeError as error:
             wrong = [str(error)]
         else:
-            whole = {n: v.detach().float() for n, v in model.named_parameters()}
-            model.load_state_dict(whole)
-            wrong += [f"keeps {n}" for n, v in originals(model).items() if v is not None]
+            others = {
+                n: torch.randn_like(v, dtype=torch.float32) for n, v in model.named_parameters()
+            }
+            model.load_state_dict(others)
+            given = {n: whole(v) for n, v in others.items()}
+            wrong += differing(amp.float32_state_dict(model), given)
         found[calls] = " ".join(wrong)
     return found
 

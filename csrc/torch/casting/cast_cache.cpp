@@ -143,8 +143,7 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype, bool* cached) {
   }
   const uint64_t clearings = *life == Life::kept ? 0 : watch_clearing();
   CachedCast entry{WeakTensor(tensor.getIntrusivePtr()),
-                   tensor._version(),
-                   tensor.const_data_ptr(),
+                   Stamp(tensor),
                    tensor.detach().to(dtype),
                    {},
                    stream_of(tensor)};

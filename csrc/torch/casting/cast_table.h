@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "torch/device.h"
+#include "torch/stamp.h"
 
 namespace amp_mp::casting {
 
@@ -29,8 +30,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 
 struct CachedCast {
   WeakTensor owner;
-  int64_t version;
-  const void* memory;
+  Stamp stamp;      // of the owner
   at::Tensor copy;  // detached
   // The same memory with autograd history. Weak, because its graph holds the leaf: a strong
   // reference would keep the leaf alive for ever. A forward pass keeps it alive while it needs it;
@@ -93,7 +93,7 @@ inline size_t owners_of_memory(const at::Tensor& t) {
 
 // Whether the cast has the tensor's present values, as far as version counter and memory tell.
 inline bool is_current(const CachedCast& e, const at::Tensor& t) {
-  return !e.owner.expired() && e.version == t._version() && e.memory == t.const_data_ptr();
+  return !e.owner.expired() && e.stamp.still(t);
 }
 
 }  // namespace amp_mp::casting

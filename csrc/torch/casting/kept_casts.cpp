@@ -57,8 +57,7 @@ void copies_written(const Tensors& tensors, const Tensors& copies) {
           {tensors[i].unsafeGetTensorImpl(), copies[i].scalar_type(), Life::kept});
       if (found == table->entries.end() || !found->second.copy.is_same(copies[i])) continue;
       CachedCast& e = found->second;
-      e.version = tensors[i]._version();
-      e.memory = tensors[i].const_data_ptr();
+      e.stamp = Stamp(tensors[i]);
       e.written = e.is_ready_with_tensor = true;
       if (e.stream != stream_of(tensors[i])) of_other_streams.push_back(copies[i]);
     }

@@ -1,8 +1,7 @@
-// What Python sees of a parameter's state: arrays of formats, masters, the values before rounding.
+// What Python sees of a parameter's state: arrays of formats, masters, saved states.
 #include "torch/bind.h"
 #include "torch/python/unpack.h"
 #include "torch/state/live_state.h"
-#include "torch/state/original_values.h"
 #include "torch/state/saved_state.h"
 
 namespace amp_mp {
@@ -16,9 +15,12 @@ void bind_masters(py::module_& m) {
         const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values);
         set_master(format, param, state, given);
         settle(group, local_of(param), state);
+        show_master(param, state);
       },
       py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none(),
       py::arg("group") = py::dict());
+  m.def("show_master", &show_master, py::arg("param"), py::arg("state"),
+        py::arg("is_copy") = false);
   m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def(
       "master_of",
@@ -98,12 +100,7 @@ void bind_state(py::module_& m) {
   bind_masters(m);
   bind_saved(m);
   bind_arrays(m);
-  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-  m.def("encode_original", &encode_original, py::arg("weight"), py::arg("values"),
-        py::arg("by_place"));
-  m.def("decode_original", &decode_original, py::arg("weight"), py::arg("stored"), ReleaseGil());
-  m.def("is_rounded_original", &is_rounded_original, py::arg("weight"), py::arg("stored"),
-        py::arg("checksum"), py::arg("by_place"), ReleaseGil());
+  bind_low_bits(m);
 }
 
 }  // namespace amp_mp

@@ -10,7 +10,6 @@
 #include "torch/bind.h"
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/state/original_values.h"
 
 namespace amp_mp {
 namespace {
@@ -23,17 +22,6 @@ py::dict state_in(const py::dict& states, const py::object& param) {
 at::Tensor values_in(const py::object& edited) { return local_of(edited).detach(); }
 
 }  // namespace
-
-EditedMasters::Seen::Seen(const at::Tensor& t) : tensor(t) {
-  if (!t.defined()) return;
-  memory = t.const_data_ptr();
-  version = t._version();
-}
-
-bool EditedMasters::Seen::is_still(const at::Tensor& now) const {
-  if (!now.defined() || !tensor.defined()) return now.defined() == tensor.defined();
-  return now.is_same(tensor) && now.const_data_ptr() == memory && now._version() == version;
-}
 
 EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
                              const Named& params,
@@ -85,12 +73,12 @@ at::Tensor EditedMasters::read(const Edit& edit) const {
   const py::object& param = edit.member.param;
   const at::Tensor weight = local_of(param).detach();
   if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
-  const at::Tensor found = master_values(weight, state_in(states_, param));
-  if (found.defined()) return found;
-  const py::object kept_of = package("optim.state.original_values").attr("tensors_of");
-  const auto kept = py::cast<Tensors>(kept_of(param));
-  for (const at::Tensor& each : kept) used_on_current_stream(each);
-  return kept.empty() ? copy_as(weight, at::kFloat, weight) : decode_original(weight, kept);
+  const py::dict state = state_in(states_, param);
+  drop_replaced(param, state);
+  at::Tensor found = master_values(weight, state);
+  const Bits bits = found.defined() ? nullptr : low_bits_of(param);
+  if (bits) found = bits->values(param);
+  return found.defined() ? found : copy_as(weight, at::kFloat, weight);
 }
 
 at::Tensor EditedMasters::changes(const Edit& edit) const {
@@ -152,6 +140,7 @@ void EditedMasters::store(Edit& edit) const {
     at::where_out(uncounted, changed, made, uncounted);
     if (written) bump_version(to);
   };
+  Bits edited;
   if (!edit.has_master) {
     at::Tensor rounded = values;
     if (is_low_precision(weight))
@@ -165,9 +154,12 @@ void EditedMasters::store(Edit& edit) const {
     store_values(values, *master_in(rounded, rest));
     put(weight, rounded);
     put(second, rest);
+    if (const Bits bits = low_bits_of(edit.member.param); written && bits && bits->shows(second))
+      edited = bits;
   }
-  if (written && edit.member.is_dtensor)
-    bump_version(tensor_of(edit.member.param));  // its shard has advanced alone
+  const at::Tensor& param = tensor_of(edit.member.param);
+  if (written && edit.member.is_dtensor) bump_version(param);  // its shard has advanced alone
+  if (edited) edited->stepped(param, local_of(edit.member.param));
 }
 
 void bind_edited_masters(py::module_& m) {

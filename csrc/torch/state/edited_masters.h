@@ -25,14 +25,16 @@ class EditedMasters {
   void store();
 
  private:
-  // A tensor, and how one sees later that it was written.
+  // A tensor as it was when the block began.
   struct Seen {
     at::Tensor tensor;
-    const void* memory = nullptr;
-    int64_t version = 0;
+    Stamp stamp;
     Seen() = default;
-    explicit Seen(const at::Tensor& t);
-    bool is_still(const at::Tensor& now) const;
+    explicit Seen(const at::Tensor& t) : tensor(t), stamp(t.defined() ? Stamp(t) : Stamp()) {}
+    bool is_still(const at::Tensor& now) const {
+      if (!now.defined() || !tensor.defined()) return now.defined() == tensor.defined();
+      return now.is_same(tensor) && stamp.still(now);
+    }
   };
   struct Edit {
     Member member;

@@ -3,6 +3,7 @@
 // it does not belong to the parameter. Everything here needs the GIL.
 #include "torch/state/arrays.h"
 #include "torch/state/host_memory.h"
+#include "torch/state/low_bits.h"
 #include "torch/state/members.h"
 
 namespace amp_mp {
@@ -39,8 +40,16 @@ at::Tensor master_beside(const at::Tensor& weight, py::handle state);
 // The parameter's master in float32, a new tensor of its layout; undefined where it has none.
 at::Tensor master_values(const at::Tensor& weight, py::handle state);
 // Gives the parameter a master of the format, holding `values` if they are defined. Without them an
-// existing master is kept, or converted; "none" drops it. The parameter becomes the rounded values.
+// existing master is kept, or converted, or made of the weight's low bits; "none" drops it. The
+// parameter becomes the rounded values.
 void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values);
+// Stores values beside the weight that was rounded from them, which stays as it is.
+void store_beside(const at::Tensor& values, const ArrayTensors& master);
+// Drops a master that another optimizer has replaced (LowBits).
+void drop_replaced(py::handle param, py::handle state);
+// Notes the master that a state has as the parameter's low bits. is_copy: of an optimizer that was
+// copied or unpickled; bits that came with the parameter are newer.
+void show_master(py::handle param, py::handle state, bool is_copy = false);
 // Brings its master to the parameter's present dtype, layout and device.
 void follow_master(py::handle param, const at::Tensor& weight, py::handle state);
 

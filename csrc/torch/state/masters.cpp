@@ -10,7 +10,6 @@
 #include "torch/state/live_state.h"
 
 namespace amp_mp {
-namespace {
 
 // Remainders of values that the weight has been rounded from, which stays as it is. A split rounds
 // half way between two weights away from zero, and split24 after rounding to 24 bits, prepare to
@@ -23,6 +22,8 @@ void store_beside(const at::Tensor& values, const ArrayTensors& master) {
   const double largest = rest.scalar_type() == at::kChar ? 127 : 32767;
   rest.masked_fill_(above.ne(0), 0).masked_fill_(above.eq(1), largest);
 }
+
+namespace {
 
 void drop_master(py::handle state) {
   for (const MasterEntry& each : master_entries()) {
@@ -67,38 +68,62 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
                      ") must be float16 or bfloat16 to have a master");
     TORCH_CHECK_VALUE(entry, "amp_mp: \"", format, "\" is not a format of masters");
   }
+  const Bits bits = low_bits_of(param);
+  if (format == "none") {
+    drop_master(state);
+    if (bits) bits->drop();
+    return;
+  }
   const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
-  bool waited = false;  // then what `prepare` kept stays until the state has the master
   if (!is_given) {
-    if (format == "none") return drop_master(state);
+    drop_replaced(param, state);
     if (item_of(state, entry->entry)) return;
     values = master_values(weight, state);
+    if (!values.defined() && !bits && is_dtensor(param))
+      package("optim.state.low_bits").attr("refuse_lost")(param);
     if (!values.defined()) {
-      static const auto& find =
-          *new py::object(package("optim.state.original_values").attr("find"));
-      const py::object kept = find(param);  // a tuple of the values, or of None
-      waited = !kept.is_none();
-      if (waited && !kept[py::int_(0)].is_none()) values = local_of(kept[py::int_(0)]);
+      const at::Tensor first = format == "float32" ? first_master(param)
+                               : bits              ? bits->second_as(*entry, param)
+                                                   : at::Tensor();
+      if (first.defined()) return set_item(state, entry->entry, like(first, param));
+      if (bits) values = bits->values(param);
     }
   }
-  if (format == "none") return drop_master(state);
   const auto options = weight.options().dtype(entry->dtype);
   const at::Tensor second =
       format == "float32" ? at::empty_like(weight, options) : at::zeros_like(weight, options);
   // Of a DTensor this runs Python, where an interrupt may come: nothing has changed so far.
   const py::object made = like(second, param);
   const ArrayTensors master = *master_in(weight, second);
-  if (!values.defined()) {  // the weight itself is the master: remainders of it are 0
-    if (format == "float32") second.copy_(weight);
-  } else if (is_given || format == "float32") {
+  if (is_given || format == "float32") {
     store_values(values, master);
-  } else {
+  } else if (values.defined()) {  // else the weight itself is the master, and remainders are 0
     store_beside(values, master);
   }
   drop_master(state);
   set_item(state, entry->entry, made);
   if (bumps) bump_version(tensor_of(param));  // its shard has advanced alone
-  if (waited) package("optim.state.original_values").attr("drop")(param);
+}
+
+void drop_replaced(py::handle param, py::handle state) {
+  const Bits bits = low_bits_of(param);
+  if (!bits) return;
+  for (const MasterEntry& each : master_entries()) {
+    const py::handle found = item_of(state, each.entry);
+    if (is_tensor(found) && bits->has_replaced(local_of(found))) drop_item(state, each.entry);
+  }
+}
+
+void show_master(py::handle param, py::handle state, bool is_copy) {
+  const at::Tensor weight = local_of(param);
+  if (!is_low_precision(weight)) return;
+  if (const at::Tensor second = master_beside(weight, state); second.defined()) {
+    const Bits bits = make_low_bits(param);
+    if (!is_copy || !bits->second().defined())
+      bits->show(second, param);
+    else if (!bits->shows(second))
+      bits->note_replaced(second);
+  }
 }
 
 void follow_master(py::handle param, const at::Tensor& weight, py::handle state) {

@@ -82,6 +82,7 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
     own.master = master_beside(member.local, member.state);
+    if (own.master.defined()) own.bits = low_bits_of(member.param);
     for (const KeptState& kept : layout().states) {
       if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state);

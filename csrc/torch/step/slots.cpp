@@ -28,6 +28,7 @@ Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
   std::vector<Shard> shards;
   for (const SlotTensors& each : own_) {
     params_.push_back(each.param);
+    bits_.push_back(each.bits);
     shards.push_back({each.dtensor, each.name});
   }
   shards_ = Shards(std::move(shards));
@@ -109,8 +110,11 @@ Tensors Slots::grads() const {
 bool Slots::fit() const {
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < size(); ++i) {
-    if (i + kAhead < size()) prefetch_impl(params_[i + kAhead]);
-    if (shape_of(params_[i]) != shapes_[i]) return false;
+    if (i + kAhead < size()) {
+      prefetch_impl(params_[i + kAhead]);
+      __builtin_prefetch(bits_[i + kAhead].get());
+    }
+    if (shape_of(params_[i]) != shapes_[i] || !has_master(size_t(i))) return false;
   }
   return shards_.are(params_);
 }
@@ -203,7 +207,9 @@ void Slots::finish(bool written) {
   for (size_t i = 0; written && i < own_.size(); ++i) {
     if (!has_gradient_[i]) continue;
     bump_version(params_[i]);
-    if (shards_.has(i)) bump_version(shards_.dtensor(i));
+    const at::Tensor& param = shards_.has(i) ? shards_.dtensor(i) : params_[i];
+    if (shards_.has(i)) bump_version(param);
+    if (bits_[i]) bits_[i]->stepped(param, params_[i]);
   }
   shards_.drop_gradients();
   casting::copies_written(params_, copies_);

@@ -6,6 +6,7 @@
 
 #include "plan.h"
 #include "torch/checks.h"
+#include "torch/state/low_bits.h"
 #include "torch/step/shards.h"
 #include "torch/step/table_memory.h"
 
@@ -25,6 +26,7 @@ struct SlotTensors {
   Origin origin = {};                // for random bits: where a shard is in the whole tensor
   std::string name;                  // for messages
   py::object dtensor = {};           // whose shard the parameter is; null for a plain parameter
+  Bits bits = {};                    // whose second tensor the master is; null without a master
 };
 
 class Slots {
@@ -41,7 +43,7 @@ class Slots {
   std::vector<int64_t> offsets() const;
 
   // Whether every parameter still has the dtype, shape, layout and device that it had when Slots
-  // was made, and every DTensor the same shard. plan() relies on it. Needs the GIL.
+  // was made, and its master; and every DTensor the same shard. plan() relies on it. Needs the GIL.
   bool fit() const;
 
   // Once before each step, and before its measuring: looks up the gradients of the DTensors, as
@@ -65,8 +67,8 @@ class Slots {
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
   // Call after each plan(). `written`: the step was not skipped, so the version counters of the
-  // parameters advance, of a DTensor and of its shard. Those of the states do not: no autograd
-  // graph holds a state, and each counter would cost a cache miss.
+  // parameters advance, of a DTensor and of its shard, and their low bits are theirs. Those of the
+  // states do not: no autograd graph holds a state, and each counter would cost a cache miss.
   void finish(bool written);
 
   TableMemory& table_memory() { return table_memory_; }
@@ -77,6 +79,7 @@ class Slots {
   void check() const;
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   Array master_of(size_t i) const;
+  bool has_master(size_t i) const { return !bits_[i] || bits_[i]->shows(own_[i].master); }
   // The one place that knows where gradients come from.
   const at::Tensor& gradient(size_t i) const {
     return shards_.has(i) ? shards_.gradient(i) : own_[i].param.grad();
@@ -92,6 +95,7 @@ class Slots {
 
   std::vector<SlotTensors> own_;
   Tensors params_;  // of own_
+  std::vector<Bits> bits_;
   Shards shards_;
   at::Device device_;
   // What check() has seen, to notice tensors whose memory has moved since.

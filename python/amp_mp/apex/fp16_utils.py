@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model.convert import convert_network
-from amp_mp.optim.state.original_values import take_original
+from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
 from amp_mp.sharding.reduction import totals_of
@@ -55,14 +55,14 @@ def prep_param_lists(
     """
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
-        return params, [nn.Parameter(take_original(p)) for p in params]
+        return params, [nn.Parameter(taken_float32(p)) for p in params]
     kinds = {(p.dtype, p.device) for p in params}
     if len(kinds) > 1:
         raise ValueError(
             f"flat_master needs parameters of one dtype and device, found {len(kinds)} kinds: "
             f"{sorted(map(str, kinds))}"
         )
-    flat = nn.Parameter(torch.cat([take_original(p).reshape(-1) for p in params]))
+    flat = nn.Parameter(torch.cat([taken_float32(p).reshape(-1) for p in params]))
     return params, [flat]
 
 

@@ -2,7 +2,6 @@
 
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from amp_mp.model.convert import have_masters
 from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
-from amp_mp.optim.state.original_values import original_of
+from amp_mp.optim.state.low_bits import float32_of
 from amp_mp.optim.step import ledger
 from amp_mp.scaling.policies import Backoff, ScalePolicy
 from amp_mp.sharding.gradients import master_params, multiply_gradients
@@ -24,7 +23,6 @@ from amp_mp.wrappers.masters import Masters
 from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps
 
 skips = SkippedSteps()
-live_masters = WeakSet[Masters]()  # of optimizers that initialize was given
 
 
 class _Cast(NotScriptable, partial[Any]):
@@ -51,12 +49,11 @@ def _cast_outputs(cast: nn.Module, _module: nn.Module, _args: Any, output: Any) 
 
 
 def save_float32(model: nn.Module) -> None:
-    """Makes state_dict of the model and its parts float32, and load_state_dict write masters."""
+    """Makes state_dict of the model and its parts float32, as Apex's."""
     for module in model.modules():
         if _to_float32 not in module._state_dict_hooks.values():
             hooks: Any = module  # whose methods torch has not typed
             hooks.register_state_dict_post_hook(_to_float32)
-            hooks.register_load_state_dict_pre_hook(_to_masters)
 
 
 @torch.no_grad()
@@ -65,20 +62,7 @@ def _to_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     for name, tensor in named_tensors(module, recurse=False).items():
         if tensor.dtype not in LOW_PRECISION or prefix + name not in state_dict:
             continue
-        exact = original_of(tensor)
-        for masters in (each for each in live_masters if tensor in each.own):
-            exact = masters.own[tensor]
-            masters.follow([(tensor, exact)])
-        exact = tensor if exact is None else exact
-        state_dict[prefix + name] = exact.detach().to(torch.float32, copy=True)
-
-
-def _to_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and value.shape == param.shape:
-            for masters in (each for each in live_masters if param in each.own):
-                masters.write(param, value)
+        state_dict[prefix + name] = float32_of(tensor, goes_on=True)
 
 
 class LossScaler(ScaledLosses):
@@ -144,7 +128,6 @@ class Stash:
             self.masters.refresh()
         elif self._with_masters:
             self.masters = Masters(self._optimizer)
-            live_masters.add(self.masters)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The model's low-precision parameters, and their masters."""

@@ -1,5 +1,6 @@
 """A model in a checkpoint: names without what wrappers add, and weights in the file's dtypes."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +14,7 @@ from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state import original_values
+from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
@@ -137,6 +138,21 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
         weights[name] = None
 
 
+def way_back_of_bits(params: dict[str, Tensor]) -> Callable[[], None]:
+    """What gives the parameters the low bits back that they have now."""
+    known = [(param, bits) for param in params.values() if (bits := _C.low_bits_of(param))]
+    held = [(param, bits, bits.state(param)) for param, bits in known]
+
+    def back() -> None:
+        for param, bits, state in held:
+            if state is None:
+                bits.drop()
+            else:
+                bits.set_state(param, state)
+
+    return back
+
+
 def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading) -> None:
     """Gives low-precision parameters their float32 values, after everything else is loaded.
 
@@ -145,7 +161,7 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
     """
     for module in model.modules():
         names = {n for n, p in module.named_parameters(recurse=False)}
-        original_values.follow_replaced(module, names)
+        low_bits.follow_replaced(module, names)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     groups: dict[Tensor, dict[str, Any]] = {}
     if fused is not None:
@@ -159,11 +175,9 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
                 master = like(reading.masters[name], param)
                 group, state = groups[param], fused.state[param]
                 _C.set_master(group["master"], param, state, master, group)
-            original_values.drop(param)
-        elif original_values.awaits_original(param):
-            if name in reading.masters:
-                original_values.keep_original(param, like(reading.masters[name], param))
-            else:
-                original_values.drop_original(param)
+        elif low_bits.is_prepared(param) and name in reading.masters:
+            low_bits.keep(param, reading.masters[name])
+        else:
+            low_bits.drop(param)
     if fused is not None:
         stepper_of(fused).forget()

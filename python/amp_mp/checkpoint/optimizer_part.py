@@ -41,6 +41,15 @@ def refuse_sharded(more: dict[str, Any]) -> None:
             )
 
 
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers that show its param_groups: LARC, Accelerate's."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    is_around = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer)
+    if not is_around or isinstance(optimizer, FP16_Optimizer):
+        return optimizer
+    return innermost(inner) if inner.param_groups is optimizer.param_groups else optimizer
+
+
 def names_of_groups(params: dict[str, Tensor], optimizer: Any) -> list[list[str]]:
     """The names of an optimizer's parameters, group by group. params: the model's, by name.
 

@@ -19,7 +19,6 @@ from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structu
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.state.masters import refuse_swapped
-from amp_mp.wrappers.larc import without_larc
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
 MARK = ".amp_mp_saving"  # a file in directories that an unfinished save may delete
@@ -55,7 +54,7 @@ def save(
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    target, optimizer = Path(os.path.realpath(path)), without_larc(optimizer)
+    target, optimizer = Path(os.path.realpath(path)), optimizer_part.innermost(optimizer)
     unfinished, previous = (target.with_name(target.name + end) for end in (INCOMPLETE, PREVIOUS))
     weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
@@ -164,7 +163,7 @@ def load(
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    optimizer = without_larc(optimizer)
+    optimizer = optimizer_part.innermost(optimizer)
     targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
     with all_or_none():
         params = model_part.named_params(model)
@@ -192,6 +191,7 @@ def load(
         found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
     reading.states.clear()  # masters that became float32 values are in memory no longer
     with ExitStack() as undo:
+        undo.callback(model_part.way_back_of_bits(params))
         model_part.load_weights(model, reading, undo)
         if optimizer is not None and packed is not None:
             absent = reading.names - reading.weights.keys()

@@ -29,8 +29,23 @@ class ScaleNumbers(NamedTuple):
         return _C.ScaleUpdate(**old, scale_out=scale, tracker_out=tracker, **self.settings)
 
 
-Key = tuple[float, ...]
 Pair = tuple[Tensor, Tensor]  # a scale and a tracker
+
+
+class Start:
+    """The numbers that an update starts from, and whether anything else has written them since."""
+
+    def __init__(self, numbers: ScaleNumbers) -> None:
+        self._settings = dict(numbers.settings)
+        self._pair = numbers.scale, numbers.tracker
+        self._stamps = [_C.Stamp(tensor) for tensor in self._pair]
+
+    def still(self, numbers: ScaleNumbers) -> bool:
+        """Whether the numbers are the same tensors with the same values."""
+        now = numbers.scale, numbers.tracker
+        same = all(a is b for a, b in zip(self._pair, now, strict=True))
+        unwritten = (s.still(t) for s, t in zip(self._stamps, now, strict=True))
+        return same and self._settings == numbers.settings and all(unwritten)
 
 
 class ScaleUpdates:
@@ -47,8 +62,8 @@ class ScaleUpdates:
         self._spare: Pair | None = None  # where a step writes the next numbers
         # Native updates of the last two iterations, with their tensors: as long as these are
         # referenced, no other tensor gets the same id.
-        self._known: dict[Key, tuple[Pair, Pair, _C.ScaleUpdate]] = {}
-        self._start: Key | None = None  # what the update handed to a step starts from
+        self._known: dict[tuple[float, ...], tuple[Pair, Pair, _C.ScaleUpdate]] = {}
+        self._start: Start | None = None  # of the update handed to a step
         self._is_ahead = False  # whether the step has computed the numbers in `_spare`
         self._reports: _C.StepReports | None = None  # where the newest numbers are reported
         self._own: _C.StepReports | None = None  # of updates in place
@@ -77,7 +92,7 @@ class ScaleUpdates:
         now = numbers.scale, numbers.tracker
         if self._spare is None or [t.device for t in self._spare] != [t.device for t in now]:
             self._spare = numbers.scale.clone(), numbers.tracker.clone()
-        self._start = _key(numbers)
+        self._start = Start(numbers)
         identity = (*numbers.settings.values(), *map(id, now), *map(id, self._spare))
         if identity not in self._known:
             if len(self._known) > 1:
@@ -93,8 +108,8 @@ class ScaleUpdates:
     def take(self, *, alone: bool) -> Pair | None:
         """The numbers computed ahead if they are valid. alone: one optimizer made the iteration."""
         is_ahead, self._is_ahead = self._is_ahead, False
-        numbers = self._numbers()
-        if self._in_graph or not alone or not is_ahead or self._start != _key(numbers):
+        numbers, start = self._numbers(), self._start
+        if self._in_graph or not alone or not is_ahead or not (start and start.still(numbers)):
             return None
         taken, self._spare = self._spare, (numbers.scale, numbers.tracker)
         return taken
@@ -142,9 +157,3 @@ class ScaleUpdates:
             return None
         report = self._reports.newest(wait=True)
         return report[6] if report and report[6] != 0 else None
-
-
-def _key(numbers: ScaleNumbers) -> Key:
-    """Stays equal until something else writes what the next numbers depend on."""
-    versions = [n for t in (numbers.scale, numbers.tracker) for n in (id(t), t._version)]
-    return (*numbers.settings.values(), *versions)

@@ -12,9 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.model.float32_state_dict import masters_apart
 from amp_mp.model.sharded import refuse_sharded
-from amp_mp.optim.state import original_values
+from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.formats import split_name
 from amp_mp.optim.state.masters import refuse_swapped, swapped
 from amp_mp.optim.step.graphs import is_capturing
@@ -25,7 +24,7 @@ FORMAT = "split32"  # of an average of low-precision weights
 class AveragedModel(nn.Module):
     """A moving average of a model's weights: torch.optim.swa_utils.AveragedModel for any precision.
 
-        averaged = amp.AveragedModel(model, optimizer, decay=0.9999)
+        averaged = amp.AveragedModel(model, decay=0.9999)
         ...
         optimizer.step()
         averaged.update()
@@ -33,15 +32,17 @@ class AveragedModel(nn.Module):
         with averaged.swap():  # the model has the averages in here
             evaluate(model)
 
-    Averages the master of each low-precision parameter, or the weight where there is no master, in
-    float32. `module` is a copy of the model with the averages, rounded to the model's dtypes. The
-    rest of their float32 values is in `remainders`: an average takes 4 bytes in all.
+    Averages the master of each low-precision parameter, whichever optimizer steps it, or the weight
+    where there is no master, in float32. `module` is a copy of the model with the averages, rounded
+    to the model's dtypes. The rest of their float32 values is in `remainders`: an average takes 4
+    bytes in all.
 
     Args:
         model: what is averaged, after `prepare`; it is copied, and not changed. The copy's
             parameters do not require gradients.
-        optimizer: the one that has the masters, or a list: of amp_mp, an amp_mp.FP16_Optimizer, or
-            any of torch's, which has none. Default None: the weights themselves are averaged.
+        optimizer: needed only where a script writes weights between steps: the averages then have
+            the masters that this optimizer, or one of a list, goes on with. Default None: a weight
+            that was written since the last step counts as it is.
         decay: in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a function of
             the number of updates so far, from 1 on. The first update copies. Default None: the
             mean of all updates.
@@ -51,14 +52,14 @@ class AveragedModel(nn.Module):
         device: where the averages are. Default: where the parameters are.
 
     `n_averaged` counts the updates, on the CPU, so that no update waits for a GPU. The state dict
-    has all of it but decay, model and optimizer; copies have no model and optimizer: call `follow`.
+    has all of it but decay and model; copies have no model: call `follow`.
     Parameters of other dtypes than float32, float16 and bfloat16 are averaged in their own,
     integers copied. Raises TypeError or ValueError for arguments of another kind or out of range,
     and for sharded models.
     """
 
     n_averaged: Tensor
-    _followed: tuple[nn.Module, list[Any]] | None  # in a tuple the model is not a submodule
+    _followed: tuple[nn.Module] | None  # in a tuple the model is not a submodule
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class AveragedModel(nn.Module):
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
         for param in self.module.parameters():
-            original_values.drop(param)  # a remainder takes its place
+            low_bits.drop(param)  # a remainder takes its place
         if device is not None:
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))
@@ -94,34 +95,36 @@ class AveragedModel(nn.Module):
         self._move(model, 0.0)
 
     def follow(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Sets the model that `update` and `swap` mean, and the optimizers that have its masters.
+        """Sets the model that `update` and `swap` mean.
 
-        Raises TypeError for what is neither an optimizer, a list of them nor None.
+        optimizer: as for the class. Raises TypeError for what is neither an optimizer, a list of
+        them nor None.
         """
-        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-        optimizers = [each for each in given if each is not None]
-        for each in optimizers:
-            if not hasattr(each, "param_groups"):
+        for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+            if each is not None and not hasattr(each, "param_groups"):
                 raise TypeError(
-                    f"optimizer must be an optimizer with the model's masters or None, found "
-                    f"{each!r}; decay, use_buffers and device are given by name"
+                    f"optimizer must be an optimizer or None, found {each!r}; decay, use_buffers "
+                    "and device are given by name"
                 )
-        self._followed = model, optimizers
+        self._followed, self._goes_on = (model,), optimizer is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The averaged module's forward."""
         return self.module(*args, **kwargs)
 
     def update(self) -> None:
-        """One update by the model as it is now; as `update_parameters`."""
-        self.update_parameters(self._following()[0])
+        """One update by the model as it is now; as `update_parameters`.
+
+        RuntimeError in a copy that follows no model yet.
+        """
+        self.update_parameters(self._following())
 
     def update_parameters(self, model: nn.Module) -> None:
         """One update by a model's masters: the first copies, later ones follow the decay.
 
         Raises ValueError, before anything is changed, where the model's tensors do not correspond
-        to the averages, or decay's number is not in [0, 1]; RuntimeError inside of `swap`, while a
-        CUDA graph is captured, or in a copy that follows no model yet.
+        to the averages, or decay's number is not in [0, 1]; RuntimeError inside of `swap` and while
+        a CUDA graph is captured.
         """
         count, decay = int(self.n_averaged), self.decay
         if count == 0 or decay is None:
@@ -144,25 +147,23 @@ class AveragedModel(nn.Module):
         where an optimizer steps, `update`, `swap`, amp_mp.checkpoint or a float32 state dict of
         the model is called inside, or, after restoring the weights, where anything else wrote them.
         """
-        followed, optimizers = self._following()
-        model = followed if model is None else model
+        model = self._following() if model is None else model
         averages, live, _ = self._tensors(model)
         names = [name for name, _ in _named_tensors(model)]
-        known = [*optimizers, *(getattr(each, "optimizer", each) for each in optimizers)]
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
             stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
             # An interrupt may have left this hook behind.
-            if swapped & own and (optimizer in known or not own.isdisjoint(stepped)):
+            if swapped & own and not own.isdisjoint(stepped):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
                     "are averages; step after the block"
                 )
 
         refuse_swapped(live, "swap()")
-        waiting = filter(original_values.awaits_original, live)
-        kept = {tensor: original_values.values_of(tensor) for tensor in waiting}
+        known = [(tensor, bits) for tensor in live if (bits := _C.low_bits_of(tensor))]
+        unwritten = [(tensor, bits) for tensor, bits in known if bits.is_still(tensor)]
         saved = [tensor.detach().clone() for tensor in live]
         written: list[str] = []
 
@@ -172,8 +173,8 @@ class AveragedModel(nn.Module):
                 return
             _write(live, saved)
             _C.used_on_current_stream(saved)
-            for param, original in kept.items():
-                original_values.copy_values(param, original)
+            for tensor, bits in unwritten:
+                bits.stamp(tensor)
             swapped.difference_update(own)
             hook.remove()
             saved.clear()
@@ -183,11 +184,11 @@ class AveragedModel(nn.Module):
             try:
                 swapped.update(own)
                 _write(live, averages)
-                versions = [tensor._version for tensor in live]
+                stamps = [_C.Stamp(tensor) for tensor in live]
                 yield model
                 # Buffers may be written: a norm's statistics.
-                found = zip(names, live, versions, strict=True)
-                written = [n for n, t, v in found if t._version != v and id(t) in own]
+                found = zip(names, live, stamps, strict=True)
+                written = [n for n, t, stamp in found if not stamp.still(t) and id(t) in own]
             finally:
                 restore()
         except BaseException:
@@ -200,7 +201,7 @@ class AveragedModel(nn.Module):
                 "are averages; the weights are restored, what was written is lost"
             )
 
-    def float32_state_dict(self) -> dict[str, Tensor]:
+    def float32_state_dict(self) -> dict[str, Any]:
         """The averaged module's state dict with every bit of the averages.
 
         Low-precision tensors are float32 in it; all are copies, of what is tied one. A
@@ -209,8 +210,11 @@ class AveragedModel(nn.Module):
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
         rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))
         found = self.module.state_dict(keep_vars=True)
-        made: dict[int, Tensor] = {}
+        made: dict[int, Any] = {}
         for value in {id(each): each for each in found.values()}.values():
+            if not isinstance(value, Tensor):  # what a module gives by get_extra_state
+                made[id(value)] = value
+                continue
             tensor, rest = value.detach(), rests.get(id(value))
             if rest is not None:
                 tensor = _C.decode(tensor, rest, split_name(FORMAT, tensor.dtype))
@@ -218,13 +222,13 @@ class AveragedModel(nn.Module):
             made[id(value)] = tensor.to(dtype, copy=True)
         return {name: made[id(value)] for name, value in found.items()}
 
-    def _following(self) -> tuple[nn.Module, list[Any]]:
+    def _following(self) -> nn.Module:
         if self._followed is None:
             raise RuntimeError(
-                "this AveragedModel was copied or unpickled and has no model and optimizer; call "
-                "its follow(model, optimizer) first"
+                "this AveragedModel was copied or unpickled and has no model; call its "
+                "follow(model) first"
             )
-        return self._followed
+        return self._followed[0]
 
     def _averaged(self) -> list[tuple[str, Tensor]]:
         found = _named_tensors(self.module)
@@ -252,7 +256,6 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
-        rest_of = _rests_of(self._following()[1])
         averages, live, moving = self._tensors(model)
         refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
@@ -261,11 +264,12 @@ class AveragedModel(nn.Module):
                 "update after each replay"
             )
         remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
+        beside = _C.rests_of(live, self._goes_on)  # remainders or float32 masters
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
-        for index, (average, value) in enumerate(zip(averages, live, strict=True)):
+        for index, (average, value, rest) in enumerate(zip(averages, live, beside, strict=True)):
             moves, dtype = index < moving, average.dtype
             if moves and dtype in LOW_PRECISION:
-                native[average.device].append((average, next(remainders), value, rest_of(value)))
+                native[average.device].append((average, next(remainders), value, rest))
             elif moves and dtype == torch.float32:
                 native[average.device].append((average, None, value, None))
             elif moves and (dtype.is_floating_point or dtype.is_complex):
@@ -290,31 +294,12 @@ class AveragedModel(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model and its optimizer, which a copy or a pickle must not contain."""
+        """Without the model, which a copy or a pickle must not contain."""
         return {**self.__dict__, "_followed": None}
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _rests_of(optimizers: Sequence[Any]) -> Callable[[Tensor], Tensor | None]:
-    """A function that gives a low-precision parameter's remainder or float32 master, to read only.
-
-    None: the parameter is its own. Before the first step the values that `prepare` kept are given.
-    """
-    states = [optimizer.state for optimizer in optimizers]
-    apart = {p: m for each in optimizers for p, m in masters_apart(each).items()}
-
-    def of(param: Tensor) -> Tensor | None:
-        for state in states:
-            if (rest := _C.master_beside(param, state.get(param, {}))) is not None:
-                return rest
-        if apart and param in apart:
-            return apart[param]
-        return original_values.original_of(param)
-
-    return of
 
 
 def _decay_number(decay: Any) -> float:

@@ -16,8 +16,8 @@ from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, re
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
 from amp_mp.nn.functional import is_wrapper
-from amp_mp.optim.state import original_values
-from amp_mp.optim.state.original_values import own_parameters
+from amp_mp.optim.state import low_bits
+from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local
 from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
@@ -104,7 +104,7 @@ def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    if any(map(original_values.awaits_original, params)):
+    if any(map(low_bits.is_prepared, params)):
         name = f"optim.{type(optimizer).__name__}"
         warn(
             f"torch.{name} updates low-precision weights of amp_mp.prepare without float32 "
@@ -133,20 +133,19 @@ def _convert(
         return model
     owners = {id(p): m for m in model.modules() for p in own_parameters(m).values()}
     for tensor, target in targets.values():
-        values = original_values.original_of(tensor) if prepares else None
-        values = local_of(tensor).detach().float() if values is None else values
+        values = low_bits.float32_of(tensor) if prepares else local_of(tensor).detach().float()
         set_local(tensor, values if target == torch.float32 else rounded(values, target))
         if prepares and target == dtype and isinstance(tensor, nn.Parameter):
-            original_values.keep_original(tensor, values, owners[id(tensor)])
+            low_bits.keep(tensor, values, owners[id(tensor)])
         else:
-            original_values.drop(tensor)
+            low_bits.drop(tensor)
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = None if prepares else tensor.grad.to(target)
     update_units(model)
     overflow_report.models.add(model)
     for module in model.modules():
         if prepares and any(p.dtype in LOW_PRECISION for p in own_parameters(module).values()):
-            original_values.track(module)
+            low_bits.track(module)
         if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
     if dtype in LOW_PRECISION:

@@ -1,77 +1,89 @@
-"""A model's float32 weights: read from its optimizer's masters, and loaded into them."""
+"""A model's float32 weights: read from the bits beside its weights, and loaded into them."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.optim.base import FusedOptimizer
+from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.masters import refuse_swapped
-from amp_mp.optim.state.original_values import drop, original_of
-from amp_mp.sharding.shards import is_dtensor, like, local_of, part, why_foreign
+from amp_mp.sharding.shards import like, why_foreign
 
 
-def masters_apart(optimizer: Any) -> dict[Tensor, Tensor]:
-    """The masters of an FP16_Optimizer around one of torch's; TypeError for no optimizer."""
-    if not hasattr(optimizer, "param_groups"):
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {optimizer!r}")
-    if not hasattr(optimizer, "fp16_groups") or isinstance(optimizer.optimizer, FusedOptimizer):
-        return {}
-    groups = zip(optimizer.fp16_groups, optimizer.fp32_from_fp16_groups, strict=True)
-    return {p: m for low, own in groups for p, m in zip(low, own, strict=True)}
 
 
-def float32_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The model's state dict with every low-precision floating-point tensor as float32.
 
-    A parameter that has a master gives the master, exactly; before the first step after `prepare`
-    the values that were rounded. Others are cast up. All are copies, of what is tied one. DTensors
-    give DTensors, placed as they are; no process sends anything. optimizer: of amp_mp,
-    FP16_Optimizer or LARC, or any other, which has no masters. TypeError for no optimizer.
+    A weight's float32 value is exact: what `prepare` or a load has rounded, and from the first step
+    on the optimizer's master, also after the optimizer is gone. Others are cast up. All are copies,
+    of what is tied one; what is no tensor is as the modules give it. DTensors give DTensors, placed
+    as they are; no process sends anything.
+
+    A weight that a script has written since the last step counts as it is: so a new optimizer would
+    begin. optimizer: pass the one that goes on, and the bits of such weights are in the result, too
+    (docs/between_steps.md). TypeError for no optimizer.
     """
+    _check_optimizer(optimizer)
     refuse_swapped(model.parameters(), "float32_state_dict()")
-    apart = masters_apart(optimizer)
     found = model.state_dict(keep_vars=True)
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
     for value in {id(each): each for each in found.values()}.values():
-        is_low = isinstance(value, nn.Parameter) and value.dtype in LOW_PRECISION
-        state = optimizer.state.get(value) if is_low and value not in apart else None
-        master = _C.master_of(value, state) if state else apart.get(value) if is_low else None
-        if master is None and value.dtype in LOW_PRECISION:
-            master = original_of(value)
-        exact = value if master is None else master
-        exact = exact if is_dtensor(exact) else like(exact, value)
-        dtype = torch.float32 if exact.dtype in LOW_PRECISION else exact.dtype
-        made[id(value)] = exact.detach().to(dtype, copy=True)
+        if not isinstance(value, Tensor):
+            made[id(value)] = value
+        elif value.dtype in LOW_PRECISION:
+            exact = low_bits.float32_of(value, goes_on=optimizer is not None)
+            made[id(value)] = like(exact, value)
+        else:
+            made[id(value)] = value.detach().clone()
     return {name: made[id(value)] for name, value in found.items()}
+
+
+@overload
+def load_float32_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], /, *, strict: bool = True
+) -> Any: ...
+
+
+@overload
+def load_float32_state_dict(
+    model: nn.Module, optimizer: Any, state_dict: Mapping[str, Any], strict: bool = True
+) -> Any: ...
 
 
 @torch.no_grad()
 def load_float32_state_dict(
-    model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any], strict: bool = True
+    model: nn.Module, optimizer: Any = None, state_dict: Any = None, strict: bool = True
 ) -> Any:
-    """Loads a float32 model's state dict; no bit is lost where the optimizer has masters.
+    """Loads a float32 model's state dict, `load_float32_state_dict(model, state_dict)`, exactly.
 
-    Weights become the rounded values, masters the values themselves. Other optimizer states stay.
-    A sharded model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
-    set_model_state_dict makes them of whole tensors. Returns what Module.load_state_dict does, and
+    Weights become the rounded values; the bits that rounding cuts off stay beside them, and every
+    optimizer over them goes on from the values themselves, as exactly as its `memory=` stores them.
+    Other optimizer states stay. Names are those that Module.load_state_dict takes. A sharded
+    model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
+    set_model_state_dict makes them of whole tensors. An optimizer between the two is not needed
+    any more; one of amp_mp that is passed makes its state first, so that its format decides how a
+    value half way between two weights is rounded. Returns what Module.load_state_dict does, and
     raises what it does; ValueError for another rank's DTensors, TypeError for no optimizer.
     """
+    if state_dict is None and isinstance(optimizer, Mapping):
+        optimizer, state_dict = None, optimizer
+    _check_optimizer(optimizer)
     for name, value in state_dict.items():
         if wrong := why_foreign(value):
             raise ValueError(f"state_dict: {name!r} {wrong}; nothing was loaded")
     refuse_swapped(model.parameters(), "load_float32_state_dict()")
-    own = {*masters_apart(optimizer), *(p for g in optimizer.param_groups for p in g["params"])}
-    result = model.load_state_dict(state_dict, strict=strict)
-    named = model.named_parameters(remove_duplicate=False)
-    low = {n: p for n, p in named if n in state_dict and p.dtype in LOW_PRECISION and p in own}
-    for param in low.values():  # or a tie that equals them would keep torch's rounding
-        drop(param)
-    if hasattr(optimizer, "masters"):
-        with optimizer.masters(low) as masters:
-            for name, master in masters.items():
-                local_of(master).copy_(part(state_dict[name], low[name]))
-    return result
+    if hasattr(optimizer, "init_state"):
+        optimizer.init_state()
+    handles = [handle for m in model.modules() for handle in low_bits.keeps_loads(m)]
+    try:
+        return model.load_state_dict(state_dict, strict=strict)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -328,6 +328,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "_stepper" not in vars(self):  # being unpickled
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
+            for param, own in self.state.items():
+                _C.show_master(param, own, is_copy=True)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
         self._stepper.forget()
@@ -354,3 +356,6 @@ def forget(optimizer: FusedOptimizer) -> None:
     Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does.
     """
     optimizer._stepper.forget()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _C.let_go(param)

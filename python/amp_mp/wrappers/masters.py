@@ -1,10 +1,11 @@
 """Float32 masters in an optimizer's param_groups, or those that an optimizer of amp_mp keeps."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,15 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import MasterBlocks
-from amp_mp.optim.state.original_values import take_original
+from amp_mp.optim.state.masters import MasterBlocks, refuse_swapped
 from amp_mp.optim.step.params import param_infos
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
+
+# By optimizer, the parameter of each master in its param_groups, which wrappers made one after the
+# other have in common.
+_params: MutableMapping[Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
 
 
 class Masters:
@@ -35,9 +39,7 @@ class Masters:
         self.enabled = enabled
         self.stale = False
         self.blocks = MasterBlocks()
-        self._low: dict[Tensor, Tensor] = {}  # each master's parameter
-        self.own: dict[Tensor, Tensor] = {}  # each parameter's master
-        self._rounded: dict[Tensor, int] = {}  # version of each master when it was rounded last
+        self._low = _params.setdefault(optimizer, {})
         self._replaced = ReplacedCheck()
         self._pending = False  # whether .grad of float32 parameters carries the scale
         self.refresh()
@@ -62,17 +64,15 @@ class Masters:
     def _adopt(self, param: Tensor) -> Tensor:
         state = self._optimizer.state.pop(param, None)
         fused = isinstance(self._optimizer, FusedOptimizer)
-        own = _C.master_of(param, state) if state and fused else None  # amp_mp's has one already
-        master = nn.Parameter(like(local_of(take_original(param) if own is None else own), param))
+        master = nn.Parameter(like(_C.first_master(param), param))
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
             if not fused:  # amp_mp's says in which format each is stored
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
             self._optimizer.state[master] = kept
+        _C.make_low_bits(param).show(master, param)
         self._low[master] = param
-        self.own[param] = master
-        self._rounded[master] = master._version
         return master
 
     def label_of(self, param: Tensor) -> str:
@@ -202,19 +202,38 @@ class Masters:
     @torch.no_grad()
     def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Remakes masters that do not round to their parameters, unless written themselves."""
-        kept = [(p, m) for p, m in pairs if self._rounded.get(m) == m._version]
+        refuse_swapped(
+            (param for param, _ in pairs), "an optimizer's step or a look at its masters"
+        )
+        self._catch_up(pairs)
+        kept = [(p, m) for p, m in pairs if _C.make_low_bits(p).is_rounded]
         params, masters = locals_of(p for p, _ in kept), locals_of(m for _, m in kept)
         for indices in gradients.by_device(masters).values():
             own, low = [masters[i] for i in indices], [params[i] for i in indices]
             _C.average_(own, [None] * len(own), low, own, 0.0)
-        self._rounded |= {m: m._version for _, m in kept}
+        self._stamp(kept)
+
+    def _catch_up(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copies what another optimizer has left of parameters that it has stepped since."""
+        for param, master in pairs:
+            bits = _C.make_low_bits(param)
+            if bits.shows(master):
+                continue
+            if bits.tensors:  # none after drop_low_bits
+                local_of(master).copy_(_C.first_master(param))
+            bits.show(master, param)
+
+    def _stamp(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Notes that the parameters are what these masters round to."""
+        for param, _ in pairs:
+            _C.make_low_bits(param).stamp(param)
 
     @torch.no_grad()
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
         pairs = self.pairs()
         gradients.copy_all_(pairs, saturate=True)
-        self._rounded = {m: m._version for _, m in pairs}
+        self._stamp(pairs)
         self.stale = False
 
     @contextmanager
@@ -222,21 +241,17 @@ class Masters:
         """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
         pairs, own = self.pairs(), self._optimizer.param_groups
         model = [[*map(self.model_param, group["params"])] for group in own]
-        groups = [{**g, "master": "float32", "params": p} for g, p in zip(own, model, strict=True)]
-        written = [(p, m) for p, m in pairs if self._rounded.get(m) != m._version]
+        format = "float32" if self.enabled else "none"
+        groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
+        self._catch_up(pairs)
+        written = [(p, m) for p, m in pairs if not _C.make_low_bits(p).is_rounded]
         gradients.copy_all_(written, saturate=True)
         states = {param: {"master": master} for param, master in pairs}
         with self.blocks.edit(params, [NO_STATES] * len(groups), groups, states) as masters:
             yield masters
-        self._rounded |= {m: m._version for _, m in pairs}
+        self._stamp(pairs)
 
     # Snapshots.
-
-    @torch.no_grad()
-    def write(self, param: Tensor, value: Tensor) -> None:
-        """Puts a value into the parameter's master; the caller writes the parameter."""
-        master = self.own[param].copy_(value)
-        self._rounded[master] = master._version
 
     def snapshot(self, optimizer: dict[str, Any]) -> list[list[Tensor]]:
         """Copies of the masters; optimizer: a snapshot of the wrapped optimizer's state dict."""
@@ -344,6 +359,9 @@ class FusedMasters(Masters):
             return stepper_of(self._optimizer).step_with(self._inputs, *args)
         finally:
             self._inputs.max_norm = self._inputs.measured = None
+
+    def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Does nothing: these masters are copies."""
 
     def to_model(self) -> None:
         """Does nothing: the step has written the parameters."""

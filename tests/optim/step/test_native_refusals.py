@@ -65,7 +65,7 @@ def state_that_is(state: Any) -> Callable[[], Any]:
     return call
 
 
-BF16 = torch.zeros(4, dtype=torch.bfloat16)
+BF16, FLOAT32 = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a group that is not there": (bucket(1), IndexError, "there is no group 1"),
     "a group before the first": (bucket(-1), IndexError, "there is no group -1"),
@@ -92,20 +92,25 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "part .* 2 dimensions",
     ),
-    "original values of nothing": (
-        lambda: _C.decode_original(BF16, []),
-        ValueError,
-        "found 0 tensors",
-    ),
-    "original values of two tensors": (
-        lambda: _C.is_rounded_original(BF16, [BF16, BF16], 0, False),
-        ValueError,
-        "found 2 tensors",
-    ),
-    "original values of float32": (
-        lambda: _C.encode_original(torch.zeros(4), torch.zeros(4), False),
+    "low bits of float32": (
+        lambda: _C.make_low_bits(FLOAT32).keep(FLOAT32, torch.zeros(4)),
         TypeError,
         "must be float16 or bfloat16",
+    ),
+    "low bits of another shape": (
+        lambda: _C.make_low_bits(BF16).keep(BF16, torch.zeros(1)),
+        ValueError,
+        r"values .*\[1\].* of the weight's shape",
+    ),
+    "low bits of float64": (
+        lambda: _C.make_low_bits(BF16).keep(BF16, torch.zeros(4, dtype=torch.float64)),
+        TypeError,
+        "values .* must be float32",
+    ),
+    "low bits of what is not a tensor": (
+        lambda: _C.make_low_bits(3),  # type: ignore[arg-type]
+        TypeError,
+        "a tensor is needed, found 3",
     ),
     "a policy that is NaN": (
         lambda: _C.update_scale_(

@@ -92,14 +92,14 @@ class Measure(Attachment):
 
     def __init__(self, stepper: Stepper, model: nn.Module) -> None:
         super().__init__(stepper)
-        # By the gradient that was read: its memory and version then, and what was found.
-        self._rows: MutableMapping[Tensor, tuple[int, int, Tensor]] = WeakTensorKeyDictionary()
+        # By the gradient that was read: its stamp then, and what was found.
+        self._rows: MutableMapping[Tensor, tuple[_C.Stamp, Tensor]] = WeakTensorKeyDictionary()
         self._hook(model)
 
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
         if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass
-            self._rows[grad] = grad.data_ptr(), grad._version, _C.measure([grad])[0]
+            self._rows[grad] = _C.Stamp(grad), _C.measure([grad])[0]
 
     def _row(self, param: Tensor) -> Tensor | None:
         """The statistics of the gradient, if it has not changed since they were read."""
@@ -108,8 +108,8 @@ class Measure(Attachment):
             return no_gradient_on(param.device)
         if grad not in self._rows:
             return None
-        memory, version, row = self._rows[grad]
-        return row if (memory, version) == (grad.data_ptr(), grad._version) else None
+        stamp, row = self._rows[grad]
+        return row if stamp.still(grad) else None
 
     def read(self, bucket: _C.Bucket) -> _C.Measurement:
         """As bucket.measure(), bit for bit; reads only gradients that changed since."""

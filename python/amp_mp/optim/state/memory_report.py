@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.optim.state import original_values
+from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.formats import CLOCK
 from amp_mp.sharding.shards import local_of
 from amp_mp.text_table import aligned, size_text
@@ -63,7 +63,7 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
-        tensors += [("original", tensor) for tensor in original_values.tensors_of(param)]
+        tensors += [("original", tensor) for tensor in low_bits.tensors_of(param)]
         for name, value in tensors:
             if not isinstance(value, Tensor):
                 continue

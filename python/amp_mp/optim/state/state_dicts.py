@@ -82,6 +82,8 @@ def load_state(
             for weight, values in undo:
                 weight.copy_(values)
         raise
+    for param in params:
+        _C.show_master(param, optimizer.state.get(param, {}))
 
 
 def shown_state(

@@ -1,4 +1,4 @@
-"""The ledger of gradients: those that losses have left, each with its version at that moment.
+"""The ledger of gradients: those that losses have left, each with its stamp at that moment.
 
 Who scales losses notes the gradients, and asks here whether they were written, replaced, set to
 None or to 0 since. The ledger keeps no gradient alive, and no reference to a parameter. What scale
@@ -10,23 +10,24 @@ from collections.abc import Iterable, MutableMapping
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_mp import _C
 from amp_mp.sharding.gradients import local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 
-_versions: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+_stamps: MutableMapping[Tensor, _C.Stamp] = WeakTensorKeyDictionary()
 
 
 def note(params: Iterable[Tensor]) -> bool:
     """Writes down the parameters' gradients as they are now; returns whether there are any."""
     grads = [param.grad for param in params if param.grad is not None]
-    _versions.update({grad: grad._version for grad in grads})
+    _stamps.update({grad: _C.Stamp(grad) for grad in grads})
     return bool(grads)
 
 
 def kept(params: Iterable[Tensor]) -> set[Tensor]:
     """The parameters whose gradients are noted ones, unchanged."""
     given = [(param, param.grad) for param in params if param.grad is not None]
-    return {param for param, grad in given if _versions.get(grad) == grad._version}
+    return {param for param, grad in given if (s := _stamps.get(grad)) and s.still(grad)}
 
 
 def changed(params: Iterable[Tensor]) -> list[Tensor]:

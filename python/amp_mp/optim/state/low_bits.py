@@ -1,0 +1,205 @@
+"""Follows the low bits of a model's weights through loading, copying and sharding.
+
+A weight's bits are those that rounding its float32 value cut off (csrc/torch/state/low_bits.h).
+`prepare`, loads, optimizers and FP16_Optimizer put them beside the weight, and they live as long as
+it does. Of a DTensor everything here is about the shard on this process.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import _C
+from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.sharding.replaced import ReplacedCheck, assigned
+from amp_mp.sharding.shards import is_dtensor, local_of, part
+
+# Of the modules that `prepare` has converted, the bits of their plain parameters by name. They tell
+# what sharding and to_empty have replaced.
+_prepared: MutableMapping[nn.Module, dict[str, _C.LowBits]] = WeakKeyDictionary()
+# A module's parameters and their values in a state dict, between its two hooks.
+_given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictionary()
+
+
+def float32_of(param: Tensor, goes_on: bool = False) -> Tensor:
+    """The parameter's float32 values, a plain tensor: the weight and the bits beside it.
+
+    The weight alone where there are none, or something that is no optimizer of amp_mp has written
+    it since. goes_on: an optimizer that has stepped it goes on with its bits also then.
+    """
+    bits = _C.low_bits_of(param)
+    values = None if bits is None else bits.values(param, goes_on)
+    return local_of(param).detach().float() if values is None else values
+
+
+def keep(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
+    """Keeps the float32 values that a parameter was rounded from; none of a frozen one.
+
+    values: of a DTensor the part on this process. owner: the parameter's module, through which a
+    DTensor is found after Module.to.
+    """
+    bits = _C.make_low_bits(param, owner)
+    trains = param.requires_grad or bits.is_taken
+    if trains and not local_of(param).is_meta:
+        bits.keep(param, values.detach())
+    else:
+        bits.drop()
+
+
+def drop(param: Tensor) -> None:
+    """Frees a parameter's bits. An optimizer's state keeps what it shows."""
+    if (bits := _C.low_bits_of(param)) is not None:
+        bits.drop()
+
+
+def taken_float32(param: Tensor) -> Tensor:
+    """The parameter's float32 values, for a master that a script steps itself: the bits go."""
+    values = float32_of(param)
+    drop(param)
+    return values
+
+
+def drop_low_bits(model: nn.Module) -> None:
+    """Frees what rounding has cut off from the model's weights, for inference after training.
+
+    Drop the optimizer too: its state shows the same tensors. A new one starts from the weights as
+    they are. Does nothing to a model that was never prepared or trained.
+    """
+    for param in model.parameters():
+        drop(param)
+
+
+def is_prepared(param: Tensor) -> bool:
+    """Whether `prepare` has converted the parameter."""
+    bits = _C.low_bits_of(param)
+    return bits is not None and bits.is_prepared
+
+
+def tensors_of(param: Tensor) -> list[Tensor]:
+    """What is kept beside a parameter; it is freed here if the parameter was written since."""
+    bits = _C.low_bits_of(param)
+    if bits is None:
+        return []
+    if not bits.is_taken and not bits.is_still(param):
+        bits.drop()
+    return bits.tensors
+
+
+def refuse_lost(param: Tensor) -> None:
+    """RuntimeError for a DTensor that has replaced a parameter with bits."""
+    for module, own in list(_prepared.items()):
+        for name, bits in own.items():
+            if bits.is_lost and module._parameters.get(name) is param:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name}, a DTensor of shape {tuple(param.shape)}, was "
+                    "prepared before it was sharded; sharding made a new Parameter, and the "
+                    "float32 values kept beside the old one are lost. Shard the float32 model "
+                    "first, then call amp_mp.prepare. (Or load a state dict after sharding, or "
+                    "convert with amp.apex.fp16_utils.convert_network, which keeps no float32 "
+                    "values.)"
+                )
+
+
+def follow_replaced(module: nn.Module, names: Iterable[str]) -> None:
+    """Takes what sharding and to_empty have put in prepared parameters' places as prepared."""
+    for name in _prepared.get(module, {}).keys() & set(names):
+        param = module._parameters.get(name)
+        if param is not None and param.dtype in LOW_PRECISION and not is_prepared(param):
+            _mark(module, {name: param})
+
+
+def _mark(module: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Notes parameters of a module as prepared."""
+    own = _prepared.setdefault(module, {})
+    for name, param in params.items():
+        bits = _C.make_low_bits(param, module)
+        bits.is_prepared = True
+        own[name] = bits
+
+
+def track(module: nn.Module) -> None:
+    """Keeps float32 values of a module's own parameters through loading and copying."""
+    low = {n: p for n, p in own_parameters(module).items() if p.dtype in LOW_PRECISION}
+    _mark(module, low)
+    keeps_loads(module)
+
+
+def keeps_loads(module: nn.Module) -> list[Any]:
+    """Has a module keep the float32 values that load_state_dict rounds.
+
+    Returns the new hooks' handles; none where it does so already.
+    """
+    if _after_load in module._load_state_dict_post_hooks.values():
+        return []
+    hooks: Any = module  # whose methods torch has not typed
+    return [
+        hooks.register_load_state_dict_pre_hook(_BeforeLoad(module)),
+        hooks.register_load_state_dict_post_hook(_after_load),
+    ]
+
+
+class _BeforeLoad:
+    """A module's hook that notes the values which load_state_dict is about to round.
+
+    deepcopy and pickle copy it with its module, and with it the bits of the parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        # Whether they are needed is asked after loading: FSDP2's own hook, which puts the
+        # shards back in place of gathered parameters, may run after this one.
+        _given[module] = {
+            name: (param, value)
+            for name, param in module._parameters.items()
+            if isinstance(value := state_dict.get(prefix + name), Tensor)
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        own = {} if module is None else own_parameters(module)
+        found = {n: (p, bits) for n, p in own.items() if (bits := _C.low_bits_of(p))}
+        return _restored, (
+            module,
+            {n: (p, b.is_prepared, b.state(p)) for n, (p, b) in found.items()},
+        )
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's own parameters by name, each under every name that it has there."""
+    return {name: param for name, param in module._parameters.items() if param is not None}
+
+
+def _restored(module: nn.Module, known: dict[str, tuple[nn.Parameter, bool, Any]]) -> _BeforeLoad:
+    """The hook of a copied module, whose parameters have the bits that those of the original do."""
+    for name, (param, prepared, state) in known.items():
+        if prepared:
+            _mark(module, {name: param})  # by name: the module has no parameters yet
+        if state is not None:
+            _C.make_low_bits(param, module).set_state(param, state)
+    return _BeforeLoad(module)
+
+
+@torch.no_grad()
+def _after_load(module: nn.Module, _: Any) -> None:
+    """Keeps the values of a state dict; where a parameter got another value, that one."""
+    given = _given.pop(module, {})
+    follow_replaced(module, given)
+    for name, (before, value) in given.items():
+        param = module._parameters.get(name)
+        if before is not None and before is not param and not is_dtensor(param):
+            assigned[before] = None
+            ReplacedCheck.assignments += 1
+        if param is None or param.dtype not in LOW_PRECISION or param.shape != value.shape:
+            continue
+        if value.is_floating_point() and value.dtype != param.dtype:
+            weight = local_of(param)
+            values = torch.empty_like(weight, dtype=torch.float32).copy_(part(value, param))
+            loaded = rounded(values, param.dtype) == weight
+            keep(param, torch.where(loaded, values, weight.float()), module)
+        elif (bits := _C.low_bits_of(param)) is not None and not bits.is_taken:
+            bits.drop()

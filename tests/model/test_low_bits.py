@@ -1,0 +1,486 @@
+"""What rounding cuts off from a weight lives as long as the weight, whoever steps it.
+
+Scripts that make a new optimizer for each stage, step one weight by two optimizers, wrap, load and
+copy, each beside float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import raw_bytes, through_a_file
+from rules import STORAGES
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import amp_mp as amp
+
+LOW = [torch.bfloat16, torch.float16]
+BF16 = torch.bfloat16
+LR = 1e-4
+Maker = Callable[[Any], Any]
+
+
+def pair(device: str, dtype: torch.dtype = BF16) -> tuple[nn.Module, nn.Module]:
+    """A float32 model, and the same in low precision."""
+    torch.manual_seed(0)
+    full = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False)).to(device)
+    return full, amp.prepare(copy.deepcopy(full), dtype)
+
+
+def step(model: nn.Module, optimizer: Any, sign: float = 1.0) -> None:
+    """A step whose updates are far below the weights' rounding."""
+    for param in model.parameters():
+        param.grad = torch.full_like(param, sign)
+    if isinstance(optimizer, amp.FP16_Optimizer):
+        optimizer.update_master_grads()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([each.flatten() for each in amp.float32_state_dict(model).values()])
+
+
+def assert_as_float32(full: nn.Module, low: nn.Module, before: Tensor) -> None:
+    """Each element has gone float32's way within 1 %."""
+    wanted, found = values(full) - before, values(low) - before
+    assert (wanted.abs() > 20 * LR).all()
+    assert ((found - wanted).abs() <= 0.01 * wanted.abs()).all()
+
+
+# A new optimizer on weights that were trained before.
+
+CLASSES: dict[str, Maker] = {
+    "SGD": partial(amp.optim.SGD, lr=LR),
+    "AdamW": partial(amp.optim.AdamW, lr=LR, weight_decay=0.0),
+    "Lion": partial(amp.optim.Lion, lr=LR, weight_decay=0.0),
+}
+
+
+def around(kind: Maker) -> Maker:
+    return lambda params: amp.FP16_Optimizer(kind(params), verbose=False)
+
+
+WRAPPED: dict[str, Maker] = {
+    "FP16_Optimizer of torch": around(partial(torch.optim.AdamW, lr=LR, weight_decay=0.0)),
+    "FP16_Optimizer of amp": around(CLASSES["AdamW"]),
+    "LARC": lambda params: amp.apex.parallel.LARC(CLASSES["AdamW"](params), clip=False),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_stages_with_new_optimizers_go_float32s_way(
+    device: str, kind: str, storage: str, dtype: torch.dtype
+) -> None:
+    full, low = pair(device, dtype)
+    before = values(full)
+    for _ in range(40):
+        for model in (full, low):
+            own = STORAGES[storage] if model is low else {}
+            optimizer = CLASSES[kind](model.parameters(), **own)
+            for _ in range(2):
+                step(model, optimizer)
+    assert_as_float32(full, low, before)
+
+
+def cleared(model: nn.Module, optimizer: Any) -> Any:
+    optimizer.state.clear()
+    return optimizer
+
+
+def deleted(model: nn.Module, optimizer: Any) -> Any:
+    for param in model.parameters():
+        del optimizer.state[param]
+    return optimizer
+
+
+def reset_as_relora(model: nn.Module, optimizer: Any) -> Any:
+    for param in model.parameters():
+        optimizer.state[param] = {}
+    return optimizer
+
+
+def thawed(model: nn.Module, optimizer: Any) -> Any:
+    model.requires_grad_(False)
+    del optimizer
+    gc.collect()
+    model.requires_grad_(True)
+    return CLASSES["SGD"](model.parameters())
+
+
+AFTER: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "state.clear()": cleared,
+    "del state[p]": deleted,
+    "state[p] = {}": reset_as_relora,
+    "frozen in between": thawed,
+    "moved and back": lambda m, o: CLASSES["SGD"](
+        m.to(memory_format=torch.channels_last)
+        .to("cpu")
+        .to(next(m.parameters()).device)
+        .parameters()
+    ),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("after", AFTER)
+def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, storage: str) -> None:
+    full, low = pair(device)
+    before = values(full)
+    optimizers = [
+        CLASSES["SGD"](full.parameters()),
+        CLASSES["SGD"](low.parameters(), **STORAGES[storage]),
+    ]
+    for _ in range(40):
+        for i, model in enumerate((full, low)):
+            for _ in range(2):
+                step(model, optimizers[i])
+            optimizers[i] = AFTER[after](model, optimizers[i])
+    assert_as_float32(full, low, before)
+
+
+EVERY: dict[str, Maker] = {
+    **CLASSES,
+    **WRAPPED,
+    **{f"SGD {m}": partial(amp.optim.SGD, lr=LR, **own) for m, own in STORAGES.items()},
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("first", EVERY)
+def test_any_optimizer_goes_on_from_any_other(device: str, first: str, dtype: torch.dtype) -> None:
+    """Each of the others after the first, which is made anew every second stage."""
+    for second in EVERY:
+        full, low = pair(device, dtype)
+        start, total = values(full), 0
+        for kind in (first, second) * 8:
+            before, weights = values(low), raw_bytes(low.state_dict())
+            optimizer = EVERY[kind](low.parameters())
+            # To make one changes nothing. Half a unit is a float32 number less as float32 master.
+            torch.testing.assert_close(values(low), before, rtol=2.0**-23, atol=0)
+            assert raw_bytes(low.state_dict()) == weights
+            for _ in range(2):
+                step(low, optimizer)
+                total += 1
+        # LARC multiplies an AdamW's gradients alone, so every step here moves by LR.
+        moved = values(low) - start
+        assert ((moved + total * LR).abs() <= 0.02 * total * LR).all(), second
+
+
+def test_an_average_goes_on_with_the_true_bits(device: str) -> None:
+    full, low = pair(device)
+    averages = [amp.AveragedModel(model, decay=0.9) for model in (full, low)]
+    start = averages[0].float32_state_dict()
+    for _ in range(20):
+        for model, averaged in zip((full, low), averages, strict=True):
+            step(model, CLASSES["SGD"](model.parameters()))
+            gc.collect()
+            averaged.update()
+    wanted, found = (averaged.float32_state_dict() for averaged in averages)
+    for name, value in wanted.items():
+        moved = value - start[name]
+        assert ((found[name] - start[name] - moved).abs() <= 0.01 * moved.abs()).all(), name
+
+
+def test_a_weight_that_is_written_between_two_optimizers_is_what_the_second_begins_with(
+    device: str,
+) -> None:
+    """Also without the remainders of before: a trial that starts again is the trial."""
+    trials = []
+    for _ in range(2):
+        model = trials[0][0] if trials else amp.prepare(nn.Linear(8, 8).to(device), BF16)
+        torch.manual_seed(1)
+        model.reset_parameters()
+        optimizer = CLASSES["AdamW"](model.parameters())
+        for _ in range(5):
+            step(model, optimizer)
+        trials.append((model, values(model)))
+    assert torch.equal(trials[0][1], trials[1][1])
+
+
+# Several optimizers of one weight.
+
+
+@pytest.mark.parametrize("second", EVERY)
+@pytest.mark.parametrize("first", EVERY)
+def test_two_optimizers_see_what_the_other_left(device: str, first: str, second: str) -> None:
+    """Alternately, both alive; each step moves every weight by LR."""
+    _, low = pair(device)
+    start = values(low)
+    optimizers = [EVERY[kind](low.parameters()) for kind in (first, second)]
+    for number in range(40):
+        before = values(low)
+        step(low, optimizers[number % 2])
+        assert ((values(low) - before + LR).abs() <= 0.1 * LR).all(), number
+    assert ((values(low) - start + 40 * LR).abs() <= 0.01 * 40 * LR).all()
+
+
+@pytest.mark.parametrize("keeps", [True, False])  # the first wrapper
+def test_wrapping_an_optimizer_twice_goes_on(device: str, keeps: bool) -> None:
+    """As in a notebook whose cell is run again."""
+    full, low = pair(device)
+    before = values(full)
+    inner = torch.optim.SGD(low.parameters(), lr=LR)
+    plain = torch.optim.SGD(full.parameters(), lr=LR)
+    wrappers = []
+    for _ in range(3):
+        optimizer = amp.FP16_Optimizer(inner, verbose=False)
+        if keeps:
+            wrappers.append(optimizer)
+        assert len(optimizer.fp16_groups[0]) == 3
+        for _ in range(10):
+            step(low, optimizer)
+            step(full, plain)
+        del optimizer
+        gc.collect()
+    assert_as_float32(full, low, before)
+
+
+# Loads.
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("saved", [torch.float16, torch.float64, torch.float32])
+def test_a_load_keeps_what_float32_can_hold(device: str, saved: torch.dtype, steps: int) -> None:
+    _, low = pair(device)
+    for _ in range(steps):
+        step(low, CLASSES["SGD"](low.parameters()))
+    gc.collect()
+    torch.manual_seed(5)
+    given = {
+        n: torch.randn_like(p, dtype=torch.float64).to(saved) for n, p in low.named_parameters()
+    }
+    low.load_state_dict(given)
+    found = amp.float32_state_dict(low)
+    for name, value in given.items():
+        assert torch.equal(found[name], value.float()), name
+        off, least = (each.double() - value for each in (low.get_parameter(name), value.to(BF16)))
+        assert (off.abs() <= least.abs()).all(), name  # rounded to nearest
+    optimizer = amp.optim.SGD(low.parameters(), lr=0.0, memory="float32")
+    step(low, optimizer)
+    for name, param in low.named_parameters():
+        # What lies half way between two weights goes with the one that the first format chose.
+        off = optimizer.state[param]["master"] - given[name].float()
+        assert (off.abs() <= steps * 2.0**-23 * given[name].float().abs()).all(), name
+
+
+class InWrapper(nn.Module):
+    """A library's wrapper, whose state dict has the names of what is inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inside = module
+        self.register_state_dict_post_hook(self._rename)
+        self.register_load_state_dict_pre_hook(self._add)
+
+    @staticmethod
+    def _rename(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
+        for name in [n for n in state_dict if n.startswith(f"{prefix}inside.")]:
+            state_dict[prefix + name.removeprefix(f"{prefix}inside.")] = state_dict.pop(name)
+
+    @staticmethod
+    def _add(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        for name in [n for n in state_dict if n.startswith(prefix)]:
+            state_dict[f"{prefix}inside.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+
+
+NAMES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda m: m,
+    "checkpoint_wrapper": lambda m: nn.Sequential(*map(checkpoint_wrapper, m)),
+    "torch.compile": torch.compile,
+    "module.": nn.DataParallel,
+    "another wrapper": lambda m: nn.Sequential(*map(InWrapper, m)),
+}
+
+
+def adam(model: nn.Module, memory: str) -> list[Any]:
+    return [amp.optim.AdamW(model.parameters(), lr=0.01, memory=memory)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "one": lambda m: adam(m, "exact"),
+    "float32 masters": lambda m: adam(m, "float32"),
+    "FP16_Optimizer": lambda m: [WRAPPED["FP16_Optimizer of torch"](m.parameters())],
+    "one for each parameter": lambda m: [amp.optim.AdamW([p], lr=0.01) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+@pytest.mark.parametrize("wrapper", NAMES)
+def test_float32_weights_are_loaded_under_any_names(
+    device: str, wrapper: str, optimizers: str, prepared: bool
+) -> None:
+    full, low = pair(device)
+    inside = low if prepared else copy.deepcopy(full).to(BF16)
+    model = NAMES[wrapper](inside)
+    known = OPTIMIZERS[optimizers](model)
+    for optimizer in known:
+        step(model, optimizer)
+    given = {name: torch.randn_like(each).float() for name, each in model.state_dict().items()}
+    amp.load_float32_state_dict(model, given)
+    assert raw_bytes(amp.float32_state_dict(model)) == raw_bytes(given)
+    for optimizer in known:
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        step(model, optimizer)
+    assert raw_bytes(amp.float32_state_dict(model)) == raw_bytes(given)
+    if isinstance(known[0], amp.optim.AdamW):
+        for param in model.parameters():
+            (state,) = (o.state[param] for o in known if param in o.state)
+            assert ("master" in state) == (optimizers == "float32 masters")
+
+
+class Saves(nn.Linear):
+    def __init__(self, extra: Any) -> None:
+        super().__init__(4, 4)
+        self.extra, self.loaded = extra, None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("extra", [{"a": 1}, 7, None, io.BytesIO(b"x"), torch.ones(2, dtype=BF16)])
+def test_extra_state_stays_what_it_is(device: str, extra: Any) -> None:
+    model = amp.prepare(nn.Sequential(Saves(extra), nn.Linear(4, 2)).to(device), BF16)
+    for found in (amp.float32_state_dict(model), amp.AveragedModel(model).float32_state_dict()):
+        kept = found["0._extra_state"]
+        if isinstance(extra, Tensor):
+            assert torch.equal(kept, extra.float())
+        elif isinstance(extra, io.BytesIO):
+            assert kept.getvalue() == b"x"
+        else:
+            assert kept == extra
+    amp.load_float32_state_dict(model, amp.float32_state_dict(model))
+    assert model[0].loaded is not None or extra is None
+
+
+# Copies, moves, and the end.
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_a_file,
+    "prepared again": lambda m: amp.prepare(m, BF16),
+    "to": lambda m: m.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_after_steps_has_the_bits(device: str, name: str, storage: str) -> None:
+    _, low = pair(device)
+    optimizer = amp.optim.SGD(low.parameters(), lr=LR, **STORAGES[storage])
+    step(low, optimizer)
+    wanted = values(low)
+    copied = COPIES[name](low)
+    assert torch.equal(values(copied), wanted)
+    step(copied, amp.optim.SGD(copied.parameters(), lr=0.0, **STORAGES[storage]))
+    assert torch.equal(values(copied), wanted)
+    if copied is not low:  # the copy's bits are its own
+        step(copied, amp.optim.SGD(copied.parameters(), lr=LR, **STORAGES[storage]))
+        assert torch.equal(values(low), wanted)
+
+
+def test_the_other_dtype_after_steps_keeps_the_float32_values(device: str) -> None:
+    _, low = pair(device)
+    step(low, CLASSES["SGD"](low.parameters()))
+    wanted = values(low)
+    amp.prepare(low, torch.float16)
+    assert torch.equal(values(low), wanted)
+    assert next(low.parameters()).dtype == torch.float16
+
+
+def test_to_empty_and_a_load_after_steps_keep_the_loaded_values(device: str) -> None:
+    full, low = pair(device)
+    step(low, CLASSES["SGD"](low.parameters()))
+    given = {name: each.detach().clone() for name, each in full.state_dict().items()}
+    low.to_empty(device=device)
+    low.load_state_dict(given)
+    assert raw_bytes(amp.float32_state_dict(low)) == raw_bytes(given)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_state_shows_the_bits_and_no_others_are_kept(device: str, storage: str) -> None:
+    """Bytes per parameter in training are those of the state; afterwards the bits alone stay."""
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters(), **STORAGES[storage])
+    step(low, optimizer)
+    report = optimizer.memory_report()
+    assert "original" not in report.bytes
+    second = [n for n in report.bytes if n.startswith(("master", "remainder"))]
+    bits = sum(report.bytes[name] for name in second)
+    kept = [weakref.ref(t) for n in second for s in optimizer.state.values() for t in [s[n]]]
+    moments = [weakref.ref(s[n]) for s in optimizer.state.values() for n in s if n not in second]
+    del optimizer, report
+    gc.collect()
+    assert all(each() is None for each in moments)
+    later = amp.optim.SGD(low.parameters(), lr=LR)
+    assert later.memory_report().bytes.get("original", 0) == bits
+    amp.drop_low_bits(low)
+    gc.collect()
+    assert all(each() is None for each in kept)
+    assert "original" not in later.memory_report().bytes
+    assert torch.equal(
+        values(low), torch.cat([p.detach().float().flatten() for p in low.parameters()])
+    )
+
+
+def test_bits_end_with_their_weight(device: str) -> None:
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters())
+    step(low, optimizer)
+    kept = [weakref.ref(state["remainder16"]) for state in optimizer.state.values()]
+    assert kept
+    del optimizer, low
+    gc.collect()
+    assert all(each() is None for each in kept)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "FP16_Optimizer of torch"])
+def test_dropping_the_bits_of_a_model_in_training_leaves_its_optimizer(
+    device: str, kind: str
+) -> None:
+    full, low = pair(device)
+    before = values(full)
+    optimizers = [CLASSES["SGD"](full.parameters()), EVERY[kind](low.parameters())]
+    for _ in range(40):
+        for model, optimizer in zip((full, low), optimizers, strict=True):
+            step(model, optimizer)
+        amp.drop_low_bits(low)
+    step(full, optimizers[0])
+    step(low, optimizers[1])
+    assert_as_float32(full, low, before)
+
+
+def test_a_failed_load_of_the_optimizer_leaves_the_bits(device: str) -> None:
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters())
+    step(low, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(low, optimizer)
+    wanted = values(low)
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("refused")
+
+    optimizer.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(KeyError, match="refused"):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(values(low), wanted)
+    twin = copy.deepcopy(low)
+    for model in (low, twin):
+        step(model, CLASSES["SGD"](model.parameters()))
+    assert torch.equal(values(low), values(twin))
