@@ -11,6 +11,7 @@ import copy
 import gc
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,33 @@ class Run:
         self.full.load_state_dict(weights)
         amp.load_float32_state_dict(self.low, weights)
 
+    def go_back(self, random: np.random.Generator) -> None:
+        """State dicts of before a step, the model's and one optimizer's, are loaded after it."""
+        low, full = self.pick(random)
+        if isinstance(low, amp.FP16_Optimizer):
+            return
+        low.init_state()
+        both = (self.low, low), (self.full, full)
+        saved = [copy.deepcopy([each.state_dict() for each in own]) for own in both]
+        self.step(random)
+        for own, state_dicts in zip(both, saved, strict=True):
+            for each, state_dict in zip(own, state_dicts, strict=True):
+                each.load_state_dict(state_dict)
+
+    def checkpoint(self, random: np.random.Generator) -> None:
+        """A directory of before a step is loaded after it, with or without the optimizer."""
+        low, full = self.pick(random)
+        alone = isinstance(low, amp.FP16_Optimizer) or random.random() < 0.5
+        own = (self.low,) if alone else (self.low, low)
+        saved = copy.deepcopy((self.full.state_dict(), full.state_dict()))
+        with tempfile.TemporaryDirectory() as folder:
+            amp.checkpoint.save(f"{folder}/c", *own)
+            self.step(random)
+            amp.checkpoint.load(f"{folder}/c", *own)
+        self.full.load_state_dict(saved[0])
+        if len(own) > 1:
+            full.load_state_dict(saved[1])
+
     def write(self, random: np.random.Generator) -> None:
         """A script writes weights after the optimizers' end: they are what the next begins with."""
         self.optimizers.clear()
@@ -169,6 +197,8 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
     "copy the model": Run.copy,
     "copy both": Run.copy_both,
     "load": Run.load,
+    "go back": Run.go_back,
+    "checkpoint": Run.checkpoint,
     "write": Run.write,
     "average": Run.average,
 }

@@ -328,6 +328,13 @@ Tensors LowBits::tensors() const {
   return {second_, kept_->indices, kept_->values};
 }
 
+py::object LowBits::entry() const {
+  for (const MasterEntry& each : master_entries())
+    if (each.dtype == second_.scalar_type() && each.weight.value_or(dtype_) == dtype_)
+      return each.entry;
+  return py::none();
+}
+
 void LowBits::drop() {
   second_.reset();
   kept_.reset();
@@ -366,6 +373,7 @@ void bind_low_bits(py::module_& m) {
       .def_property_readonly("is_taken", &LowBits::is_taken)
       .def_property_readonly("is_rounded", &LowBits::is_rounded)
       .def_property_readonly("tensors", &LowBits::tensors)
+      .def_property_readonly("entry", &LowBits::entry)
       .def("keep", &LowBits::keep, py::arg("param"), py::arg("values"))
       .def(
           "values",

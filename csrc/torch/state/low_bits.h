@@ -33,6 +33,7 @@ class LowBits {
   // Remainders or a float32 master, as a state shows them; undefined where the weight is all.
   const at::Tensor& second() const { return second_; }
   Tensors tensors() const;  // all that is kept
+  py::object entry() const;  // its name in a state
   // Whether an optimizer has shown the tensor in its state.
   bool is_taken() const { return second_.defined() && is_taken_; }
   // Whether a state that shows this tensor is out of date: others have replaced it here.

@@ -15,7 +15,7 @@ from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import MASTER_ENTRIES
+from amp_mp.optim.state.formats import MASTER_ENTRIES, as_bytes
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
@@ -138,6 +138,22 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
         weights[name] = None
 
 
+def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """What makes each low-precision parameter a master, by name and by entry of a state."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, param in named_params(model).items():
+        bits = _C.low_bits_of(param)
+        if bits is None or not bits.is_still(param):
+            continue
+        second, *others = bits.tensors
+        if any(each.numel() for each in others):  # a few float32 numbers beside remainders
+            found[name] = {"master": like(low_bits.float32_of(param), param)}
+        else:
+            shown = like(second.detach(), param)
+            found[name] = {bits.entry: as_bytes(shown) if second.dtype == torch.int16 else shown}
+    return found
+
+
 def way_back_of_bits(params: dict[str, Tensor]) -> Callable[[], None]:
     """What gives the parameters the low bits back that they have now."""
     known = [(param, bits) for param in params.values() if (bits := _C.low_bits_of(param))]
@@ -175,7 +191,7 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
                 master = like(reading.masters[name], param)
                 group, state = groups[param], fused.state[param]
                 _C.set_master(group["master"], param, state, master, group)
-        elif low_bits.is_prepared(param) and name in reading.masters:
+        elif _C.low_bits_of(param) is not None and name in reading.masters:
             low_bits.keep(param, reading.masters[name])
         else:
             low_bits.drop(param)

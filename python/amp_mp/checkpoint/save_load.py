@@ -42,7 +42,9 @@ def save(
             there is replaced.
         model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
             compiled.
-        optimizer: of amp_mp or torch.optim, over the model's own parameters.
+        optimizer: of amp_mp or torch.optim, over the model's own parameters; Accelerate's around
+            one. Without it the bits that rounding cut off from the weights are saved all the same,
+            and `load` of a prepared model keeps them.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
             on all processes, of which one writes it.
 
@@ -64,6 +66,8 @@ def save(
         state: dict[str, Any] = {"model": weights}
         if optimizer is not None:
             state["optimizer"] = optimizer_part.named_state(model, optimizer)
+        elif masters := model_part.masters(model):
+            state["optimizer"] = {"state": masters}
         if is_first_process():
             _refuse_other_files(target)
             _refuse_other_files(unfinished, kept=True)
