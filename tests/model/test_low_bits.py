@@ -118,17 +118,18 @@ def thawed(model: nn.Module, optimizer: Any) -> Any:
     return CLASSES["SGD"](model.parameters())
 
 
+def moved(model: nn.Module, optimizer: Any) -> Any:
+    device = next(model.parameters()).device
+    model.to(memory_format=torch.channels_last).to("cpu")
+    return CLASSES["SGD"](model.to(device).parameters())
+
+
 AFTER: dict[str, Callable[[nn.Module, Any], Any]] = {
     "state.clear()": cleared,
     "del state[p]": deleted,
     "state[p] = {}": reset_as_relora,
     "frozen in between": thawed,
-    "moved and back": lambda m, o: CLASSES["SGD"](
-        m.to(memory_format=torch.channels_last)
-        .to("cpu")
-        .to(next(m.parameters()).device)
-        .parameters()
-    ),
+    "moved and back": moved,
 }
 
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 import amp_mp as amp
 
 BF16 = torch.bfloat16
-LR = 1e-5
+LR = 1e-4
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -53,7 +53,7 @@ def test_ten_fits_of_lightning(memory: str) -> None:
     before = values(net)
     for _ in range(10):
         fit(net, epochs=1, limit_train_batches=2)
-    assert ((values(net) - before + 20 * LR).abs() < 0.2 * LR).all()
+    assert ((values(net) - before + 20 * LR).abs() < 0.5 * LR).all()
 
 
 class FallingTrainer(Trainer):
