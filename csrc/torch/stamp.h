@@ -1,22 +1,31 @@
 #pragma once
-// Whether a tensor was written since one looked: its version counter, and where its memory lies.
-// Writes through `.data`, NumPy and DLPack advance no counter.
+// Whether a tensor was written since one looked. Writes through `.data`, NumPy and DLPack advance
+// no version counter, and nobody sees them.
 #include <ATen/core/Tensor.h>
 
 namespace amp_mp {
 
-struct Stamp {
+// By its version counter, wherever the tensor's memory is now (`p.data = ...`, as Module.to does).
+struct VersionStamp {
   int64_t version = -1;
+
+  VersionStamp() = default;
+  explicit VersionStamp(const at::Tensor& t) : version(t._version()) {}
+
+  bool still(const at::Tensor& t) const { return version == t._version(); }
+  // For a tensor that Module.to may have replaced by one whose counter begins anew.
+  bool not_advanced(const at::Tensor& t) const { return version >= t._version(); }
+};
+
+// By its version counter and by where its memory is.
+struct Stamp {
+  VersionStamp written;
   const void* memory = nullptr;
 
   Stamp() = default;
-  explicit Stamp(const at::Tensor& t) : version(t._version()), memory(memory_of(t)) {}
+  explicit Stamp(const at::Tensor& t) : written(t), memory(memory_of(t)) {}
 
-  bool still(const at::Tensor& t) const { return same_version(t) && memory == memory_of(t); }
-  // As still, for a tensor that may be moved by `p.data = ...`, as Module.to does.
-  bool same_version(const at::Tensor& t) const { return version == t._version(); }
-  // As same_version, for a tensor that Module.to may replace by one whose counter begins anew.
-  bool not_advanced(const at::Tensor& t) const { return version >= t._version(); }
+  bool still(const at::Tensor& t) const { return written.still(t) && memory == memory_of(t); }
 
  private:
   static const void* memory_of(const at::Tensor& t) {

@@ -153,7 +153,6 @@ void follow(const Member& member) {
     if (held && held->stored) bring(kept, *held, member);
   }
   settle(member.group, member.local, member.state);
-  show_master(member.param, member.state);
 }
 
 void init_state(const Member& member) {

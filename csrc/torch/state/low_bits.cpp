@@ -97,9 +97,7 @@ py::object end_of(py::handle anchor, PyObject* key) {
   static const auto& callback = *new py::cpp_function([](py::handle end) {
     const auto found = ends.find(end.ptr());
     if (found == ends.end()) return;
-    LowBits& bits = *weights.at(found->second).bits;
-    bits.is_lost = bits.second().defined();
-    bits.drop();
+    weights.at(found->second).bits->end();
     erase(found->second);
   });
   const py::object end = owned(PyWeakref_NewRef(anchor.ptr(), callback.ptr()));
@@ -154,12 +152,12 @@ bool LowBits::is_still(py::handle param) const {
   const at::Tensor weight = weight_of(param);
   if (!fits(weight)) return false;
   const bool by_place = is_dtensor(param);
-  if (!kept_) return param_.same_version(tensor_of(param)) && weight_.not_advanced(weight);
+  if (!kept_) return param_.still(tensor_of(param)) && weight_.not_advanced(weight);
   // The counter sees all writes but those through `.data`, the checksum sees these. It alone is not
   // enough: DistributedDataParallel sends rank 0's rounded weights to all ranks; rank 0 alone would
   // keep its values, and masters would differ between ranks. Nothing sends shards, so for them a
   // checksum that also sees the elements' places is enough.
-  if (!by_place && !param_.same_version(weight)) return false;
+  if (!by_place && !param_.still(weight)) return false;
   const at::NoGradGuard no_grad;
   if (second_.scalar_type() == at::kFloat) return rounds_to(second_, weight);
   return checksum_of(weight, by_place) == kept_->checksum;
@@ -252,7 +250,7 @@ bool LowBits::keep_in_place(const at::Tensor& values, py::handle param) {
   weight.view(at::kShort).copy_(made.data.view(at::kShort));
   second_.copy_(made.rest);
   stamp(tensor_of(param), weight);
-  kept_ = Kept{checksum_of(weight, is_dtensor(param)), few->first, few->second};
+  kept_ = std::make_unique<Kept>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
   return true;
 }
 
@@ -265,12 +263,13 @@ void LowBits::keep_anew(const at::Tensor& values, py::handle param) {
     store_beside(values, made);
     if (const auto few = exceptions(values, values_of(made))) {
       show(rest, param);
-      kept_ = Kept{checksum_of(weight, is_dtensor(param)), few->first, few->second};
+      kept_ =
+          std::make_unique<Kept>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
     }
   }
   if (!kept_) {
     show(values, param);
-    kept_ = Kept{};
+    kept_ = std::make_unique<Kept>();
   }
   is_taken_ = false;
 }
@@ -317,8 +316,8 @@ void LowBits::stepped(const at::Tensor& param, const at::Tensor& weight) {
 }
 
 void LowBits::stamp(const at::Tensor& param, const at::Tensor& weight) {
-  param_ = Stamp(param);
-  weight_ = Stamp(weight);
+  param_ = VersionStamp(param);
+  weight_ = VersionStamp(weight);
   if (is_apart_) master_ = Stamp(second_);
 }
 
@@ -333,6 +332,11 @@ py::object LowBits::entry() const {
     if (each.dtype == second_.scalar_type() && each.weight.value_or(dtype_) == dtype_)
       return each.entry;
   return py::none();
+}
+
+void LowBits::end() {
+  is_lost_ = second_.defined();
+  drop();
 }
 
 void LowBits::drop() {
@@ -356,8 +360,9 @@ void LowBits::set_state(py::handle param, const State& state) {
   stamp(tensor_of(param), weight_of(param));
   is_taken_ = !checksum;
   if (checksum)
-    kept_ = Kept{*checksum, indices.value_or(at::Tensor()), values.value_or(at::Tensor())};
-  if (!is_still) param_ = Stamp();
+    kept_ = std::make_unique<Kept>(*checksum, indices.value_or(at::Tensor()),
+                                   values.value_or(at::Tensor()));
+  if (!is_still) param_ = VersionStamp();
 }
 
 void bind_low_bits(py::module_& m) {
@@ -368,8 +373,8 @@ void bind_low_bits(py::module_& m) {
     return t.defined() ? std::optional(std::move(t)) : std::nullopt;
   };
   py::class_<LowBits, Bits>(m, "LowBits")
-      .def_readwrite("is_prepared", &LowBits::is_prepared)
-      .def_readonly("is_lost", &LowBits::is_lost)
+      .def_property("is_prepared", &LowBits::is_prepared, &LowBits::set_prepared)
+      .def_property_readonly("is_lost", &LowBits::is_lost)
       .def_property_readonly("is_taken", &LowBits::is_taken)
       .def_property_readonly("is_rounded", &LowBits::is_rounded)
       .def_property_readonly("tensors", &LowBits::tensors)

@@ -27,12 +27,9 @@ class LowBits {
   using State = std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
                            std::optional<int64_t>, bool>;
 
-  bool is_prepared = false;  // `prepare` has rounded the weight
-  bool is_lost = false;      // the weight has ended, and had bits
-
   // Remainders or a float32 master, as a state shows them; undefined where the weight is all.
   const at::Tensor& second() const { return second_; }
-  Tensors tensors() const;  // all that is kept
+  Tensors tensors() const;   // all that is kept
   py::object entry() const;  // its name in a state
   // Whether an optimizer has shown the tensor in its state.
   bool is_taken() const { return second_.defined() && is_taken_; }
@@ -67,6 +64,12 @@ class LowBits {
   bool is_rounded() const { return !is_apart_ || master_.still(second_); }
   void drop();
 
+  bool is_prepared() const { return is_prepared_; }
+  void set_prepared(bool prepared) { is_prepared_ = prepared; }
+  // The weight has ended, and what it had with it; whether it had any.
+  void end();
+  bool is_lost() const { return is_lost_; }
+
   // For copies of the weight.
   std::optional<State> state(py::handle param) const;
   void set_state(py::handle param, const State& state);
@@ -87,13 +90,15 @@ class LowBits {
   void write_replaced(const at::Tensor& values, const at::Tensor& weight);
   at::Tensor decoded(const at::Tensor& weight, bool exactly) const;
 
-  at::Tensor second_;  // these two first, since each step needs them
-  Stamp param_, weight_;
+  // What each step needs comes first, in one line of the cache.
+  at::Tensor second_;
+  VersionStamp param_, weight_;
+  std::unique_ptr<Kept> kept_;
   at::ScalarType dtype_ = at::kFloat;  // the weight's
   bool is_taken_ = false, is_apart_ = false;
   Stamp master_;  // of a master apart, when it was rounded last
-  std::optional<Kept> kept_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> replaced_;
+  bool is_prepared_ = false, is_lost_ = false;
 };
 
 using Bits = std::shared_ptr<LowBits>;

@@ -29,6 +29,7 @@ Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
   for (const SlotTensors& each : own_) {
     params_.push_back(each.param);
     bits_.push_back(each.bits);
+    masters_.push_back(each.master.defined() ? each.master.unsafeGetTensorImpl() : nullptr);
     shards.push_back({each.dtensor, each.name});
   }
   shards_ = Shards(std::move(shards));
@@ -114,7 +115,8 @@ bool Slots::fit() const {
       prefetch_impl(params_[i + kAhead]);
       __builtin_prefetch(bits_[i + kAhead].get());
     }
-    if (shape_of(params_[i]) != shapes_[i] || !has_master(size_t(i))) return false;
+    if (shape_of(params_[i]) != shapes_[i]) return false;
+    if (bits_[i] && bits_[i]->second().unsafeGetTensorImpl() != masters_[i]) return false;
   }
   return shards_.are(params_);
 }

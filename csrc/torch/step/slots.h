@@ -79,7 +79,6 @@ class Slots {
   void check() const;
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   Array master_of(size_t i) const;
-  bool has_master(size_t i) const { return !bits_[i] || bits_[i]->shows(own_[i].master); }
   // The one place that knows where gradients come from.
   const at::Tensor& gradient(size_t i) const {
     return shards_.has(i) ? shards_.gradient(i) : own_[i].param.grad();
@@ -94,8 +93,9 @@ class Slots {
   void for_each_tensor(int64_t i, const F& f) const;
 
   std::vector<SlotTensors> own_;
-  Tensors params_;  // of own_
-  std::vector<Bits> bits_;
+  Tensors params_;                               // of own_
+  std::vector<Bits> bits_;                       // null without a master
+  std::vector<const c10::TensorImpl*> masters_;  // what each of bits_ has shown
   Shards shards_;
   at::Device device_;
   // What check() has seen, to notice tensors whose memory has moved since.
