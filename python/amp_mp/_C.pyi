@@ -349,6 +349,9 @@ def show_master(param: Tensor, state: dict[str, Any], is_copy: bool = False) -> 
     newer.
     """
 
+def show_masters(params: list[Tensor], states: list[Any]) -> None:
+    """The same of several parameters; None for those without state."""
+
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""
 

@@ -19,6 +19,13 @@ void bind_masters(py::module_& m) {
       },
       py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none(),
       py::arg("group") = py::dict());
+  m.def(
+      "show_masters",
+      [](const py::list& params, const py::list& states) {
+        for (size_t i = 0; i < params.size(); ++i)
+          if (!states[i].is_none()) show_master(params[i], states[i]);
+      },
+      py::arg("params"), py::arg("states"));
   m.def("show_master", &show_master, py::arg("param"), py::arg("state"),
         py::arg("is_copy") = false);
   m.def("is_on_host", &is_on_host, py::arg("tensor"));

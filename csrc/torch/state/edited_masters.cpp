@@ -74,10 +74,10 @@ at::Tensor EditedMasters::read(const Edit& edit) const {
   const at::Tensor weight = local_of(param).detach();
   if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
   const py::dict state = state_in(states_, param);
-  drop_replaced(param, state);
+  const Bits bits = low_bits_of(param);
+  drop_replaced(bits, state);
   at::Tensor found = master_values(weight, state);
-  const Bits bits = found.defined() ? nullptr : low_bits_of(param);
-  if (bits) found = bits->values(param);
+  if (bits && !found.defined()) found = bits->values(param);
   return found.defined() ? found : copy_as(weight, at::kFloat, weight);
 }
 
@@ -125,6 +125,7 @@ void EditedMasters::store() {
     const HostRoom room = room_for(alone);
     clocks_of(alone);
     init_state(edit.member);
+    show_master(edit.member.param, edit.member.state);
   }
   for (Edit& edit : edits_) store(edit);
 }

@@ -146,7 +146,6 @@ std::optional<HeldState> held_state(const KeptState& kept, py::handle state) {
 void follow(const Member& member) {
   if (PyDict_Size(member.state.ptr()) == 0) return;
   const at::NoGradGuard no_grad;
-  drop_replaced(member.param, member.state);
   follow_master(member.param, member.local, member.state);
   for (const KeptState& kept : member.layout->states) {
     const std::optional<HeldState> held = held_state(kept, member.state);
@@ -165,7 +164,6 @@ void init_state(const Member& member) {
     set_master(format, member.param, member.state, {});
   }
   settle(member.group, member.local, member.state);
-  show_master(member.param, member.state);
 }
 
 HostRoom room_for(const std::vector<Member>& members) {

@@ -28,7 +28,7 @@ void check_members(const std::vector<Member>& members);
 // place that the group names. A master is dropped where the dtype has changed; other values stay.
 void follow(const Member& member);
 
-// Makes what is missing of the state besides its clock.
+// Makes what is missing of the state besides its clock. show_master then notes the master.
 void init_state(const Member& member);
 
 // The format in which a state is stored for this parameter, as the kernels name it.
@@ -46,7 +46,7 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
 // Stores values beside the weight that was rounded from them, which stays as it is.
 void store_beside(const at::Tensor& values, const ArrayTensors& master);
 // Drops a master that another optimizer has replaced (LowBits).
-void drop_replaced(py::handle param, py::handle state);
+void drop_replaced(const Bits& bits, py::handle state);
 // Notes the master that a state has as the parameter's low bits. is_copy: of an optimizer that was
 // copied or unpickled; bits that came with the parameter are newer.
 void show_master(py::handle param, py::handle state, bool is_copy = false);

@@ -68,16 +68,15 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
                      ") must be float16 or bfloat16 to have a master");
     TORCH_CHECK_VALUE(entry, "amp_mp: \"", format, "\" is not a format of masters");
   }
+  const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
+  if (!is_given && entry && item_of(state, entry->entry)) return;
   const Bits bits = low_bits_of(param);
   if (format == "none") {
     drop_master(state);
     if (bits) bits->drop();
     return;
   }
-  const bool is_given = values.defined(), bumps = is_given && is_dtensor(param);
   if (!is_given) {
-    drop_replaced(param, state);
-    if (item_of(state, entry->entry)) return;
     values = master_values(weight, state);
     if (!values.defined() && !bits && is_dtensor(param))
       package("optim.state.low_bits").attr("refuse_lost")(param);
@@ -105,9 +104,8 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   if (bumps) bump_version(tensor_of(param));  // its shard has advanced alone
 }
 
-void drop_replaced(py::handle param, py::handle state) {
-  const Bits bits = low_bits_of(param);
-  if (!bits) return;
+void drop_replaced(const Bits& bits, py::handle state) {
+  if (!bits || !bits->has_replaced_any()) return;
   for (const MasterEntry& each : master_entries()) {
     const py::handle found = item_of(state, each.entry);
     if (is_tensor(found) && bits->has_replaced(local_of(found))) drop_item(state, each.entry);

@@ -73,7 +73,12 @@ std::vector<int64_t> Bucket::sort_by_kind() {
 }
 
 Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
-  for (const Member& member : members_) follow(member);
+  std::vector<Bits> bits;
+  for (const Member& member : members_) {
+    bits.push_back(low_bits_of(member.param));
+    drop_replaced(bits.back(), member.state);
+    follow(member);
+  }
   const Tensors clocks = clocks_of(members_);
   std::vector<SlotTensors> slots;
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -82,7 +87,10 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
     own.master = master_beside(member.local, member.state);
-    if (own.master.defined()) own.bits = low_bits_of(member.param);
+    if (own.master.defined()) {
+      own.bits = bits[i] ? bits[i] : make_low_bits(member.param);
+      own.bits->show(own.master, member.param);
+    }
     for (const KeptState& kept : layout().states) {
       if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state);

@@ -90,7 +90,9 @@ void init_states(const Layouts& rules, const py::list& groups, const py::dict& s
   clocks_of(trained);
   for (const Member& member : trained) {
     states[member.param] = member.state;
+    drop_replaced(low_bits_of(member.param), member.state);
     init_state(member);
+    show_master(member.param, member.state);
   }
 }
 

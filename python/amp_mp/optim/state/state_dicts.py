@@ -82,8 +82,7 @@ def load_state(
             for weight, values in undo:
                 weight.copy_(values)
         raise
-    for param in params:
-        _C.show_master(param, optimizer.state.get(param, {}))
+    _C.show_masters(params, made)
 
 
 def shown_state(
