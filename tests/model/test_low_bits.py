@@ -12,6 +12,7 @@ import io
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -485,3 +486,25 @@ def test_a_failed_load_of_the_optimizer_leaves_the_bits(device: str) -> None:
     for model in (low, twin):
         step(model, CLASSES["SGD"](model.parameters()))
     assert torch.equal(values(low), values(twin))
+
+
+def test_a_failed_checkpoint_load_leaves_the_bits(device: str, tmp_path: Path) -> None:
+    """Another object refuses its part after model and optimizer were loaded."""
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters())
+    step(low, optimizer)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    amp.checkpoint.save(tmp_path / "c", low, optimizer, scheduler=scheduler)
+    step(low, optimizer)
+    wanted = values(low)
+    refusing = torch.nn.Linear(2, 2)
+    with pytest.raises((ValueError, RuntimeError)):
+        amp.checkpoint.load(tmp_path / "c", low, optimizer, scheduler=refusing)
+    assert torch.equal(values(low), wanted)
+    twin = copy.deepcopy(low)
+    for model, kind in ((low, "AdamW"), (twin, "AdamW")):
+        step(model, CLASSES[kind](model.parameters()))
+    assert torch.equal(values(low), values(twin))
+    step(low, optimizer)  # the one whose load has failed
+    moved = values(low) - values(twin)
+    assert ((moved + optimizer.param_groups[0]["lr"]).abs() < 0.2 * LR).all()
