@@ -342,15 +342,12 @@ def first_master(param: Tensor) -> Tensor:
 def rests_of(params: Sequence[Tensor], goes_on: bool) -> list[Tensor | None]:
     """Remainders or float32 values beside the weights, to be read only."""
 
-def show_master(param: Tensor, state: dict[str, Any], is_copy: bool = False) -> None:
-    """Notes the master that a parameter's state has as the parameter's low bits.
+def show_masters(params: list[Tensor], states: list[Any], is_copy: bool = False) -> None:
+    """Notes the masters that parameters' states have as their low bits; None without state.
 
-    is_copy: of an optimizer that was copied or unpickled; bits that came with the parameter are
+    is_copy: of an optimizer that was copied or unpickled; bits that came with a parameter are
     newer.
     """
-
-def show_masters(params: list[Tensor], states: list[Any]) -> None:
-    """The same of several parameters; None for those without state."""
 
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""

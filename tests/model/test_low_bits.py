@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -508,3 +509,17 @@ def test_a_failed_checkpoint_load_leaves_the_bits(device: str, tmp_path: Path) -
     step(low, optimizer)  # the one whose load has failed
     moved = values(low) - values(twin)
     assert ((moved + optimizer.param_groups[0]["lr"]).abs() < 0.2 * LR).all()
+
+
+def test_an_optimizer_with_a_scripts_own_state_is_copied(device: str) -> None:
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters())
+    step(low, optimizer)
+    optimizer.state["of a script"] = 7
+    for copied, again in (
+        copy.deepcopy((low, optimizer)),
+        pickle.loads(pickle.dumps((low, optimizer))),
+    ):
+        step(copied, again)
+        assert again.state["of a script"] == 7
+        assert ((values(copied) - values(low) + LR).abs() < 0.2 * LR).all()

@@ -329,7 +329,7 @@ class Fuzz:
             ),
             (_C.first_master, {"param": low}),
             (_C.rests_of, {"params": [low, param], "goes_on": True}),
-            (_C.show_master, {"param": low, "state": held}),
+            (_C.show_masters, {"params": [low], "states": [held]}),
             (_C.has_groups, {"param": param}),
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),

@@ -21,13 +21,11 @@ void bind_masters(py::module_& m) {
       py::arg("group") = py::dict());
   m.def(
       "show_masters",
-      [](const py::list& params, const py::list& states) {
-        for (size_t i = 0; i < params.size(); ++i)
-          if (!states[i].is_none()) show_master(params[i], states[i]);
+      [](const py::list& params, const py::list& states, bool is_copy) {
+        for (size_t i = 0; i < std::min(params.size(), states.size()); ++i)
+          if (PyDict_Check(states[i].ptr())) show_master(params[i], states[i], is_copy);
       },
-      py::arg("params"), py::arg("states"));
-  m.def("show_master", &show_master, py::arg("param"), py::arg("state"),
-        py::arg("is_copy") = false);
+      py::arg("params"), py::arg("states"), py::arg("is_copy") = false);
   m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def(
       "master_of",

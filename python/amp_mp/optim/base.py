@@ -328,8 +328,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "_stepper" not in vars(self):  # being unpickled
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
-            for param, own in self.state.items():
-                _C.show_master(param, own, is_copy=True)
+            params = [param for group in self.param_groups for param in group["params"]]
+            _C.show_masters(params, [self.state.get(p) for p in params], is_copy=True)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
         self._stepper.forget()
