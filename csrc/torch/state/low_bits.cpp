@@ -144,12 +144,17 @@ bool LowBits::has_replaced(const at::Tensor& second) const {
   });
 }
 
+bool LowBits::has_replaced_any() const {
+  return std::any_of(replaced_.begin(), replaced_.end(),
+                     [](const auto& each) { return !each.expired(); });
+}
+
 bool LowBits::fits(const at::Tensor& weight) const {
   return second_.defined() && dtype_ == weight.scalar_type() && second_.sizes() == weight.sizes();
 }
 
 bool LowBits::is_still(py::handle param) const {
-  const at::Tensor weight = weight_of(param);
+  const at::Tensor weight = local_of(param);
   if (!fits(weight)) return false;
   const bool by_place = is_dtensor(param);
   if (!kept_) return param_.still(tensor_of(param)) && weight_.not_advanced(weight);
@@ -209,7 +214,7 @@ at::Tensor first_master(py::handle param) {
 }
 
 at::Tensor LowBits::rest(py::handle param, bool goes_on) const {
-  const bool is_all = is_taken() && !kept_ && fits(weight_of(param));
+  const bool is_all = is_taken() && !kept_ && fits(local_of(param));
   return is_all && (goes_on || is_still(param)) ? second_.detach() : values(param, goes_on);
 }
 
@@ -291,14 +296,14 @@ void LowBits::write_replaced(const at::Tensor& values, const at::Tensor& weight)
 
 void LowBits::show(const at::Tensor& second, py::handle param, bool apart) {
   if (is_taken() && shows(second)) return;
-  if (is_taken()) note_replaced(second_);
-  // Both at once: an entry that comes back, in another's state, is the present one again.
+  if (is_taken() && second_.use_count() > 1) note_replaced(second_);
+  // An entry that comes back, in another's state, is the present one again.
   std::erase_if(replaced_, [&](const auto& each) {
     return each._unsafe_get_target() == second.unsafeGetTensorImpl();
   });
   used_on_current_stream(second_);  // it may be of another, and is dropped
   second_ = second;
-  const at::Tensor weight = weight_of(param);
+  const at::Tensor weight = local_of(param);
   dtype_ = weight.scalar_type();
   is_taken_ = true;
   is_apart_ = apart;
@@ -348,7 +353,7 @@ void LowBits::drop() {
 
 std::optional<LowBits::State> LowBits::state(py::handle param) const {
   const bool still = is_still(param);
-  if (!fits(weight_of(param)) || (kept_ && !still && !is_taken_)) return std::nullopt;
+  if (!fits(local_of(param)) || (kept_ && !still && !is_taken_)) return std::nullopt;
   if (!kept_ || !still) return State(second_.detach(), {}, {}, {}, still);
   if (!kept_->indices.defined()) return State(second_, {}, {}, kept_->checksum, true);
   return State(second_, kept_->indices, kept_->values, kept_->checksum, true);
@@ -357,7 +362,7 @@ std::optional<LowBits::State> LowBits::state(py::handle param) const {
 void LowBits::set_state(py::handle param, const State& state) {
   const auto& [second, indices, values, checksum, is_still] = state;
   show(second, param);
-  stamp(tensor_of(param), weight_of(param));
+  stamp(tensor_of(param), local_of(param));
   is_taken_ = !checksum;
   if (checksum)
     kept_ = std::make_unique<Kept>(*checksum, indices.value_or(at::Tensor()),
@@ -397,8 +402,7 @@ void bind_low_bits(py::module_& m) {
           "shows", [](const LowBits& b, py::handle master) { return b.shows(local_of(master)); },
           py::arg("master"))
       .def(
-          "stamp",
-          [](LowBits& b, py::handle param) { b.stamp(tensor_of(param), weight_of(param)); },
+          "stamp", [](LowBits& b, py::handle param) { b.stamp(tensor_of(param), local_of(param)); },
           py::arg("param"))
       .def("drop", &LowBits::drop)
       .def("state", &LowBits::state, py::arg("param"))

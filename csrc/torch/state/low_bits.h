@@ -35,7 +35,7 @@ class LowBits {
   bool is_taken() const { return second_.defined() && is_taken_; }
   // Whether a state that shows this tensor is out of date: others have replaced it here.
   bool has_replaced(const at::Tensor& second) const;
-  bool has_replaced_any() const { return !replaced_.empty(); }
+  bool has_replaced_any() const;
 
   // Keeps float32 values that the weight was rounded from, exactly, until the weight is written or
   // stepped. What a state shows is written in place.

@@ -82,6 +82,7 @@ def load_state(
             for weight, values in undo:
                 weight.copy_(values)
         raise
+    del before  # frees the states until now: nobody needs to know that others replace their masters
     _C.show_masters(params, made)
 
 
