@@ -1,4 +1,4 @@
-"""What rounding cuts off from a weight lives as long as the weight, whoever steps it.
+"""What rounding cuts off from a weight stays with it until the parameter is freed.
 
 Scripts that make a new optimizer for each stage, step one weight by two optimizers, wrap, load and
 copy, each beside float32.
@@ -503,8 +503,8 @@ def test_a_failed_checkpoint_load_leaves_the_bits(device: str, tmp_path: Path) -
         amp.checkpoint.load(tmp_path / "c", low, optimizer, scheduler=refusing)
     assert torch.equal(values(low), wanted)
     twin = copy.deepcopy(low)
-    for model, kind in ((low, "AdamW"), (twin, "AdamW")):
-        step(model, CLASSES[kind](model.parameters()))
+    for model in (low, twin):
+        step(model, CLASSES["AdamW"](model.parameters()))
     assert torch.equal(values(low), values(twin))
     step(low, optimizer)  # the one whose load has failed
     moved = values(low) - values(twin)

@@ -1,8 +1,8 @@
 #pragma once
-// The bits that rounding cut off from a weight. They belong to the weight as long as it lives,
-// whoever steps it: `prepare`, a load, an optimizer and FP16_Optimizer put them here, and an
-// optimizer's state shows the same tensor. Weights here are parameters, of a DTensor the part on
-// this process counts. Everything here needs the GIL but stepped and stamp.
+// The bits that rounding cut off from a weight. They are kept from its first rounding until the
+// parameter is freed, while optimizers come and go: `prepare`, loads, optimizers and FP16_Optimizer
+// put them here, and an optimizer's state shows the same tensor. A weight is a parameter, of a
+// DTensor the part on this process. Everything here needs the GIL but stepped and stamp.
 #include <torch/csrc/utils/pybind.h>
 
 #include <c10/core/UndefinedTensorImpl.h>
@@ -41,9 +41,8 @@ class LowBits {
   // stepped. What a state shows is written in place.
   void keep(py::handle param, const at::Tensor& values);
   // The weight's float32 values, a new tensor; undefined where the weight itself is all, and where
-  // others have written it since the last step. `goes_on`: an optimizer that has taken the bits
-  // goes on with them whoever has written the weight; the values are what its next step begins
-  // with.
+  // others have written it since the last step. `goes_on`: also then the values with which the next
+  // step begins of an optimizer that has taken the bits.
   at::Tensor values(py::handle param, bool goes_on = false) const;
   // The tensor itself, where it has the format and values() are these.
   at::Tensor second_as(const MasterEntry& entry, py::handle param) const;
