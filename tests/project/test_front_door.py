@@ -146,7 +146,6 @@ print(*(getattr(amp_mp, name.split(".")[1]).__name__ for name in {rooms}))
 OWN = {
     "max_grad_norm",
     "check_overflow",
-    "process_groups",
     "skip_norm_above",
     "raise_after_skips",
     "memory_report",

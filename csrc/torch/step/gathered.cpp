@@ -43,7 +43,7 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   }
   for (const auto& [param, state] : states)
     states_.push_back(py::reinterpret_borrow<py::object>(state));
-  whole_ = hooks.attr("make_whole")(held, params_, any_dtensor);
+  whole_ = hooks.attr("make_whole")(held, groups, any_dtensor);
 }
 
 bool Gathered::is_current(const Layouts& rules, const py::list& groups,

@@ -161,7 +161,7 @@ class LossScaler:
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient is inf or NaN; a scale that never moves does not look."""
         looks = not isinstance(self.loss_scaler, Static)
-        return looks and overflow_in(totals_of(list(params)), 1.0)[0]
+        return looks and overflow_in(totals_of([{"params": list(params)}]), 1.0)[0]
 
     def update_scale(self, overflow: bool) -> None:
         """Moves the scale after an iteration."""

@@ -35,7 +35,7 @@ from amp_mp.scaling.overflows import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.
-PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow process_groups"
+PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow"
 PICKLED += " _amp_scaling _own_defaults _chosen"
 # What the locals() of an optimizer's __init__ have besides the numbers of its rule.
 NO_NUMBERS = ("self", "__class__", "params", "options")
@@ -53,7 +53,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _rules: ClassVar[tuple[Rule, ...]]  # all that the class may use
     _stepper_class = Stepper
     __signature__ = FullSignature()
-    process_groups: tuple[Any, ...] = ()  # besides those of DTensors' meshes
 
     def __init__(self, params: Any, numbers: Mapping[str, Any], options: Options) -> None:
         """Raises TypeError or ValueError naming the argument.
@@ -70,13 +69,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.skip_norm_above = options.get("skip_norm_above")
         self.raise_after_skips = options.get("raise_after_skips")
         self.check_overflow = options.get("check_overflow", False)
-        self.process_groups = checked_groups(options.get("process_groups"))
         self._amp_scaling = options.get("amp_scaling", True)
-        refuse_zero(self)
+        process_groups = checked_groups(options.get("process_groups"))
+        refuse_zero(self, process_groups)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
         shared = {"maximize": False, "rounding": "nearest", "seed": 0, "offload": None}
         defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
+        if process_groups:
+            defaults["process_groups"] = process_groups
         if isinstance(self.skip_norm_above, NormSpike):
             defaults["norm_history"] = (0.0,) * 4
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
@@ -269,8 +270,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
         self._stepper.masters.refuse("load_state_dict()")
-        formats = (*self._chosen, "offload")
-        load_state(self._stepper, formats, state_dict, super().load_state_dict)
+        kept = (*self._chosen, "offload", "process_groups")
+        load_state(self._stepper, kept, state_dict, super().load_state_dict)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
 

@@ -34,8 +34,9 @@ SHARED = """
         amp_scaling: True lets the step unscale and skip for torch.amp.GradScaler, which then takes
             float16 gradients. False is for frameworks that need unscaled gradients. Default True.
         process_groups: torch.distributed process groups, or a device mesh, whose processes hold
-            other parameters of the model (pipeline stages, ZeroRedundancyOptimizer): the norm and
-            the decision to skip are of all. Groups of DTensors are known already. Default None.
+            other parameters of the model (pipeline stages, ZeroRedundancyOptimizer; experts, in a
+            param_group of their own): the norm and the decision to skip are of all. Groups of
+            DTensors are known already. Default None.
         memory: bytes per low-precision parameter with two states, besides its gradient: "exact"
             (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99) or
             "float32" (14). Default "exact". float32 parameters have no master.
@@ -91,7 +92,7 @@ class Options(StateFormats, total=False):
 
 # Attributes of an optimizer by the same names.
 LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
-WHOLE = (*LIMITS, "check_overflow", "amp_scaling", "process_groups")
+WHOLE = (*LIMITS, "check_overflow", "amp_scaling")
 # Accepted without effect, and left out of signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = tuple(StateFormats.__annotations__)
@@ -176,12 +177,13 @@ def check_choices(group: Mapping[str, Any]) -> None:
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
     """Raises ValueError for an option in a param_group that the optimizer `own` has otherwise.
 
+    TypeError for process_groups that are none.
+
     Warns of a key that is almost an option, known or of the whole optimizer. Others may be there:
     ZeroRedundancyOptimizer writes all options into its groups.
     """
+    checked_groups(group.get("process_groups"))
     given = {name: group[name] for name in WHOLE if name in group}
-    if "process_groups" in given:
-        given["process_groups"] = checked_groups(given["process_groups"])
     for name in [n for n, value in given.items() if value != getattr(own, n, None)]:
         raise ValueError(
             f"{name} holds for the whole optimizer, not for a param_group; give it to the optimizer"

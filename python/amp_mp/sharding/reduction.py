@@ -6,7 +6,7 @@ Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number o
 from collections.abc import Callable, Sequence
 from itertools import chain
 from math import isinf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from amp_mp.sharding.gradients import gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
 from amp_mp.text_table import warn
 
-# A process group, and the rows of tensors that are split over it; None for all of them.
-Member = tuple[Any, Tensor | None]
+# Sums of the same gradients on several processes differ by less: kernels that add in any order.
+ALIKE = 1e-3
+# A process group's name, and why it is one: "mesh" or "process_groups". One group may be both.
+GroupKey = tuple[str, str]
 
 
 def checked_groups(process_groups: Any) -> tuple[Any, ...]:
@@ -42,74 +44,93 @@ def checked_groups(process_groups: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def refuse_meshes(process_groups: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raises ValueError for process_groups in which other processes have parts of these DTensors.
+def named_groups(
+    groups: Sequence[dict[str, Any]], default: Sequence[Any] = ()
+) -> list[tuple[Any, ...]]:
+    """The process_groups of each param_group: its own, or the default where it names none."""
+    return [checked_groups(group.get("process_groups")) or tuple(default) for group in groups]
 
-    Their statistics would be added twice.
+
+def refuse_mesh(process_groups: Sequence[Any], param: Any) -> None:
+    """Raises ValueError for process_groups in which other processes have parts of this DTensor.
+
+    Its statistics would be added twice.
     """
-    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_dtensor(p)}
-    if not process_groups or not meshes:
-        return
     import torch.distributed as dist
 
+    parts = set(param.device_mesh.mesh.flatten().tolist())
     for group in process_groups:
         others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
-        for mesh in meshes.values():
-            if common := sorted(others.intersection(mesh.mesh.flatten().tolist())):
-                raise ValueError(
-                    f"process_groups has ranks that hold parts or copies of the same parameters, "
-                    f"{common[:8]}: those over which DTensors are split are known, and would be "
-                    "counted twice. Name only groups whose processes hold other parameters, as "
-                    "pipeline stages do"
-                )
+        if common := sorted(others & parts):
+            raise ValueError(
+                "process_groups has ranks that hold parts or copies of the same parameters, "
+                f"{common[:8]}: those over which DTensors are split are known, and would be "
+                "counted twice. Name only groups whose processes hold other parameters, as "
+                "pipeline stages and experts do, in the param_group of those parameters: "
+                '{"params": experts, "process_groups": group}'
+            )
 
 
 class WholeStatistics:
     """Turns statistics of shards into those of whole tensors, over all processes that hold a part.
 
-    Gathers rows once for each process group over which tensors are split. Every process has to hold
-    the same tensors in the same order, and calls the same methods in the same order. Which groups
-    are gathered depends on the tensors alone, never on what is in them: else one process would wait
-    for ever. Replicated and plain tensors count once. All processes get the same bits: rows are
-    gathered, and then added in the order of ranks.
+    Gathers rows once for each process group over which tensors are split, or whose processes hold
+    other tensors (process_groups). Every process has to hold the same tensors in the same order,
+    but for process_groups, and calls the same methods in the same order. Which groups are gathered
+    depends on the tensors alone, never on what is in them: else one process would wait for ever.
+    Replicated and plain tensors count once; the gathers look whether they are the same everywhere.
+    All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
         process_groups: Sequence[Any] = (),
         buckets: Sequence[tuple[torch.device, list[int]]] = (),
     ) -> None:
-        """params: DTensors and plain tensors. process_groups: those that no mesh knows, added last.
+        """groups: param_groups of DTensors and plain tensors.
 
-        buckets: of a native step: the device of each, and where its parameters are among all.
-        ValueError for process_groups of processes that share a DTensor.
+        process_groups: of those that name none themselves. buckets: of a native step:
+        the device of each, and where its parameters are among all. ValueError for process_groups of
+        processes that share a DTensor.
         """
-        refuse_meshes(process_groups, params)
-        self.params = list(params)
+        self._groups = list(groups)
+        self._named = named_groups(groups, process_groups)
+        self.params = [p for group in groups for p in group["params"]]
         self._count = count = len(self.params)
-        self._device = device = local_of(params[0]).device if count else torch.device("cpu")
-        groups: dict[str, Any] = {}
-        keys: dict[tuple[str, ...], list[int]] = {}
-        for index, param in enumerate(self.params):
-            own = {group.group_name: group for group in split_groups(param)}
-            groups |= own
-            keys.setdefault(tuple(own), []).append(index)
-        self._process_groups = list(process_groups)
-        self._looked = False  # whether other processes' gradients are copies
-        self._keys = [_selection(indices, count, device) for indices in keys.values()]
-        self._of_keys: list[Member] = []
-        self._of_tensors: list[Member] = []
-        for name, group in groups.items():
-            numbers = [n for n, key in enumerate(keys) if name in key]
-            rows = sorted(i for key, indices in keys.items() if name in key for i in indices)
-            self._of_keys.append((group, _selection(numbers, len(keys), device)))
-            self._of_tensors.append((group, _selection(rows, count, device)))
+        self._device = device = local_of(self.params[0]).device if count else torch.device("cpu")
+        meshes: dict[GroupKey, Any] = {}
+        others: dict[GroupKey, Any] = {}
+        keys: list[tuple[GroupKey, ...]] = []  # of each tensor: the groups to add its row over
+        for group, named in zip(groups, self._named, strict=True):
+            different = {("process_groups", each.group_name): each for each in named}
+            others |= different
+            for param in group["params"]:
+                if named and is_dtensor(param):
+                    refuse_mesh(named, param)
+                split = {("mesh", each.group_name): each for each in split_groups(param)}
+                meshes |= split
+                keys.append((*split, *different))
+        kinds = list(dict.fromkeys(keys))  # rows of tensors of one kind are added first
+        self._kinds = [
+            _selection([i for i, key in enumerate(keys) if key == kind], count, device)
+            for kind in kinds
+        ]
+        self._of_kinds = Rounds(kinds, meshes, others, device)
+        self._of_tensors = Rounds(keys, meshes, {}, device)
+        after = [tuple(each for each in key if each in others) for key in keys]
+        self._of_others = Rounds(after, {}, others, device)
         self._buckets = [(on, _selection(indices, count, device)) for on, indices in buckets]
+        self._looked = False  # whether what has to be the same was, on a device to be waited for
         # Whether other processes hold a part of anything, and whether one all-reduce over the
         # groups of any one tensor would miss some of them.
-        self.is_needed = bool(groups or process_groups)
-        self._splits_differ = self.is_needed and (len(keys) > 1 or bool(process_groups))
+        self.is_needed = bool(meshes or others)
+        self._splits_differ = self.is_needed and (len(kinds) > 1 or bool(others))
+
+    def is_of(self, groups: list[dict[str, Any]], process_groups: Sequence[Any]) -> bool:
+        """Whether param_groups have these tensors and these process_groups still."""
+        same = _C.have_params(groups, self.params)
+        return same and self._named == named_groups(groups, process_groups)
 
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
         """Rows [n, 3 k] of k lists of this process's gradients, or tensors of their shapes.
@@ -131,23 +152,50 @@ class WholeStatistics:
         return {total.device: total}
 
     def total(self, rows: Tensor) -> Tensor:
-        """float64 [3]: the statistics of all tensors together, on all processes."""
-        sums = [_added(rows if which is None else rows[which]) for which in self._keys]
-        of_keys = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
-        return self._over_process_groups(_added(_gathered(of_keys, self._of_keys)))
+        """float64 [3]: the statistics of all tensors together, on all processes.
+
+        RuntimeError where tensors that are neither split nor of process_groups differ.
+        """
+        sums = [_added(rows if which is None else rows[which]) for which in self._kinds]
+        of_kinds = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
+        return _added(self._of_kinds.added(of_kinds, self._looks(rows)))
 
     def of_whole(self, rows: Tensor) -> Tensor:
         """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
-        return _gathered(rows, self._of_tensors)
+        return self._of_tensors.added(rows)
 
-    def _over_process_groups(self, total: Tensor) -> Tensor:
-        for group in self._process_groups:
-            rows = _all_gather(total[None], group)[:, 0]
-            if not self._looked:
-                _warn_of_copies(rows)
-            total = _added(rows)
-        self._looked = True
-        return total
+    def _looks(self, rows: Tensor) -> "Look | None":
+        """What sees the gathered rows; None where the host would wait, but for the first gradients.
+
+        rows: of any step.
+        """
+        if rows.is_cuda and (self._looked or torch.cuda.is_current_stream_capturing()):
+            return None
+        return self._look
+
+    def _look(self, of_others: Tensor | None, settled: Tensor) -> None:
+        if of_others is not None and not self._looked:
+            _warn_of_copies(of_others)
+        squares, bad = settled[:, 0].tolist(), settled[:, 2].tolist()
+        self._looked = self._looked or max(squares) > 0 or of_others is not None
+        if max(squares) - min(squares) <= ALIKE * max(squares) and len(set(bad)) == 1:
+            return
+        found = [
+            _C.param_label(group, number, position)
+            for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
+            for position, param in enumerate(group["params"])
+            if not named and not split_groups(param)
+        ]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise RuntimeError(
+            "the gradients of parameters that each process holds whole "
+            f"({', '.join(found[:3])}{more}) differ between processes: their squares add up to "
+            f"{min(squares):g} with {min(bad):g} inf or NaN, and to {max(squares):g} with "
+            f"{max(bad):g}. Each process would clip and skip by numbers of its own. Where "
+            "processes hold other parameters there, as experts, give these a param_group with the "
+            'group of those processes, {"params": experts, "process_groups": group}; otherwise '
+            "average their gradients before the step"
+        )
 
     # Of the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
 
@@ -174,9 +222,10 @@ class WholeStatistics:
         self, found: list[_C.Measurement], weights: list[_C.Measurement]
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
         """The same with a row for each whole tensor, of the gradients and of the masters."""
-        both = self.of_whole(torch.cat([self._all(found), self._all(weights)], 1))
+        rows = torch.cat([self._all(found), self._all(weights)], 1)
+        both = self._of_tensors.added(rows, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        total = self._over_process_groups(_added(grads))
+        total = _added(self._of_others.added(grads, self._looks(rows)))
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
@@ -210,32 +259,118 @@ class WholeStatistics:
         return found
 
 
+# Called with what one round has gathered, [processes, rows, 3] where it adds tensors that differ,
+# and with the sums over settled tensors, [processes, 3].
+Look = Callable[[Tensor | None, Tensor], None]
+
+
+class Round(NamedTuple):
+    """One all-gather: the rows that it adds over a process group, and those that it looks at."""
+
+    group: Any
+    is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
+    bunches: list[Tensor]  # rows that are added into their first before
+    sent: Tensor | None  # numbers of the rows; None for all
+    settled: Tensor | None  # numbers of the rows that are complete already; None for none
+
+
+class Rounds:
+    """Adds rows of statistics, each over its own process groups, with one all-gather a group.
+
+    A row without groups left is settled: it is the same on every process, or their decisions would
+    differ. So what a gather sends ends with the sum of these rows.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[tuple[GroupKey, ...]],
+        meshes: dict[GroupKey, Any],
+        others: dict[GroupKey, Any],
+        device: torch.device,
+    ) -> None:
+        """keys: of each row, its groups, which are in meshes (parts of tensors) or in others.
+
+        Groups of meshes come first. Then those with fewer kinds of rows, and smaller ones, so that
+        later gathers see more settled rows. Before a gather over one of the others rows with the
+        same groups left become one: the processes may have different numbers of them.
+        """
+        left = [frozenset(key) for key in keys]
+        self._rounds: list[Round] = []
+        for groups in (meshes, others):
+            waiting = {
+                name: group for name, group in groups.items() if any(name in k for k in left)
+            }
+            while waiting:
+                name = min(waiting, key=lambda n: (sum(n in k for k in {*left}), waiting[n].size()))
+                sent = [i for i, key in enumerate(left) if name in key]
+                bunches = [[i for i in sent if left[i] == key] for key in dict.fromkeys(left)]
+                bunches = [bunch for bunch in bunches if len(bunch) > 1 and groups is others]
+                added = {i for bunch in bunches for i in bunch[1:]}
+                sent = [i for i in sent if i not in added]
+                settled = [i for i, key in enumerate(left) if not key]
+                self._rounds.append(
+                    Round(
+                        waiting.pop(name),
+                        groups is others,
+                        [torch.tensor(bunch, device=device) for bunch in bunches],
+                        _selection(sent, len(keys), device),
+                        torch.tensor(settled, device=device) if settled else None,
+                    )
+                )
+                left = [key - {name} for key in left]
+
+    def added(self, rows: Tensor, look: Look | None = None) -> Tensor:
+        """The rows [n, 3 k] with those of the other processes. look: called after every gather."""
+        for group, is_of_others, bunches, sent, settled in self._rounds:
+            for bunch in bunches:
+                ones = rows.new_zeros(len(bunch), rows.shape[1])
+                ones[0] = _added(rows[bunch])
+                rows = rows.index_copy(0, bunch, ones)
+            own = rows if sent is None else rows[sent]
+            looks = is_of_others or settled is not None
+            if looks:
+                last = rows.new_zeros(1, rows.shape[1])
+                if settled is not None:
+                    last[0, :3] = _added(rows[settled, :3])
+                own = torch.cat([own, last])
+            parts = _all_gather(own, group)
+            parts = parts.view(parts.shape[0], parts.shape[1], -1, 3)
+            if looks:
+                parts, ends = parts[:, :-1], parts[:, -1, 0]
+                if look is not None:
+                    look(parts[:, :, 0] if is_of_others else None, ends)
+            sums = (parts[..., 0].sum(0), parts[..., 1].amax(0), parts[..., 2].sum(0))
+            sums_of_all = torch.stack(sums, -1).flatten(1)
+            rows = sums_of_all if sent is None else rows.index_copy(0, sent, sums_of_all)
+        return rows
+
+
 def statistics_of(
     known: WholeStatistics | None, groups: list[dict[str, Any]], process_groups: Sequence[Any] = ()
 ) -> WholeStatistics:
     """The statistics of an optimizer's gradients; `known`, if it is of the same parameters."""
-    if known is not None and _C.have_params(groups, known.params):
+    if known is not None and known.is_of(groups, process_groups):
         return known
-    return WholeStatistics([p for group in groups for p in group["params"]], process_groups)
+    return WholeStatistics(groups, process_groups)
 
 
-def totals_of(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
-    """As `measure`; of DTensors over all processes, which have to pass the same parameters."""
+def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
+    """As `measure`, of param_groups; of DTensors and with process_groups over all processes."""
+    params = [p for group in groups for p in group["params"]]
     grads = gradient_of_each(params)
-    if any_dtensor(params):
-        return WholeStatistics(params).totals_by_device(grads)
+    if any_dtensor(params) or any(named_groups(groups)):
+        return WholeStatistics(groups).totals_by_device(grads)
     return measure(grads)
 
 
-def clip_gradients(
-    params: Sequence[Tensor], max_norm: float, norm_type: float, process_groups: Sequence[Any] = ()
-) -> float:
-    """torch.nn.utils.clip_grad_norm_; returns the norm as a number.
+def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> float:
+    """torch.nn.utils.clip_grad_norm_ of param_groups; returns the norm as a number.
 
     Of DTensors, and with process_groups, all processes get the norm of the whole gradients and have
     to pass the same parameters; ValueError for a norm_type that is not above 0 there.
     """
-    if not process_groups and not any_dtensor(params):
+    params = [p for group in groups for p in group["params"]]
+    if not any(named_groups(groups)) and not any_dtensor(params):
         return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0 for sharded gradients, found {norm_type}")
@@ -247,7 +382,7 @@ def clip_gradients(
             absolute = grad.abs()
             row[0] = 0.0 if isinf(norm_type) else absolute.double().pow(norm_type).sum()
             row[1] = absolute.max()
-    total = WholeStatistics(params, process_groups).total(rows)
+    total = WholeStatistics(groups).total(rows)
     norm = float(total[1]) if isinf(norm_type) else float(total[0]) ** (1.0 / norm_type)
     coefficient = max_norm / (norm + 1e-6)
     for grad in grads if not coefficient >= 1.0 else ():
@@ -262,32 +397,22 @@ def _selection(indices: list[int], count: int, device: torch.device) -> Tensor |
     return None if same else torch.tensor(indices, dtype=torch.long, device=device)
 
 
-def _warn_of_copies(rows: Tensor) -> None:
-    """Warns where all processes have the same statistics, which different gradients never have."""
-    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    squares = rows[:, 0].tolist()
-    if len(squares) > 1 and len(set(squares)) == 1 and 0 < squares[0] < float("inf"):
-        warn(
-            "all processes of process_groups have the same gradients, which are counted "
-            f"{len(squares)} times. The argument is for processes that hold other parameters "
-            "(pipeline stages); leave it out for copies, as of DistributedDataParallel"
-        )
+def _warn_of_copies(parts: Tensor) -> None:
+    """Warns where all processes have the same statistics, which different gradients never have.
+
+    parts: [processes, rows, 3].
+    """
+    for squares in parts[..., 0].T.tolist():
+        if len(squares) > 1 and len(set(squares)) == 1 and 0 < squares[0] < float("inf"):
+            warn(
+                "all processes of process_groups have the same gradients, which are counted "
+                f"{len(squares)} times. The argument is for processes that hold other parameters "
+                "(pipeline stages, experts); leave it out for copies, as of DistributedDataParallel"
+            )
 
 
 def _added(rows: Tensor) -> Tensor:
     return rows[0] if len(rows) == 1 else _C.combine(rows.contiguous())[-1]
-
-
-def _gathered(rows: Tensor, members: list[Member]) -> Tensor:
-    """The rows [n, 3 k], each added over the groups that its tensor is split over."""
-    for group, which in members:
-        parts = _all_gather(rows if which is None else rows[which], group)
-        parts = parts.view(parts.shape[0], parts.shape[1], -1, 3)
-        sums = (parts[..., 0].sum(0), parts[..., 1].amax(0), parts[..., 2].sum(0))
-        added = torch.stack(sums, -1).flatten(1)
-        rows = added if which is None else rows.index_copy(0, which, added)
-    return rows
 
 
 def _all_gather(rows: Tensor, group: Any) -> Tensor:

@@ -120,6 +120,12 @@ class Masters:
         """The model's parameter that stands behind one in the param_groups."""
         return self._low.get(param, param)
 
+    def _groups_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        """The param_groups with these of the model's parameters alone."""
+        kept, groups = set(params), self._optimizer.param_groups
+        own = [[p for p in map(self.model_param, group["params"]) if p in kept] for group in groups]
+        return [{**group, "params": ps} for group, ps in zip(groups, own, strict=True)]
+
     def scaled_params(self) -> list[Tensor]:
         """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
         model = [self._low.get(param, param) for param in self.params()]
@@ -157,7 +163,9 @@ class Masters:
             self._replaced.check((self.model_param(p), info.label) for p, info in infos)
         overflow, max_abs = False, 0.0
         if checks:
-            overflow, max_abs = gradients.overflow_in(reduction.totals_of(params), scale)
+            overflow, max_abs = gradients.overflow_in(
+                reduction.totals_of(self._groups_of(params)), scale
+            )
         if not overflow:
             for param, master in pairs:
                 gradients.make_gradient(param, master)
@@ -169,11 +177,11 @@ class Masters:
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their global norm and returns the norm."""
-        masters = self.params()
-        grads = gradients.gradients_of(masters)
+        groups = self._optimizer.param_groups
+        grads = gradients.gradients_of(self.params())
         if not self.enabled or norm_type != 2 or len({g.device for g in grads}) != 1:
-            return reduction.clip_gradients(masters, max_norm, norm_type)
-        total = reduction.totals_of(masters)[grads[0].device]
+            return reduction.clip_gradients(groups, max_norm, norm_type)
+        total = reduction.totals_of(groups)[grads[0].device]
         verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
         _C.copy_(grads, grads, verdict=verdict)
         return float(verdict[2])
@@ -337,8 +345,8 @@ class FusedMasters(Masters):
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
         if norm_type != 2:
-            limit, groups = max_norm * self._scale, self._optimizer.process_groups
-            norm = reduction.clip_gradients(self.params(), limit, norm_type, groups)
+            limit, groups = max_norm * self._scale, self._optimizer.param_groups
+            norm = reduction.clip_gradients(groups, limit, norm_type)
             if self._inputs.measured is not None:  # the gradients have changed
                 self._inputs.measured = stepper_of(self._optimizer).measure()
             return norm / self._scale

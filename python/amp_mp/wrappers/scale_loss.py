@@ -127,7 +127,7 @@ class ScaledLosses:
                 _warning_if_unscaled(loss),
             ):
                 yield loss.float() * scale
-                overflow, max_abs = gradients.overflow_in(totals_of(params), scale)
+                overflow, max_abs = gradients.overflow_in(totals_of(all_groups(optimizers)), scale)
                 carried = _unscale(params, folding, scale)
             iteration.optimizers.update(optimizers)
             iteration.noted |= ledger.note(params)
@@ -181,6 +181,17 @@ class ScaledLosses:
 def all_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
     return list(dict.fromkeys(chain(*map(gradients.master_params, optimizers))))
+
+
+def all_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """Their param_groups, with each parameter once, also where optimizers share it."""
+    left = set(all_parameters(optimizers))
+    found = []
+    for group in chain(*(each.param_groups for each in optimizers)):
+        own = [param for param in group["params"] if param in left]
+        left.difference_update(own)
+        found.append({**group, "params": own})
+    return found
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:

@@ -154,7 +154,7 @@ class Release(Attachment):
             # A step of one parameter cannot see the memory of the others.
             _C.check_weights([local_of(p) for p in trained], [infos[p].label for p in trained])
             self._infos = infos
-            self._whole = WholeStatistics(list(infos), self._optimizer.process_groups)
+            self._whole = WholeStatistics(groups)
             self._buckets.clear()
         self._located = True
 

@@ -32,20 +32,20 @@ def own_hook(
 
 
 def load_state(
-    stepper: Any, formats: tuple[str, ...], state_dict: dict[str, Any], load: Callable[..., None]
+    stepper: Any, kept: tuple[str, ...], state_dict: dict[str, Any], load: Callable[..., None]
 ) -> None:
     """Runs torch's `load` for everything but the parameters' states, which torch would round.
 
     The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
-    after everything: they see the final state. stepper: the optimizer's (step/stepper.py). formats:
-    the group's entries that say how something is stored; they stay the optimizer's.
+    after everything: they see the final state. stepper: the optimizer's (step/stepper.py). kept:
+    the entries of groups that stay the optimizer's: how it stores, and over which processes.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
     optimizer = stepper.optimizer
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    own = [{name: g[name] for name in formats} for g in groups]
+    own = [{name: g[name] for name in kept if name in g} for g in groups]
     before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
     made: list[dict[str, Any] | None] = []  # of each parameter
     undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
@@ -96,6 +96,9 @@ def shown_state(
     in_bytes = _C.SavedEntries(rules).in_bytes()
 
     def as_shown(_: Any, found: dict[str, Any]) -> None:
+        for group in found["param_groups"]:
+            if "process_groups" in group:
+                group["process_groups"] = None  # those of this run, which no file can hold
         for param, state in found["state"].items():
             if isinstance(state, dict):  # a new one: this one is the optimizer's own
                 held = {n: v for n, v in state.items() if n in in_bytes and isinstance(v, Tensor)}

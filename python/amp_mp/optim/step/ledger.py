@@ -53,6 +53,6 @@ def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
         return []
     grads = [local_gradient(param, "a parameter") for param in given]
     values = [g.coalesce().values() if g is not None and g.is_sparse else g for g in grads]
-    whole = WholeStatistics(given)
+    whole = WholeStatistics([{"params": given}])
     rows = whole.of_whole(whole.measured(values)).tolist()
     return [param for param, row in zip(given, rows, strict=True) if row[1] or row[2]]

@@ -61,13 +61,13 @@ def refuse_param(param: Tensor, label: str) -> None:
         raise TypeError(f"{label} {wrong}")
 
 
-def refuse_zero(optimizer: Any) -> None:
+def refuse_zero(optimizer: Any, process_groups: tuple[Any, ...]) -> None:
     """Raises ValueError where ZeroRedundancyOptimizer makes the optimizer without process_groups.
 
     Each process would clip by the norm of its own parameters, and skip alone.
     """
     measures = optimizer.max_grad_norm is not None or optimizer.check_overflow
-    if not measures or optimizer.process_groups:
+    if not measures or process_groups:
         return
     if is_inside_zero_redundancy():
         raise ValueError(

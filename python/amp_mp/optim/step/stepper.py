@@ -43,7 +43,6 @@ class Hooks:
         """own_keys: the entries of param_groups that are the optimizer's."""
         self.own_keys = own_keys
         self.replaced = ReplacedCheck()
-        self.process_groups: tuple[Any, ...] = ()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
         self.offload: list[Any] = []  # the same
 
@@ -91,15 +90,15 @@ class Hooks:
         )
 
     def make_whole(
-        self, held: list[tuple[torch.device, list[int]]], params: list[Tensor], any_dtensor: bool
+        self, held: list[tuple[torch.device, list[int]]], groups: list[Group], any_dtensor: bool
     ) -> WholeStatistics | None:
         """What adds statistics over processes; None where no other process has a part.
 
-        held: the device of each bucket, and where its parameters are among all `params`.
+        held: the device of each bucket, and where its parameters are among those of all groups.
         """
-        if not any_dtensor and not self.process_groups:
+        if not any_dtensor and not any(group.get("process_groups") for group in groups):
             return None
-        whole = WholeStatistics(params, self.process_groups, held)
+        whole = WholeStatistics(groups, buckets=held)
         return whole if whole.is_needed else None
 
 
@@ -184,7 +183,6 @@ class Stepper:
         is_spike = isinstance(limit, NormSpike)
         handed.norm_limit = 0.0 if is_spike else float(limit or 0)
         handed.spike = (limit.sigmas, limit.window) if is_spike else (0.0, 0.0)
-        self.hooks.process_groups = optimizer.process_groups
         groups = optimizer.param_groups
         read = None if attachment is None else attachment.read
         skipped = self.native.step(self.group_rules(), groups, optimizer.state, handed, read)
@@ -241,7 +239,6 @@ class Stepper:
     def measure(self) -> _C.Measured:
         """Reads the gradients once, for a step that is handed the result."""
         optimizer, attachment = self.optimizer, self.attachment
-        self.hooks.process_groups = optimizer.process_groups
         read = None if attachment is None else attachment.read
         groups, states = optimizer.param_groups, optimizer.state
         return self.native.measure(self.group_rules(), groups, states, read)

@@ -1,0 +1,212 @@
+"""Parameters of which each process has its own, as experts, beside those that all have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from around_sharding import error
+from layouts import NORM_ERROR, made_once, whole
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import amp_mp as amp
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+INF = float("inf")
+# Four gradients of 3 that all have; of the experts, four of 20 on rank 0 and four of 1 on rank 1.
+NORM = math.sqrt(4 * 3.0**2 + 4 * 20.0**2 + 4 * 1.0**2)
+
+
+class Experts(nn.Module):
+    """A layer that all processes have, and one of this process alone."""
+
+    def __init__(self, shards: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+        self.expert = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+        if shards:
+            fully_shard(self.dense)
+
+    def loss(self, token: float) -> Any:
+        """Its gradients are 3 for the dense weights, and for the expert's 20 or `token` of rank 0.
+
+        On rank 1 they are 1.
+        """
+        own = token if dist.get_rank() == 0 else 1.0
+        dense, expert = torch.full((1, 2), 3.0), torch.full((1, 2), own)
+        found = self.dense(dense.bfloat16()).sum() + self.expert(expert.bfloat16()).sum()
+        return found.float()
+
+    def groups(self, named: bool = True) -> list[dict[str, Any]]:
+        own = {"process_groups": dist.group.WORLD} if named else {}
+        dense, expert = list(self.dense.parameters()), list(self.expert.parameters())
+        return [{"params": dense}, {"params": expert, **own}]
+
+    def weights(self) -> tuple[list[float], list[float]]:
+        return whole(self.dense.weight).flatten().tolist(), self.expert.weight.flatten().tolist()
+
+
+def run(model: Experts, way: str, token: float, named: bool = True) -> float | None:
+    """One step of a script; returns the norm that it reports."""
+    groups = model.groups(named)
+    options: dict[str, Any] = {"lr": 1.0, "max_grad_norm": 1.0}
+    if way in ("LAMB", "LARS", "NovoGrad", "Muon", "AdamW"):
+        optimizer: Any = getattr(amp.optim, way)(groups, **options)
+    elif way.startswith("torch's SGD"):
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+    else:
+        optimizer = amp.optim.SGD(groups, **options)
+    if "FP16_Optimizer" in way:
+        around = amp.FP16_Optimizer(optimizer, loss_scale="dynamic", verbose=False)
+        around.backward(model.loss(token))
+        found = around.clip_master_grads(1.0)
+        around.step()
+        return found
+    if "scale_loss" in way:
+        handle = amp.init(dtype=torch.bfloat16, loss_scale="dynamic")
+        with handle.scale_loss(model.loss(token), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        handle.deactivate()
+        return None
+    scaler = amp.GradScaler("cpu", init_scale=8.0, enabled="GradScaler" in way)
+    if way == "measured":
+        optimizer.attach(model, measure=True)
+    scaler.scale(model.loss(token)).backward()
+    scaler.step(optimizer)
+    return getattr(optimizer, "grad_norm", None)
+
+
+WAYS = ["clips", "measured", "GradScaler", "torch's SGD, GradScaler", "AdamW"]
+WAYS += ["LAMB", "LARS", "NovoGrad", "Muon", "FP16_Optimizer", "torch's SGD, FP16_Optimizer"]
+WAYS += ["scale_loss", "torch's SGD, scale_loss"]
+
+
+def in_each_way(shards: bool) -> dict[str, tuple[Any, ...]]:
+    """For each way: the norm; whether an inf in rank 0's expert leaves the weights; an error."""
+    found = {}
+    for way in WAYS:
+        norm = run(Experts(shards), way, 20.0)
+        bad = Experts(shards)
+        before = bad.weights()
+        run(bad, way, INF)
+        unnamed = error(run, Experts(shards), way, 20.0, named=False)
+        found[way] = norm, bad.weights() == before, unnamed
+    return found
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["FSDP2", "plain"])
+def test_processes_clip_by_one_norm_and_skip_together(shards: bool) -> None:
+    """With process_groups in the experts' param_group; without, what can be seen is refused."""
+    for ways in on_ranks(2, in_each_way, shards):
+        for way, (norm, stays, unnamed) in ways.items():
+            assert norm is None or norm == pytest.approx(NORM, rel=NORM_ERROR), way
+            assert stays, way
+            # Without shards no step without process_groups sends anything that could show it.
+            assert ("process_groups" in unnamed and "group 1" in unnamed) == shards, way
+
+
+def limited() -> tuple[bool, bool, list[float]]:
+    model = Experts(True)
+    optimizer = amp.optim.SGD(model.groups(), lr=1.0, skip_norm_above=30.0)
+    model.loss(20.0).backward()
+    optimizer.step()
+    first = optimizer.step_was_skipped
+    optimizer.skip_norm_above = None
+    optimizer.max_grad_norm = 1.0
+    before = whole(model.dense.weight).float()
+    optimizer.step()
+    moved = (before - whole(model.dense.weight).float()).flatten().tolist()
+    return first, optimizer.step_was_skipped, moved
+
+
+def test_a_limit_of_the_norm_is_one_for_all() -> None:
+    """Rank 1 alone would find a norm of 6.3; one matrix is clipped by one factor."""
+    for first, second, moved in on_ranks(2, limited):
+        assert (first, second) == (True, False)
+        assert moved == pytest.approx([3.0 / NORM] * 4, abs=2.0**-8)  # weights below 1, bfloat16
+
+
+def meshes(named: bool) -> Any:
+    """Experts that are sharded themselves: two by two processes, and all four share the rest."""
+    mesh = made_once((2, 2), ("ep", "shard"))
+    torch.manual_seed(0)
+    dense, expert = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    fully_shard(dense, mesh=made_once((4,), ("all",)))
+    fully_shard(expert, mesh=mesh["shard"])
+    own = {"process_groups": mesh["ep"]} if named else {}
+    groups = [{"params": dense.parameters()}, {"params": expert.parameters(), **own}]
+    optimizer = amp.optim.SGD(groups, lr=1.0, max_grad_norm=1.0)
+    x = torch.full((1, 4), 1.0 + mesh.get_local_rank("ep"))
+    (dense(torch.ones(1, 4)).sum() + expert(x).sum()).backward()
+    raised = error(optimizer.step)
+    return raised or optimizer.grad_norm
+
+
+def test_experts_of_dtensors() -> None:
+    right = math.sqrt(16 * (1 + 1 + 4))
+    assert on_ranks(4, meshes, True) == pytest.approx([right] * 4, rel=NORM_ERROR)
+    assert all("process_groups" in raised for raised in on_ranks(4, meshes, False))
+
+
+def stages(experts: list[int]) -> float | None:
+    """Pipeline stages of two processes each, with as many experts as a stage has."""
+    mesh = made_once((2, 2), ("pp", "ep"))
+    pp, ep = mesh.get_group("pp"), mesh.get_group("ep")
+    rank = dist.get_rank()
+    count = experts[mesh.get_local_rank("pp")]
+    shared = nn.Parameter(torch.ones(3))
+    shared.grad = torch.full((3,), float(1 + mesh.get_local_rank("pp")))
+    own = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+    for each in own:
+        each.grad = torch.full((2,), float(rank))
+    groups: list[dict[str, Any]] = [{"params": [shared], "process_groups": pp}]
+    if own:
+        groups.append({"params": own, "process_groups": [pp, ep]})
+    optimizer = amp.optim.SGD(groups, lr=1.0, max_grad_norm=1.0)
+    optimizer.step()
+    return optimizer.grad_norm
+
+
+@pytest.mark.parametrize("experts", [[1, 1], [0, 3], [2, 1]])
+def test_stages_with_other_numbers_of_experts(experts: list[int]) -> None:
+    squares = 3 * (1 + 4) + 2 * sum(experts[rank // 2] * rank**2 for rank in range(4))
+    assert on_ranks(4, stages, experts) == pytest.approx([math.sqrt(squares)] * 4, rel=NORM_ERROR)
+
+
+def named_later() -> tuple[list[float | None], Any, Any]:
+    """The norms with the experts' group named, after its state dict was loaded, and without."""
+    model = Experts(False)
+    optimizer = amp.optim.SGD(model.groups(), lr=0.0, momentum=0.9, max_grad_norm=1.0)
+    model.loss(20.0).backward()
+    norms = []
+    for change in ("none", "loads", "forgets", "names"):
+        state = optimizer.state_dict()
+        if change == "loads":
+            optimizer.load_state_dict(state)
+        elif change == "forgets":
+            optimizer.param_groups[1]["process_groups"] = None
+        elif change == "names":
+            optimizer.param_groups[1]["process_groups"] = [dist.group.WORLD]
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return norms, state["param_groups"][1]["process_groups"], error(model_of_a_word)
+
+
+def model_of_a_word() -> None:
+    amp.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "process_groups": "ep"}], lr=0.1)
+
+
+def test_the_group_is_read_at_each_step_and_stays_out_of_files() -> None:
+    own = [math.sqrt(4 * 9.0 + 4 * 400.0), math.sqrt(4 * 9.0 + 4 * 1.0)]
+    for rank, (norms, shown, wrong) in enumerate(on_ranks(2, named_later)):
+        assert norms == pytest.approx([NORM, NORM, own[rank], NORM], rel=NORM_ERROR)
+        assert shown is None
+        assert wrong.startswith("TypeError: process_groups must be")
