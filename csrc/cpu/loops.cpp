@@ -67,11 +67,13 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
            float decay, float ratio) {
   for (int64_t i = 0; i < n; ++i) {
+    const float own = grad[i] * inverse;
 #ifdef FP_FAST_FMAF
-    grad[i] = __builtin_fmaf(weight[i], decay, grad[i] * inverse) * ratio;
+    const float sum = __builtin_fmaf(weight[i], decay, own);
 #else
-    grad[i] = (grad[i] * inverse + weight[i] * decay) * ratio;
+    const float sum = own + weight[i] * decay;
 #endif
+    grad[i] = select(decay != 0, sum, own) * ratio;  // an infinite weight's is NaN without decay
   }
 }
 

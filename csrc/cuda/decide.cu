@@ -79,6 +79,7 @@ __device__ __forceinline__ void make_rules(const Plan& plan, int first,
     if (!kLead || !made.copy(group, clock, found)) {
       Hyper hyper = plan.hyper_of(group);
       hyper.lr = mine.rate;
+      read_decay(hyper);
       found = make_slot_rule<Rule>(hyper, clock, has_ticked, multiplier,
                                    norms_of(norms, mine.slot.row, t, multiplier));
     }

@@ -126,7 +126,6 @@ def test_a_file_of_adamw_gives_masters_moments_and_steps(
         assert bool(((param - own).abs() <= rounding * own.abs()).all()), name
         state = ours.state[param]
         assert float(state["step"]) == 3
-        assert state["beta_powers"].tolist() == pytest.approx([0.9**3, 0.999**3], rel=1e-12)
     found = ours.torch_state_dict()["state"]
     if bits == 24:
         for number, state in theirs.state_dict()["state"].items():

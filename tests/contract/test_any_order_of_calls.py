@@ -270,8 +270,6 @@ class Run:
                 continue
             clock = wanted.state.clock
             assert state["step"].item() == clock.step, what
-            powers = [clock.beta1_power, clock.beta2_power]
-            assert state["beta_powers"].tolist() == powers, what
             for name, values, kind in (
                 ("exp_avg", wanted.state.m, wanted.state.kinds[0]),
                 ("exp_avg_sq", wanted.state.v, wanted.state.kinds[1]),

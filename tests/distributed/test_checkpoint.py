@@ -162,11 +162,10 @@ def read_theirs(layout: str, preset: str, path: str) -> list[str]:
         error = (local(masters[name]).float() - own).abs()
         bound = 1e-38 if exact else own.abs() * 2.0**-16 + 1e-38
         state = optimizer.state[param]
-        powers = [0.9**3, 0.999**3]
         if not bool((error <= bound).all()):
             found.append(f"{name} is {float(error.max())} off")
-        if float(state["step"]) != 3 or state["beta_powers"].tolist() != pytest.approx(powers):
-            found.append(f"{name} has step {state['step']}, {state['beta_powers']}")
+        if float(state["step"]) != 3:
+            found.append(f"{name} has step {state['step']}")
     return found
 
 

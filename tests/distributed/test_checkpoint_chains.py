@@ -208,13 +208,10 @@ def templates(path: str, layout: str) -> list[str]:
             assert isinstance(value, Tensor)
             count = local(param).numel() // (32 if entry.endswith("_scale") else 1)
             count *= 2 if entry.endswith("_ue8m8") else 1  # bytes
-            if (
-                entry not in ("step", "beta_powers", "layer", "mu_product")
-                and local(value).numel() != count
-            ):
+            if entry not in ("step", "layer", "mu_product") and local(value).numel() != count:
                 found.append(f"{name} {entry}")
             assert is_dtensor(value) == (local(value).numel() == count and is_dtensor(param)) or (
-                entry in ("step", "beta_powers", "layer", "mu_product")
+                entry in ("step", "layer", "mu_product")
             )
     return found
 

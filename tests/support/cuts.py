@@ -78,7 +78,7 @@ def stepped(
 def put_in(found: dict[str, np.ndarray], name: str, value: Tensor, part: tuple[slice, ...]) -> None:
     """A rank's part among those of the others; what every rank has must be the same."""
     own = bytes_of(value)
-    if name in ("step", "beta_powers", "layer", "mu_product"):
+    if name in ("step", "layer", "mu_product"):
         assert np.array_equal(found.setdefault(name, own), own), name
         return
     group = 32 if name.endswith("_scale") else 1

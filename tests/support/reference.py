@@ -82,7 +82,7 @@ def averaged(average: Floats, x: Floats, decay: float) -> Floats:
 
 @dataclass
 class Clock:
-    """A parameter's applied steps, running products, and NovoGrad's moment."""
+    """A parameter's applied steps, the powers of the betas, and NovoGrad's moment."""
 
     step: int = 0
     beta1_power: float = 1.0
@@ -92,8 +92,8 @@ class Clock:
 
     def tick(self, beta1: float, beta2: float) -> None:
         self.step += 1
-        self.beta1_power *= beta1
-        self.beta2_power *= beta2
+        self.beta1_power = beta1**self.step
+        self.beta2_power = beta2**self.step
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ class Numbers:
     reg_inside_moment: bool = True
 
 
+def add_decay(x: Floats, decay: float, w: Floats) -> Floats:
+    """x + decay * w; without decay weights that are infinite change nothing."""
+    return x + F32(decay) * w if decay else x
+
+
 def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
     """The factors of weights under decoupled decay; 1 against a cautious one (Chen et al. 2025)."""
     return np.where((update * w >= 0) | (not cautious), F32(1 - decay), F32(1))
@@ -144,7 +149,7 @@ def adam(
     step_size = F32(n.lr / (1 - clock.beta1_power))
     inverse_root = F32(1 / math.sqrt(1 - clock.beta2_power))
     if not decoupled:
-        g = g + F32(n.weight_decay) * w
+        g = add_decay(g, n.weight_decay, w)
     m = F32(beta1) * m + F32(1 - beta1) * g
     v = F32(beta2) * v + F32(1 - beta2) * (g * g)
     divisor = v if largest is None else np.maximum(largest, v)  # a NaN is the largest
@@ -166,7 +171,7 @@ def nadam(
     clock.mu_product *= mu
     of_g = F32(n.lr * (1 - mu) / (1 - clock.mu_product))
     of_m = F32(n.lr * following / (1 - clock.mu_product * following))
-    g = g + F32(0 if decoupled else n.weight_decay) * w
+    g = add_decay(g, 0 if decoupled else n.weight_decay, w)
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
     root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps)
@@ -188,7 +193,7 @@ def radam(
     g: Floats, w: Floats, m: Floats, v: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
-    g = g + F32(0 if n.decoupled_weight_decay else n.weight_decay) * w
+    g = add_decay(g, 0 if n.decoupled_weight_decay else n.weight_decay, w)
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
     rate, rectified = n.lr / (1 - clock.beta1_power), rectification(clock, n.betas[1])
@@ -204,7 +209,7 @@ def adadelta(
     g: Floats, w: Floats, square_avg: Floats, acc_delta: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Zeiler 2012 with torch's learning rate. Returns w and the averages of g^2 and delta^2."""
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     square_avg = F32(n.rho) * square_avg + F32(1 - n.rho) * (g * g)
     delta = np.sqrt(acc_delta + F32(n.eps)) * g / np.sqrt(square_avg + F32(n.eps))
     acc_delta = F32(n.rho) * acc_delta + F32(1 - n.rho) * (delta * delta)
@@ -213,7 +218,7 @@ def adadelta(
 
 def sgd(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Sutskever et al. 2013 in torch's form. Returns w, buffer."""
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     if n.momentum == 0:
         return w - F32(n.lr) * g, buffer
     gain = 1.0 if clock.step == 1 else 1 - n.dampening
@@ -223,14 +228,14 @@ def sgd(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tuple
 
 def scaled_sgd(g: Floats, w: Floats, buffer: Floats, n: Numbers) -> tuple[Floats, Floats]:
     """The same with the learning rate inside the buffer, as Caffe has it. Returns w, buffer."""
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     buffer = F32(n.momentum) * buffer + F32(n.lr) * g
     return w - (F32(n.lr) * g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
 
 
 def adagrad(g: Floats, w: Floats, total: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Duchi et al. 2011 in torch's form. Returns w and the sum of squares."""
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     total = total + g * g
     rate = F32(n.lr / (1 + (clock.step - 1) * n.lr_decay))
     return w - rate * (g / (np.sqrt(total) + F32(n.eps))), total
@@ -240,7 +245,7 @@ def adamax(
     g: Floats, w: Floats, m: Floats, u: Floats, clock: Clock, n: Numbers
 ) -> tuple[Floats, Floats, Floats]:
     """Kingma & Ba 2015, algorithm 2, in torch's form. Returns w, m, u."""
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     u = np.maximum(F32(n.betas[1]) * u, np.abs(g) + F32(n.eps))
     return w - F32(n.lr / (1 - clock.beta1_power)) * (m / u), m, u
@@ -259,7 +264,7 @@ def rmsprop(
     With the gradient's average, the variance in place of the square (Graves 2013); it is returned
     too.
     """
-    g = g + F32(n.weight_decay) * w
+    g = add_decay(g, n.weight_decay, w)
     square_avg = F32(n.alpha) * square_avg + F32(1 - n.alpha) * (g * g)
     centred = square_avg
     if grad_avg is not None:
@@ -291,7 +296,7 @@ def lars(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tupl
         ratio = n.trust_coefficient * weight / (grad + n.weight_decay * weight + n.eps)
         ratio = min(ratio / n.lr, 1.0) if n.clip else ratio
         decay = n.weight_decay
-    g = (g + F32(decay) * w) * F32(ratio)
+    g = add_decay(g, decay, w) * F32(ratio)
     gain = 1.0 if clock.step == 1 else 1 - n.dampening
     buffer = F32(n.momentum) * buffer + F32(gain) * g
     return w - F32(n.lr) * (g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
@@ -314,7 +319,8 @@ def lamb(
     def direction() -> Floats:
         r = m * F32(1 / (1 - clock.beta1_power))
         r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
-        return r + np.where((r * w >= 0) | (not n.cautious), F32(n.weight_decay), F32(0)) * w
+        decays = ((r * w >= 0) | (not n.cautious)) & (n.weight_decay != 0)
+        return np.where(decays, r + F32(n.weight_decay) * w, r)
 
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
@@ -327,16 +333,16 @@ def lamb(
 def novograd(g: Floats, w: Floats, m: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:
     """Ginsburg et al. 2019, algorithm 1; its second moment is the clock's layer. Returns w, m."""
     square = norm(g) * norm(g)
-    first = clock.step == 1
+    first = clock.step == 1 and clock.layer == 0
     clock.layer = square if first else n.betas[1] * clock.layer + (1 - n.betas[1]) * square
     power1, power2 = (clock.beta1_power, clock.beta2_power) if n.bias_correction else (0.0, 0.0)
     inverse = F32(1 / (math.sqrt(clock.layer / (1 - power2)) + n.eps))
     step_size, gain = F32(n.lr / (1 - power1)), F32(1 - (n.betas[0] if n.grad_averaging else 0.0))
     if n.reg_inside_moment:
-        m = F32(n.betas[0]) * m + gain * (g * inverse + F32(n.weight_decay) * w)
+        m = F32(n.betas[0]) * m + gain * add_decay(g * inverse, n.weight_decay, w)
         return w - step_size * m, m
     m = F32(n.betas[0]) * m + gain * g
-    return w - step_size * (m * inverse) - F32(n.lr * n.weight_decay) * w, m
+    return add_decay(w - step_size * (m * inverse), -n.lr * n.weight_decay, w), m
 
 
 # Reductions

@@ -179,6 +179,7 @@ class Expected:
         **storage: Any,
     ) -> None:
         self.rule, self.number, self.maximize, self.storage = rule, number, maximize, storage
+        self.numbers = RULES[rule][1]
         rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
         self.formats = formats_of(rule, states, rows, storage)
         self.dtype = str(weight.dtype).removeprefix("torch.")
@@ -188,7 +189,7 @@ class Expected:
         self.clock = reference.Clock()
 
     def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
-        kind, numbers = RULES[self.rule]
+        kind, numbers = RULES[self.rule][0], self.numbers
         self.clock.tick(*numbers.get("betas", (0, 0)))
         with np.errstate(all="ignore"):
             g = grad.reshape(-1) * (-multiplier if self.maximize else multiplier)

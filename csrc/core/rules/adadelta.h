@@ -24,7 +24,7 @@ struct Adadelta {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& square_avg, float& acc_delta) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // average the square
     square_avg = rho * square_avg + one_minus_rho * (g * g);
     // the gradient in units of the updates so far

@@ -46,7 +46,7 @@ struct Adam {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     average.update(g, m, v);
     return {m, v};
   }
@@ -161,7 +161,7 @@ struct NAdam {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     average.update(g, m, v);
     // look ahead: this step's gradient, and the momentum of the next
     return {gradient_part * g + moment_part * m, v};
@@ -211,7 +211,7 @@ struct RAdam {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& m, float& v) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     average.update(g, m, v);
     return {m, v};
   }

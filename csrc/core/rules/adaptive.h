@@ -23,7 +23,7 @@ struct Adagrad {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& sum) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // add up the squares of all gradients so far
     sum = sum + g * g;
     return {g, sum};
@@ -60,7 +60,7 @@ struct RMSprop {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float&, float& square_avg) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
     return {g, square_avg};
@@ -95,7 +95,7 @@ struct PlainRMSprop {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float& square_avg) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // average the square
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
     return {g, square_avg};
@@ -131,7 +131,7 @@ struct CenteredRMSprop {
 
   AMP_MP_BOTH Fraction moments(float g, float w, float&, float& square_avg, float& grad_avg) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // average the square and the gradient; their difference is the variance
     square_avg = alpha * square_avg + one_minus_alpha * (g * g);
     grad_avg = alpha * grad_avg + one_minus_alpha * g;
@@ -170,7 +170,7 @@ struct Adamax {
 
   AMP_MP_BOTH void operator()(float g, float& w, float& m, float& u) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // update the first moment
     m = beta1 * m + one_minus_beta1 * g;
     // update the infinity norm, a decaying maximum of |g|; a NaN is the largest

@@ -13,13 +13,14 @@ struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, trust;
   uint64_t seed;  // of stochastic rounding
   bool nesterov, maximize, clip, always_adapt, decoupled = false;
-  bool lr_is_double = false;
+  bool lr_is_double = false, weight_decay_is_double = false;
   bool bias_correction = true, reg_inside_moment = true;
   bool cautious = false, grad_averaging = true, adam_w_mode = true;
-  // Address of the learning rate on the device, or null. A captured step reads it at each replay.
+  // Addresses of numbers on the device, or null. A captured step reads them at each replay.
   const void* lr_at = nullptr;
+  const void* weight_decay_at = nullptr;
 };
-static_assert(sizeof(Hyper) == 13 * 8);
+static_assert(sizeof(Hyper) == 14 * 8);
 
 // Its members by name, of which rules declare those that they read.
 struct HyperMember {
@@ -57,24 +58,38 @@ constexpr const HyperMember* hyper_member(const char* name) {
   return nullptr;
 }
 
-// Replaces h.lr with the current value on the device, if there is one.
-AMP_MP_BOTH void read_rate(Hyper& h) {
-  if (!h.lr_at) return;
-  h.lr = h.lr_is_double ? *static_cast<const double*>(h.lr_at)
-                        : double(*static_cast<const float*>(h.lr_at));
+// Replaces a number with its current value on the device, if there is one.
+AMP_MP_BOTH void read_number(double& number, const void* at, bool is_double) {
+  if (!at) return;
+  number = is_double ? *static_cast<const double*>(at) : double(*static_cast<const float*>(at));
+}
+AMP_MP_BOTH void read_rate(Hyper& h) { read_number(h.lr, h.lr_at, h.lr_is_double); }
+AMP_MP_BOTH void read_decay(Hyper& h) {
+  read_number(h.weight_decay, h.weight_decay_at, h.weight_decay_is_double);
+}
+
+// base^count by squaring: pow() of host and device differ in the last bit. Of a count that is no
+// whole number the part before the point counts.
+AMP_MP_BOTH double power_of(double base, double count) {
+  double power = 1;
+  for (uint64_t left = count > 0 ? uint64_t(fmin(count, 0x1p63)) : 0; left > 0; left /= 2) {
+    if (left % 2 == 1) power *= base;
+    base *= base;
+  }
+  return power;
 }
 
 // The step count of one parameter, kept in the optimizer's state as a float64 tensor. It advances
-// on applied steps only. The powers of the betas are running products: no pow(), and the same bits
-// on every device. Without bias correction they are 0: divisions by 1 - beta^t then change nothing.
+// on applied steps only, and scripts may write it. The powers of the betas are made of it at each
+// step. Without bias correction they are 0: divisions by 1 - beta^t then change nothing.
 struct Clock {
   double step, beta1_power, beta2_power;
   double own;  // one number of the rule's own: NovoGrad's second moment, NAdam's mu_product
 
   AMP_MP_BOTH void tick(const Hyper& h) {
     step += 1;
-    beta1_power *= h.bias_correction ? h.beta1 : 0;
-    beta2_power *= h.bias_correction ? h.beta2 : 0;
+    beta1_power = h.bias_correction ? power_of(h.beta1, step) : 0;
+    beta2_power = h.bias_correction ? power_of(h.beta2, step) : 0;
   }
 };
 
@@ -106,6 +121,11 @@ AMP_MP_BOTH float sign_of(float x) {
   const uint32_t u = to_bits(x), magnitude = u & kMagnitude;
   const uint32_t one = (u & ~kMagnitude) | to_bits(1.0f);
   return from_bits(magnitude - 1 < kInfinity ? one : u);
+}
+
+// x + decay * w; x itself without decay, or an infinite weight would make it NaN.
+AMP_MP_BOTH float add_decay(float x, float decay, float w) {
+  return select(decay != 0, x + decay * w, x);
 }
 
 // What decoupled weight decay multiplies a weight with. Chen et al., "Cautious weight decay"

@@ -35,14 +35,14 @@ struct LAMB {
   }
 
   AMP_MP_BOTH void moments(float g, float w, float& m, float& v) const {
-    // add the gradient of the L2 penalty, if there is one
-    average.update(select(penalty != 0, g + penalty * w, g), m, v);
+    // add the gradient of the L2 penalty
+    average.update(add_decay(g, penalty, w), m, v);
   }
 
   AMP_MP_BOTH float direction(float w, float m, float v) const {
     // Adam's update with both biases corrected, plus the decoupled weight decay
     const float update = m * inv_bias1 / (sqrtf(v) * inv_bias2_root + eps);
-    return update + decay(update, w) * w;
+    return add_decay(update, decay(update, w), w);
   }
 
   AMP_MP_BOTH void operator()(float, float& w, float m, float v) const {
@@ -70,9 +70,10 @@ struct NovoGrad {
   bool inside;   // whether the first moment is that of what the step takes
 
   static AMP_MP_BOTH NovoGrad at(const Hyper& h, Clock& c, const Norms& n) {
-    // update the tensor's second moment; the first step starts it
+    // update the tensor's second moment; the first step starts it where nothing has
     const double square = n.grad * n.grad;
-    c.own = c.step == 1 ? square : h.beta2 * c.own + (1 - h.beta2) * square;
+    const bool starts = c.step == 1 && c.own == 0;
+    c.own = starts ? square : h.beta2 * c.own + (1 - h.beta2) * square;
     return {.step_size = float(h.lr / (1 - c.beta1_power)),
             .beta1 = float(h.beta1),
             .gain = float(1 - h.dampening),
@@ -85,14 +86,14 @@ struct NovoGrad {
   AMP_MP_BOTH void operator()(float g, float& w, float& m) const {
     if (inside) {
       // normalise the gradient, add the weight decay, update the first moment
-      m = beta1 * m + gain * (g * inv_root + weight_decay * w);
+      m = beta1 * m + gain * add_decay(g * inv_root, weight_decay, w);
       // take the step
       w = w - step_size * m;
     } else {
       // update the first moment of the gradient
       m = beta1 * m + gain * g;
       // take the normalised step, with decoupled weight decay
-      w = w - step_size * (m * inv_root) - shrink * w;
+      w = add_decay(w - step_size * (m * inv_root), -shrink, w);
     }
   }
 };

@@ -32,7 +32,7 @@ struct SGD {
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // update the momentum buffer
     buffer = momentum * buffer + gain * g;
     // decay the weight and take the step
@@ -58,7 +58,7 @@ struct ScaledSGD {
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // update the momentum buffer
     buffer = momentum * buffer + lr * g;
     // take the step
@@ -78,7 +78,7 @@ struct PlainSGD {
 
   AMP_MP_BOTH void operator()(float g, float& w) const {
     // add the gradient of the L2 penalty
-    g = g + weight_decay * w;
+    g = add_decay(g, weight_decay, w);
     // take the step
     w = w - lr * g;
   }
@@ -114,7 +114,7 @@ struct LARS {
 
   AMP_MP_BOTH void operator()(float g, float& w, float& buffer) const {
     // add the gradient of the L2 penalty, adapt to the tensor's norms
-    g = (g + weight_decay * w) * ratio;
+    g = add_decay(g, weight_decay, w) * ratio;
     // update the momentum buffer
     buffer = momentum * buffer + gain * g;
     // take the step

@@ -94,7 +94,10 @@ at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const a
     const auto here = [&](const at::Tensor& number) { return number.to(grad.device()); };
     at::Tensor scaled = grad.to(at::kFloat);  // itself, if it is float32
     if (scale) scaled.mul_(here(inverse));
-    if (decays_any) scaled.addcmul_(weight.to(at::kFloat), here(decays[int64_t(i)]));
+    if (decays_any) {
+      const at::Tensor decay = here(decays[int64_t(i)]);
+      scaled.addcmul_(weight.to(at::kFloat).masked_fill(decay.eq(0), 0), decay);
+    }
     scaled.mul_(here(ratios[int64_t(i)]));
     if (!scaled.is_same(grad)) grad.copy_(scaled);
   }

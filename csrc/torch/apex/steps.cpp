@@ -37,14 +37,11 @@ at::Tensor make_verdict(const TensorLists& lists) {
   return verdict;
 }
 
-// The parameters' Clocks after so many steps with these betas, float64 [n, 4].
-at::Tensor make_clocks(const TensorLists& lists, int64_t steps, const Hyper& betas) {
-  const auto before = double(steps);
+// The parameters' Clocks after so many steps, float64 [n, 4].
+at::Tensor make_clocks(const TensorLists& lists, int64_t steps) {
   const at::Tensor clocks = at::zeros(
       {int64_t(lists[1].size()), int64_t(sizeof(Clock) / sizeof(double))}, doubles(lists));
-  clocks.select(1, 0).fill_(before);
-  clocks.select(1, 1).fill_(std::pow(betas.beta1, before));
-  clocks.select(1, 2).fill_(std::pow(betas.beta2, before));
+  clocks.select(1, 0).fill_(double(steps));
   return clocks;
 }
 
@@ -85,7 +82,7 @@ void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_li
   const at::NoGradGuard no_grad;
   HyperTensors numbers = make_numbers(lr, weight_decay, beta1, beta2, eps);
   numbers.hyper.bias_correction = bias_correction;
-  const at::Tensor clocks = make_clocks(lists, step - 1, numbers.hyper);
+  const at::Tensor clocks = make_clocks(lists, step - 1);
   at::Tensor verdict = make_verdict(lists);
   if (mode != 0) {
     apply_rule<AdamW>(lists, verdict, numbers, clocks);
@@ -107,7 +104,7 @@ void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor
   numbers.hyper.eps = eps;
   numbers.hyper.decoupled = mode != 0;
   at::Tensor verdict = make_verdict(lists);
-  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0, numbers.hyper));
+  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0));
 }
 
 constexpr const char* kLamb = R"(amp_mp.optim.LAMB's step; gradients are not written.
@@ -138,7 +135,7 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
     multiplier.fill_(max_grad_norm / std::get<double>(global_grad_norm));
   }
   multiplier.clamp_max_(1.0);
-  apply_rule<LAMB>(lists, verdict, numbers, make_clocks(lists, step - 1, numbers.hyper));
+  apply_rule<LAMB>(lists, verdict, numbers, make_clocks(lists, step - 1));
 }
 
 constexpr const char* kNovograd = R"(amp_mp.optim.NovoGrad's step.
@@ -160,10 +157,10 @@ void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tenso
   numbers.hyper.dampening = grad_averaging ? beta1 : 0;
   numbers.hyper.bias_correction = bias_correction;
   numbers.hyper.reg_inside_moment = moment_mode == 0;
-  const at::Tensor clocks = make_clocks(lists, step - 1, numbers.hyper);
-  clocks.select(1, 0).fill_(1);  // the rule's first step would ignore grad_norms
+  const at::Tensor clocks = make_clocks(lists, step - 1);
   const at::Tensor squares = clocks.select(1, offsetof(Clock, own) / sizeof(double));
-  squares.copy_(grad_norms.to(at::kDouble).square());
+  // Above 0, or the rule's first step would take the gradient's norm as it is.
+  squares.copy_(grad_norms.to(at::kDouble).square()).clamp_(0x1p-1074);
   at::Tensor verdict = make_verdict(lists);
   apply_rule<NovoGrad>(lists, verdict, numbers, clocks);
   grad_norms.copy_(squares.sqrt());
@@ -193,7 +190,7 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
   multiplier.fill_(scale);
   if (first_run)
     for (const at::Tensor& buffer : lists[2]) buffer.masked_fill_(skip.eq(0), 0);
-  const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1, numbers.hyper);
+  const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1);
   if (momentum != 0) {
     apply_rule<SGD>(lists, verdict, numbers, clocks);
   } else {

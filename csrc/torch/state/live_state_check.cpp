@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 
 #include "torch/muon/row_norms.h"
 #include "torch/state/live_state.h"
@@ -67,13 +66,12 @@ void check_state(const Member& member) {
                     "whole state, and it starts from the beginning");
 }
 
-// The clock of a parameter whose three entries lie side by side in memory; else undefined.
+// The clock of a parameter whose two entries lie in one piece of memory; else undefined.
 at::Tensor present_clock(const Member& member) {
-  const py::object* const keys[] = {&member.layout->step, &member.layout->powers,
-                                    &member.layout->own};
-  const int64_t offsets[] = {0, 1, 3};
+  const py::object* const keys[] = {&member.layout->step, &member.layout->own};
+  const int64_t offsets[] = {0, 3};
   at::Tensor first;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 2; ++i) {
     const py::handle entry = item_of(member.state, *keys[i]);
     if (!is_tensor(entry)) return {};
     const at::Tensor& t = tensor_of(entry);
@@ -89,30 +87,15 @@ at::Tensor present_clock(const Member& member) {
 std::array<double, 4> clock_numbers(const Member& member) {
   const RuleLayout& layout = *member.layout;
   const py::object& state = member.state;
-  const py::handle step = item_of(state, layout.step), held = item_of(state, layout.powers),
-                   own = item_of(state, layout.own);
+  const py::handle step = item_of(state, layout.step), own = item_of(state, layout.own);
   static PyObject* const buffer = PyUnicode_InternFromString("momentum_buffer");
-  static PyObject* const betas_key = PyUnicode_InternFromString("betas");
   // torch's SGD and Muon count no steps: a momentum buffer says that there was at least one.
   const bool has_buffer =
       std::any_of(layout.states.begin(), layout.states.end(), [&](const KeptState& kept) {
         return kept.name.is(py::handle(buffer)) && is_held(kept, state);
       });
-  std::array<double, 4> numbers = {step ? number_in(step) : double(has_buffer), 0, 0,
-                                   own ? number_in(own) : layout.own_start};
-  if (is_tensor(held)) {
-    const at::Tensor powers = doubles_on_host(local_of(held));
-    TORCH_CHECK_VALUE(powers.numel() == 2, member.label, ": ", text_of(layout.powers),
-                      " must be two numbers, found ", describe(powers));
-    std::copy_n(powers.const_data_ptr<double>(), 2, numbers.begin() + 1);
-    return numbers;
-  }
-  const py::handle betas = item_of(member.group, betas_key);
-  for (int i = 0; i < 2; ++i) {
-    const double beta = betas ? number_in(number_at(betas, i, betas_key)) : 0.0;
-    numbers[size_t(1 + i)] = std::pow(beta, numbers[0]);
-  }
-  return numbers;
+  return {step ? number_in(step) : double(has_buffer), 0, 0,
+          own ? number_in(own) : layout.own_start};
 }
 
 }  // namespace
@@ -151,7 +134,6 @@ Tensors clocks_of(const std::vector<Member>& members) {
     const at::Tensor clock =
         device.is_cuda() ? there.select(0, int64_t(k)) : here.select(0, int64_t(k)).clone();
     set_item(member.state, member.layout->step, wrapped(clock.select(0, 0)));
-    set_item(member.state, member.layout->powers, wrapped(clock.narrow(0, 1, 2)));
     set_item(member.state, member.layout->own, wrapped(clock.select(0, 3)));
     clocks[missing[k]] = clock;
   }

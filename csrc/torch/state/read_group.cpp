@@ -5,15 +5,15 @@ namespace amp_mp {
 
 namespace {
 
-// A group's number as Hyper has it; a tensor as `lr` stays one. ValueError naming the number.
+// A group's number as Hyper has it; tensors as lr and weight_decay stay what they are. ValueError naming the number.
 void read_number(HyperTensors& to, const HyperMember& member, py::handle value, py::handle key) {
   if (member.flag) {
     to.hyper.*member.flag = truth_of(value, key);
     return;
   }
-  if (member.number == &Hyper::lr && is_tensor(value)) {
-    to.lr = tensor_of(value);
-    return;
+  if (is_tensor(value)) {
+    if (member.number == &Hyper::lr) return void(to.lr = tensor_of(value));
+    if (member.number == &Hyper::weight_decay) return void(to.weight_decay = tensor_of(value));
   }
   const double number = PyFloat_AsDouble(value.ptr());
   if (number == -1 && PyErr_Occurred()) {

@@ -3,7 +3,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <array>
 #include <cstring>
@@ -77,11 +77,13 @@ struct Restoring {
   // New tensors in the file's order, but for the master.
   py::dict restored(py::list undo) {
     const at::Tensor clock = new_clock();
-    for (const Given& given : all_given)
+    for (const Given& given : all_given) {
+      if (given.is(Like::unused)) continue;
       if (clock.defined() && given.is(Like::number))
         add_to(clock, given);
       else
         add(given);
+    }
     add_master(undo);
     settle(group, local, state);
     return state;
@@ -146,11 +148,8 @@ struct Restoring {
     return {part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
   }
 
-  // Where the clock (core/rules/base.h) has an entry: its first number, and how many.
-  static std::pair<int64_t, int64_t> place_in_clock(const std::string& entry) {
-    if (entry == "step") return {0, 1};
-    return entry == "beta_powers" ? std::pair(1, 2) : std::pair(3, 1);
-  }
+  // Where the clock (core/rules/base.h) has an entry.
+  static int64_t place_in_clock(const std::string& entry) { return entry == "step" ? 0 : 3; }
 
   // Memory of the clock in one piece, as the step keeps it; undefined where the file has not each
   // of its entries once in float64.
@@ -159,17 +158,16 @@ struct Restoring {
     for (const Given& given : all_given) {
       if (!given.is(Like::number)) continue;
       if (!is_plain(given.value) || tensor_of(given.value).scalar_type() != at::kDouble) return {};
-      ++found[size_t(place_in_clock(given.entry->name).first)];
+      ++found[size_t(place_in_clock(given.entry->name))];
     }
-    if (found != std::array{1, 1, 0, 1}) return {};
-    return at::empty({4}, local.options().dtype(at::kDouble));
+    if (found != std::array{1, 0, 0, 1}) return {};
+    return at::zeros({4}, local.options().dtype(at::kDouble));
   }
 
   void add_to(const at::Tensor& clock, const Given& given) {
     // No autograd graph holds a clock: its views need no version counter in common.
     const at::AutoDispatchBelowADInplaceOrView plain_views;
-    const auto [first, count] = place_in_clock(given.entry->name);
-    const at::Tensor place = count == 1 ? clock.select(0, first) : clock.narrow(0, first, count);
+    const at::Tensor place = clock.select(0, place_in_clock(given.entry->name));
     const at::Tensor& value = tensor_of(given.value);
     // torch's copy of one number takes a microsecond.
     if (value.is_cpu() && clock.is_cpu() && value.is_contiguous() && !value.is_neg())

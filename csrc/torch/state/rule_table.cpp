@@ -67,7 +67,6 @@ RuleLayout declared(const char* op) {
   OwnNumber own = {"layer", 0};  // of a rule without: what the clock's fourth number is called
   if constexpr (has_own_number<Rule>) own = Rule::kOwn;
   layout.step = interned("step");
-  layout.powers = interned("beta_powers");
   layout.own = interned(own.name);
   layout.own_start = own.start;
   layout.own_is_kept = has_own_number<Rule>;
@@ -169,6 +168,7 @@ std::vector<py::object> RuleLayout::keys() const {
   };
   for (const MasterEntry& master : master_entries()) add(master.entry);
   add(step);
+  if (own_is_kept) add(own);
   for (const KeptState& state : states)
     for (const StoredFormat& stored : state.formats) {
       add(stored.entry);
@@ -211,7 +211,7 @@ void bind_rule_table(py::module_& m) {
   m.def("clock_entries", [] {
     py::set names;
     for (const RuleLayout& rule : declared_rules())
-      for (const py::object& name : {rule.step, rule.powers, rule.own}) names.add(name);
+      for (const py::object& name : {rule.step, rule.own}) names.add(name);
     return names;
   });
   m.def("allowed_numbers", [] {

@@ -62,7 +62,7 @@ py::object entry_name(const std::string& state, Format format);
 struct RuleLayout {
   std::string op;  // the native operator, "adamw_"
   std::vector<KeptState> states;
-  py::object step, powers, own;  // the clock's entries
+  py::object step, own;  // the clock's entries
   double own_start = 0;
   bool own_is_kept = false;  // a rule's number of its own, which no step loses
   std::vector<HyperNumber> numbers;
@@ -83,11 +83,11 @@ const std::vector<RuleLayout>& declared_rules();
 Layout layout_of(const py::handle& rule);
 Layouts layouts_of(const py::list& rules);
 
-// The numbers of one param_group. lr may be a tensor of one float32 or float64 number: on the
-// step's device it is read when the step runs, elsewhere now.
+// The numbers of one param_group. Two may be tensors of one number: on the step's device they are
+// read when the step runs, elsewhere now.
 struct HyperTensors {
   Hyper hyper;
-  at::Tensor lr;
+  at::Tensor lr, weight_decay;
 };
 
 // The numbers of a param_group, of which an optimizer has these.

@@ -8,8 +8,9 @@ using Like = SavedEntry::Like;
 SavedEntries::SavedEntries(const py::iterable& rules) {
   const auto add = [&](const SavedEntry& entry) { entries_.insert_or_assign(entry.name, entry); };
   for (const RuleLayout& rule : declared_rules())
-    for (const py::object& name : {rule.step, rule.powers, rule.own})
+    for (const py::object& name : {rule.step, rule.own})
       add({text_of(name), "step", "", Like::number, {}});
+  add({"beta_powers", "", "", Like::unused, {}});  // of amp_mp 0.2: step and betas tell them
   const auto coded = [&](const py::object& entry, const std::string& state,
                          const std::string& format, at::ScalarType dtype,
                          const std::string& scale = "") {

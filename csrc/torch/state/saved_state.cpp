@@ -60,11 +60,8 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
   }
   const auto dtype = [&] { return text_of(value.attr("dtype")); };
   if (entry->like == Like::number) {
-    const bool two = name == "beta_powers";
-    const bool fits = two ? t.dim() == 1 && t.numel() == 2 : t.numel() == 1;
-    if (fits && !t.is_complex()) return "";
-    return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be " +
-           (two ? "two numbers" : "one number");
+    if (t.numel() == 1 && !t.is_complex()) return "";
+    return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be one number";
   }
   const bool in_groups = entry->like == Like::scale || !entry->scale.empty();
   // Groups are of neighbours in memory.
@@ -120,11 +117,12 @@ py::object wrong_state_of(const SavedEntries& entries, const std::set<std::strin
     if (value.is_none()) continue;
     const std::string name = text_of(key);
     const SavedEntry* entry = entries.find(name);
+    if (entry && entry->like == Like::unused) continue;
     const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value);
     std::string what;
     if (tensor)
       what = wrong_tensor(entries, entry, name, value, param);
-    else if (entry && (!is_number || name == "beta_powers"))
+    else if (entry && !is_number)
       what = "is not a tensor: " + repr_of(value);
     if (what.empty() && is_number)
       what = wrong_clock(py::reinterpret_borrow<py::object>(value), name);
@@ -161,7 +159,6 @@ py::object wrong_state_of(const SavedEntries& entries, const std::set<std::strin
 }  // namespace
 
 std::string wrong_clock(const py::object& value, const std::string& name) {
-  const bool is_step = name == "step", is_powers = name == "beta_powers";
   std::vector<double> numbers;
   if (is_tensor(value)) {
     const at::Tensor here = doubles_on_host(local_of(value));
@@ -175,8 +172,7 @@ std::string wrong_clock(const py::object& value, const std::string& name) {
   for (const double number : numbers) {
     const bool is_count = number >= 0 && std::isfinite(number) && number == std::floor(number);
     const std::string found = ", found " + repr_of(py::float_(number));
-    if (is_step && !is_count) return "must be a whole number from 0 on" + found;
-    if (is_powers && !(number >= 0 && number <= 1)) return "must be in [0, 1]" + found;
+    if (name == "step" && !is_count) return "must be a whole number from 0 on" + found;
   }
   return "";
 }

@@ -10,7 +10,8 @@ namespace amp_mp {
 
 // An entry that a parameter's state may have in a state dict.
 struct SavedEntry {
-  enum class Like { param, row, scale, number };  // what has the same shape; row: each row's number
+  // What has the same shape; row: each row's number; unused: what no step reads any more.
+  enum class Like { param, row, scale, number, unused };
   std::string name, state;  // state: what it is a part of, by name; "master"; or "step", the clock
   std::string format;       // how that is stored; "" where the dtype says it
   Like like;
@@ -34,7 +35,7 @@ class SavedEntries {
 };
 
 // What is wrong with a number of a parameter's clock, by its entry's name: no number, no count of
-// steps, no powers of betas. Empty where it can be.
+// steps. Empty where it can be.
 std::string wrong_clock(const py::object& value, const std::string& name);
 
 // The first of a group's parameters whose saved state cannot be loaded, by its place, with the

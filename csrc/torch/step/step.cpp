@@ -69,29 +69,38 @@ Verdict decide_on_cpu(const Statistics* total, const DecideInputs& d) {
   return v;
 }
 
-// The param_groups' numbers for a step on the device. Keeps alive in `kept` the tensors that the
-// step reads.
+// Where a step on the device reads a number that is a tensor; null where it is on the CPU and read
+// now. `kept` keeps alive what the step reads.
+const void* read_at(const at::Tensor& given, const char* name, const at::Device& device,
+                    double& number, bool& is_double, Tensors& kept) {
+  if (!given.defined()) return nullptr;
+  check_plain(given, {name});
+  TORCH_CHECK_VALUE(given.numel() == 1 && !given.is_complex(), "amp_mp: ", name,
+                    " must be one number, found ", describe(given));
+  const at::ScalarType dtype = given.scalar_type();
+  const bool is_read_there = dtype == at::kFloat || dtype == at::kDouble;
+  TORCH_CHECK_VALUE(!is_capturing(device) || (given.device() == device && is_read_there), "amp_mp: ",
+                    name, " (", describe(given), ") is not on ", device,
+                    " in float32 or float64, and replays of a captured step look nowhere else; "
+                    "put it there");
+  if (given.is_cpu()) {
+    number = given.item<double>();
+    return nullptr;
+  }
+  is_double = dtype == at::kDouble;
+  kept.push_back(given.to(given.options().device(device).dtype(is_double ? dtype : at::kFloat)));
+  return kept.back().const_data_ptr();
+}
+
+// The param_groups' numbers for a step on the device.
 std::vector<Hyper> hypers_of(const std::vector<HyperTensors>& hyper_tensors,
                              const at::Device& device, Tensors& kept) {
   std::vector<Hyper> hypers;
   for (const HyperTensors& n : hyper_tensors) {
-    hypers.push_back(n.hyper);
-    if (!n.lr.defined()) continue;
-    Hyper& h = hypers.back();
-    check_plain(n.lr, {"lr"});
-    const at::ScalarType dtype = n.lr.scalar_type();
-    TORCH_CHECK_VALUE(n.lr.numel() == 1 && (dtype == at::kFloat || dtype == at::kDouble),
-                      "amp_mp: lr must be one number of dtype Float or Double, found ",
-                      describe(n.lr));
-    h.lr_is_double = dtype == at::kDouble;
-    kept.push_back(n.lr.device().is_cuda() && n.lr.device() != device ? n.lr.to(device) : n.lr);
-    h.lr_at = kept.back().const_data_ptr();
-    if (!n.lr.device().is_cpu()) continue;
-    TORCH_CHECK_VALUE(!is_capturing(device), "amp_mp: lr (", describe(n.lr),
-                      ") is on the CPU, where ",
-                      "replays of a captured step do not look; put it on ", device);
-    read_rate(h);
-    h.lr_at = nullptr;
+    Hyper& h = hypers.emplace_back(n.hyper);
+    h.lr_at = read_at(n.lr, "lr", device, h.lr, h.lr_is_double, kept);
+    h.weight_decay_at = read_at(n.weight_decay, "weight_decay", device, h.weight_decay,
+                                h.weight_decay_is_double, kept);
   }
   return hypers;
 }

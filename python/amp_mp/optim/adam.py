@@ -28,7 +28,7 @@ class AdamW(FusedOptimizer):
         cautious: decay only where update * weight >= 0, by the float32 master (Chen et al.,
             "Cautious weight decay", 2025, algorithm 1). Default False.
 
-    State: exp_avg (m), exp_avg_sq (v), beta_powers, and max_exp_avg_sq with amsgrad.
+    State: exp_avg (m), exp_avg_sq (v), and max_exp_avg_sq with amsgrad.
     """
 
     _rules = (Rule("adamw_"), Rule("amsgrad_adamw_"))
@@ -102,7 +102,7 @@ class NAdam(FusedOptimizer):
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
         cautious: with decoupled_weight_decay, as AdamW's. Default False.
 
-    State: exp_avg (m), exp_avg_sq (v), mu_product (p_t, one number per tensor) and beta_powers.
+    State: exp_avg (m), exp_avg_sq (v) and mu_product (p_t, one number per tensor).
     """
 
     _rules = (Rule("nadam_"),)
@@ -146,7 +146,7 @@ class RAdam(FusedOptimizer):
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
         cautious: with decoupled_weight_decay, as AdamW's. Default False.
 
-    State: exp_avg (m), exp_avg_sq (v) and beta_powers.
+    State: exp_avg (m) and exp_avg_sq (v).
     """
 
     _rules = (Rule("radam_"),)

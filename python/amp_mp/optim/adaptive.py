@@ -138,7 +138,7 @@ class Adamax(FusedOptimizer):
         eps: added to |g|. Default 1e-8.
         weight_decay: what is added to the gradient, times the weight. Default 0.
 
-    State: exp_avg (m), exp_inf (u) and beta_powers.
+    State: exp_avg (m) and exp_inf (u).
     """
 
     _rules = (Rule("adamax_"),)

@@ -28,7 +28,7 @@ class LAMB(FusedOptimizer):
         cautious: weight_decay w is added only where its sign is that of the rest of r, as AdamW's.
             Default False.
 
-    State: exp_avg (m), exp_avg_sq (v) and beta_powers.
+    State: exp_avg (m) and exp_avg_sq (v).
     """
 
     _rules = (Rule("lamb_"),)

@@ -4,17 +4,20 @@
 
 namespace {
 
-// What a CUDA graph replays: one list of pointers for all steps, while gradients, rate and scale
-// change where they are. Against a host that does each step anew.
+// What a CUDA graph replays: one list of pointers for all steps, while gradients, rate, decay
+// and scale change where they are. Against a host that does each step anew.
 void replays(const Rule& rule, const char* name, std::vector<double> policy, int steps) {
   Model host_model({kEdges, 5}, false, rule.states, rule.squares), device_model = host_model;
   const std::vector<Slot> slots = host_model.slots(), device_slots = device_model.slots();
   const std::vector<Reading> readings = device_model.readings(kGrad);
   std::vector<Hyper> hypers = host_model.hypers(), device_hypers = hypers;
   float rate = 0;
+  double decay = 0;
   for (Hyper& h : device_hypers) {
-    h.lr = 1e30;
+    h.lr = h.weight_decay = 1e30;
     h.lr_at = &rate;
+    h.weight_decay_at = &decay;
+    h.weight_decay_is_double = true;
   }
   std::vector<double> device_policy = policy;
   Outside outside;
@@ -24,7 +27,8 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy, int
   int skipped = 0;
   for (int step = 0; step < steps; ++step) {
     rate = 1e-3f / float(1 + step);
-    for (Hyper& h : hypers) h.lr = double(rate);
+    decay = .1 / (1 + step);
+    for (Hyper& h : hypers) h.lr = double(rate), h.weight_decay = decay;
     const bool bad = step % 7 == 3;
     const float scale = outside.scale;
     for (Model* model : {&host_model, &device_model})

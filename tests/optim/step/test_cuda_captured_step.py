@@ -65,6 +65,26 @@ def test_a_captured_step_replayed_is_the_eager_one(
     assert 30 < skipped < 80
 
 
+@pytest.mark.parametrize("kind", [amp.optim.AdamW, amp.optim.Adam, amp.optim.LAMB])
+def test_a_replay_reads_the_weight_decay_that_is_a_tensor(kind: Any) -> None:
+    """Against an eager optimizer whose groups get numbers; two groups, one with a plain number."""
+    decay = torch.full((), 0.1, device=DEVICE)
+    graphed, eager = (Training(kind=kind, weight_decay=d) for d in (decay, decay.item()))
+    for training in (graphed, eager):
+        groups = training.optimizer.param_groups
+        moved = groups[0]["params"].pop()
+        training.optimizer.add_param_group({"params": [moved], "weight_decay": 0.3})
+    graph = captured(graphed, eager)
+    for step in range(2, 12):
+        decay.fill_(0.0 if step == 5 else 0.5 / step)
+        eager.optimizer.param_groups[0]["weight_decay"] = decay.item()
+        for training in (graphed, eager):
+            training.fill(step, overflows_at(step))
+        graph.replay()
+        eager.step()
+        assert graphed.state() == eager.state(), step
+
+
 @pytest.mark.parametrize("memory", ["exact", "micro"])
 @pytest.mark.parametrize("kind", [amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam])
 def test_a_captured_step_counts_for_every_rule(kind: Any, memory: str) -> None:
@@ -160,9 +180,13 @@ def test_a_capture_that_would_leave_something_out_is_refused() -> None:
     training.scaler = Training().scaler
     training.params[1].grad = grad
     training.params[1].requires_grad_(False)
-    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with refused_capture(ValueError, r"lr .*is on the CPU.*put it on cuda:0"):
-        training.optimizer.step()
+    for name, where in (("lr", "cpu"), ("weight_decay", "cpu"), ("weight_decay", DEVICE)):
+        group = training.optimizer.param_groups[0]
+        number = group[name]
+        group[name] = torch.tensor(0.1, dtype=torch.bfloat16, device=where)
+        with refused_capture(ValueError, rf"{name} .*is not on cuda:0 in float32.*put it there"):
+            training.optimizer.step()
+        group[name] = number
     assert training.state()[:2] == before[:2]
 
 

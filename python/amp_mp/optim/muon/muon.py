@@ -87,7 +87,7 @@ class Muon(FusedOptimizer):
     A param_group may have use_muon, split (as above) and flatten (True makes one matrix of more
     dimensions). params may be a torch.nn.Module.
     State: momentum_buffer (m); with normalize second_momentum_buffer, float32, a number for each
-    row; with use_muon=False exp_avg, exp_avg_sq and beta_powers as AdamW's.
+    row; with use_muon=False exp_avg and exp_avg_sq as AdamW's.
     """
 
     _rules = (MUON, NORMUON, ADAMW)
