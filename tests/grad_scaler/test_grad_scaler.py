@@ -7,12 +7,14 @@ fused optimizer must give the very bits which that optimizer gives with the true
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import raw_bytes
 from torch import Tensor, nn
+from watching import watching
 
 import amp_mp as amp
 
@@ -172,6 +174,58 @@ def test_a_fused_optimizer_of_torch_steps_as_under_torchs_scaler(
             one_step(scaler, optimizer)
         assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     assert raw_bytes(params) == raw_bytes(twins)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": True}, {"dampening": 0.5}, {"maximize": True, "weight_decay": 0.1}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_the_step_after_skipped_first_ones_is_the_first_of_torchs_fused_sgd(
+    device: str, unscaled: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second group has its first gradient later, which overflows too."""
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, math.nan))
+    results = []
+    for name, skips in (("amp", 2), ("torch", 0)):
+        params, late = parameters(device), parameters(device)
+        groups = [{"params": params}, {"params": late}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True, **options)
+        scaler = make_scaler(name, device)
+        for step in range(4):
+            for bad in [math.inf] * skips * (step in (0, 2)) + [0.0]:
+                scaler.scale(torch.ones(1, device=device))
+                set_gradients(params, step, scaler.get_scale(), bad)
+                if step >= 2:
+                    set_gradients(late, step, scaler.get_scale(), bad)
+                if unscaled:
+                    scaler.unscale_(optimizer)
+                one_step(scaler, optimizer)
+        results.append(state_of(optimizer))
+    assert results[0] == results[1]
+
+
+def test_parameters_of_torchs_fused_sgd_get_gradients_one_after_another(device: str) -> None:
+    """With torch's scaler a TypeError; the host does not wait for the device."""
+    results = []
+    for fused in (True, False):
+        params = parameters(device)
+        optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5, fused=fused)
+        scaler = make_scaler("amp", device)
+        for count in range(1, 4):
+            for param, grad in zip(
+                params[:count], gradients(device, torch.float32, count), strict=False
+            ):
+                param.grad = grad * SCALE
+            scaler.scale(torch.ones(1, device=device))
+            with watching() if fused and device == "cuda" else nullcontext() as seen:
+                scaler.step(optimizer)
+            assert seen is None or seen.waits == 0
+            scaler.update()
+        results.append(params)
+    for found, wanted in zip(*results, strict=True):  # three steps, each rounded once or twice
+        torch.testing.assert_close(found, wanted, rtol=2.0**-20, atol=2.0**-20)
 
 
 # Gradients as they are: read once, written never.

@@ -78,6 +78,47 @@ def test_it_moves_as_torch_moves_it_but_never_below_the_smallest_normal_number(
     assert len(seen) > 1
 
 
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "ours": lambda params: amp.optim.SGD(params, lr=0.1),
+    "ours, unscaled before": lambda params: amp.optim.SGD(params, lr=0.1, amp_scaling=False),
+    "torch's": lambda params: torch.optim.SGD(params, lr=0.1),
+    "torch's, fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+POLICIES: dict[str, Callable[[], Any]] = {
+    "torch's": lambda: None,
+    "Backoff": lambda: amp.scaling.Backoff(1.0, 2.0**40, step_window=2, init_scale=2.0**20),
+    "Hysteresis": lambda: amp.scaling.Hysteresis(2.0**20, growth_interval=2, hysteresis=1),
+    "Tolerance": lambda: amp.scaling.Tolerance(2.0**20, step_window=2, tolerance=0.0),
+}
+
+
+@pytest.mark.parametrize("read_after", ["update", "step"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_scale_falls_in_the_iterations_that_are_skipped_and_in_no_others(
+    device: str, maker: str, policy: str, read_after: str
+) -> None:
+    """The rule by which trainers leave out a scheduler's step, read before the step or after it."""
+    weight = nn.Parameter(torch.zeros(3, device=device))
+    optimizer = MAKERS[maker]([weight])
+    loss_scale = POLICIES[policy]()
+    scaler = amp.GradScaler(device, 2.0**20, growth_interval=2, loss_scale=loss_scale)
+    source = torch.Generator().manual_seed(3)
+    skipped, fell = [], []
+    for overflows in (torch.rand(30, generator=source) < 0.4).tolist():
+        begin(scaler, device)
+        set_gradients(optimizer, overflows)
+        old, before = weight.tolist(), scaler.get_scale()
+        scaler.step(optimizer)
+        if read_after == "step":
+            before = scaler.get_scale()
+        scaler.update()
+        fell.append(scaler.get_scale() < before)
+        skipped.append(weight.tolist() == old)
+        assert skipped[-1] == overflows
+    assert fell == skipped
+
+
 @pytest.mark.parametrize("loss_scale", [None, "Backoff", "LogMax"])
 def test_a_second_loss_carries_the_same_scale(device: str, loss_scale: Any) -> None:
     scaler = amp.GradScaler(device, init_scale=2.0**24, loss_scale=loss_scale)

@@ -32,7 +32,12 @@ class GradScaler(torch.amp.GradScaler):
     for clipping, and the optimizer's own pass unscales. For another optimizer it unscales natively,
     once. float16 gradients are accepted either way. The scale never falls below 2^-126; torch's
     reaches 0. 25 iterations with an overflow in a row give a warning, once. A step without any
-    gradient raises AssertionError, as torch's.
+    gradient raises AssertionError, as torch's. After skipped steps the next one of torch's
+    SGD(fused=True) is still its first; torch's scaler leaves it unwritten memory as momentum.
+
+    By torch's rule and "Backoff" the scale falls in an iteration that is skipped and in no other,
+    unless it is at its floor. LogMax and AdaptiveGradScale also lower it where nothing is skipped,
+    Hysteresis and Tolerance may keep it: there `optimizer.step_was_skipped` tells.
 
     Args:
         device: "cuda" or "cpu"; default: "cuda" where there is one.
@@ -116,7 +121,12 @@ class GradScaler(torch.amp.GradScaler):
         if own is None or "closure" in kwargs or stepper_of(own).releases:
             # unscale_ may have found it on another stream
             _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
-            return super().step(optimizer, *args, **kwargs)
+            begun = begin_momentum(optimizer)
+            result = super().step(optimizer, *args, **kwargs)
+            if begun and any(found.item() for found in state["found_inf_per_device"].values()):
+                for each in begun:
+                    each.pop("momentum_buffer", None)
+            return result
         scale, _ = self._check_scale_growth_tracker("step")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -321,6 +331,25 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
             "No inf checks were recorded for this optimizer: none of its parameters has a "
             "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"
         )
+
+
+def begin_momentum(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Makes what a first step of torch's fused SGD would leave unwritten if it is skipped.
+
+    torch's next step is never a first one, and would take those buffers for momenta. A momentum of
+    -0.0 makes it one: momentum * -0.0 + gradient is the gradient, bit for bit. With dampening there
+    is no such number: returns the states whose buffer a skipped step must not leave.
+    """
+    undone = []
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for param in group["params"] if group["fused"] and group["momentum"] else ():
+            if param.grad is None or optimizer.state[param].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                undone.append(optimizer.state[param])
+            elif param.grad.layout == torch.strided:  # torch refuses others
+                optimizer.state[param]["momentum_buffer"] = torch.full_like(param.grad, -0.0)
+    return undone
 
 
 def combined(
