@@ -352,6 +352,38 @@ def test_update_scale_hysteresis_of_any_numbers(
     assert seen == wanted
 
 
+@pytest.mark.parametrize("growth_factor", [1.0, 2.0, 4.0])
+def test_a_scale_under_hysteresis_has_no_bounds(device: str, growth_factor: float) -> None:
+    """Apex's rule in float32: to 0 below the smallest normal number, never to infinity.
+
+    The patience is full after a clean step; once it is used up each overflow lowers the scale.
+    """
+    backoff, interval, patience = 0.25, 3, 4
+    scale, tracker, left = np.float32(1024), 0, patience
+    tensors = torch.tensor([1024.0], device=device), flag(device), flag(device, patience)
+    smallest, largest, seen = 2.0**-126, float(np.finfo(np.float32).max), []
+    for run, overflows in ((6, True), (400, False), (150, True), (9, False)):
+        for _ in range(run):
+            if overflows:
+                left, tracker = left - 1, 0
+                if left <= 0:
+                    lowered = np.float32(float(scale) * backoff)
+                    scale = lowered if lowered >= smallest else np.float32(0)
+            else:
+                left, tracker = patience, (tracker + 1) % interval
+                grown = float(scale) * growth_factor
+                if tracker == 0 and grown <= largest:
+                    scale = np.float32(grown)
+            found_inf = torch.tensor([float(overflows)], device=device)
+            amp_C.update_scale_hysteresis(
+                *tensors, found_inf, growth_factor, backoff, interval, patience
+            )
+            assert [t.item() for t in tensors] == [scale, tracker, left]
+        seen.append(float(scale))
+    grown = 16.0 if growth_factor == 1 else float(2**127 if growth_factor == 2 else 2**126)
+    assert seen == [16.0, grown, 0.0, 0.0]
+
+
 STUB = Path(amp_mp.__file__).parent / "apex/amp_C.pyi"
 ARGUMENTS = {
     node.name: [argument.arg for argument in node.args.args]

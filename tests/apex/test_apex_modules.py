@@ -105,6 +105,29 @@ def test_a_model_that_casts_what_it_is_given() -> None:
     assert fp16_utils.FP16Model(net, torch.bfloat16)(x).dtype == torch.bfloat16
 
 
+CONVERSIONS: dict[str, Any] = {
+    "FP16Model": lambda net: fp16_utils.FP16Model(net),
+    "network_to_half": lambda net: fp16_utils.network_to_half(net),
+    "convert_network": lambda net: fp16_utils.convert_network(net, torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_batch_norms_with_weights_alone_stay_float32(device: str, name: str) -> None:
+    """As in Apex; without weights their statistics are converted, too."""
+    affine, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False)
+    net = nn.Sequential(nn.Linear(3, 4), affine, plain, nn.LayerNorm(4)).to(device)
+    model = CONVERSIONS[name](net)
+    kept = {id(t) for t in (*affine.parameters(), *affine.buffers())}
+    found = {t: id(t) in kept for t in (*net.parameters(), *net.buffers()) if t.is_floating_point()}
+    assert {t.dtype for t in found if found[t]} == {torch.float32}
+    assert {t.dtype for t in found if not found[t]} == {torch.float16}
+    x = torch.randn(5, 3, device=device)
+    assert model(x.half() if model is net else x).dtype == torch.float16
+    assert fp16_utils.BN_convert_float(net.half()) is net
+    assert (affine.running_var.dtype, plain.running_var.dtype) == (torch.float32, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_convert_module_leaves_the_modules_below(dtype: str) -> None:
     lstm = nn.LSTM(2, 3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from apex_levels import LOW, Weight, backward, network, train
 from torch import Tensor, nn
 
 import amp_mp
-from amp_mp.apex import amp
+from amp_mp.apex import amp, optimizers
 from amp_mp.apex.parallel import LARC
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-OPTIMIZERS = {"torch": torch.optim.SGD, "amp_mp": amp_mp.optim.SGD}
+OPTIMIZERS = {
+    "torch": torch.optim.SGD,
+    "amp_mp": amp_mp.optim.SGD,
+    "apex": optimizers.FusedSGD,
+}
 MESSAGE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 
 
@@ -51,8 +56,6 @@ def grads(optimizer: Any) -> list[list[float] | None]:
 def test_clipping_between_loss_and_step(
     level: str, low: torch.dtype, scale: Any, kind: str
 ) -> None:
-    if level == "O3" and kind == "amp_mp" and low == torch.float16 and scale != 1:
-        pytest.skip("its float16 gradients keep the scale; it has max_grad_norm")
     model, optimizer = started(level, low, kind, loss_scale=scale, max_loss_scale=64.0)
     optimizer.zero_grad()
     backward(model(torch.tensor([3.0, 4.0])), optimizer)
@@ -63,6 +66,80 @@ def test_clipping_between_loss_and_step(
     stepped = next(amp.master_params(optimizer)).float()
     torch.testing.assert_close(stepped, torch.tensor([0.25, 1.0]), rtol=0, atol=2e-2)
     assert torch.equal(model.w.float(), stepped.to(model.w.dtype).float())
+
+
+class Mixed(nn.Module):
+    """A float32 and a float16 weight, whose gradients are what the other is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.low = nn.Parameter(torch.tensor([4.0, 8.0], dtype=torch.float16))
+
+    def forward(self, for_wide: Tensor, for_low: Tensor) -> Tensor:
+        """A number."""
+        return (self.wide * for_wide).sum() + (self.low.float() * for_low).sum()
+
+
+FUSED = {
+    **OPTIMIZERS,
+    "unmaterialized": partial(optimizers.FusedSGD, materialize_master_grads=False),
+    "FusedAdam": optimizers.FusedAdam,
+    "FusedLAMB": partial(optimizers.FusedLAMB, max_grad_norm=None),
+}
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 4.0])
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_a_script_reads_are_the_true_ones(
+    level: str, kind: str, loss_scale: Any, num_losses: int
+) -> None:
+    """After each block and after the step; of O2's low weights those of the masters alone."""
+    model = Mixed()
+    optimizer = FUSED[kind](model.parameters(), lr=0.25)
+    options = {"loss_scale": loss_scale, "num_losses": num_losses, "cast_model_type": False}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    scalers = amp._amp_state.loss_scalers
+    for scaler, scale in zip(scalers, (4.0, 16.0), strict=False):
+        scaler._loss_scale = scale
+    wide, low = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 5.0])
+    for _ in range(2):
+        optimizer.zero_grad()
+        for losses in (1.0, 2.0):
+            scaler = scalers[int(losses) - 1 if num_losses == 2 else 0]
+            backward(model(wide, low), optimizer, scalers.index(scaler))
+            assert grads(optimizer) == [(wide * losses).tolist(), (low * losses).tolist()]
+            times = scaler.loss_scale() if level == "O2" else losses
+            assert model.low.grad is not None
+            assert model.low.grad.tolist() == (low * times).tolist()
+        optimizer.step()
+        assert grads(optimizer) == [
+            (wide * 2).tolist(),
+            None if level == "O2" else (low * 2).tolist(),
+        ]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_handle_leaves_true_gradients_to_the_optimizers_of_apex(wraps: bool) -> None:
+    model = Mixed()
+    optimizer = optimizers.FusedSGD(model.parameters(), lr=0.25)
+    with amp.init(dtype=torch.float16, device_type="cpu", loss_scale=8.0) as handle:
+        wrapped = handle.wrap_optimizer(optimizer) if wraps else None
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2), torch.ones(2))
+            with (
+                wrapped.scale_loss(loss)
+                if wrapped
+                else handle.scale_loss(loss, optimizer) as scaled
+            ):
+                scaled.backward()
+            assert grads(optimizer) == [[1.0, 1.0]] * 2
+            (wrapped or optimizer).step()
+            assert grads(optimizer) == [[1.0, 1.0]] * 2
+    assert (model.wide.tolist(), model.low.tolist()) == ([0.5, 1.5], [3.5, 7.5])
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -120,8 +197,10 @@ def test_model_zero_grad_is_enough_after_a_step(level: str) -> None:
         optimizer.step()
 
 
-def test_zero_grad_clears_masters_and_model() -> None:
-    model, optimizer = started()
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_zero_grad_clears_masters_and_model(kind: str) -> None:
+    """Also FusedSGD's, which writes zeros into float32 parameters."""
+    model, optimizer = started(kind=kind)
     backward(model(torch.ones(2)), optimizer)
     assert model.w.grad is not None
     optimizer.zero_grad()

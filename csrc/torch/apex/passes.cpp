@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -140,7 +141,8 @@ constexpr const char* kHysteresis =
     R"(amp_mp.scaling.Hysteresis on tensors of one element, in place.
 
 current_scale, found_inf: float32, an overflow where found_inf > 0; growth_tracker,
-hysteresis_tracker: int32. Returns current_scale, which stays in [2^-126, 2^126].
+hysteresis_tracker: int32. Returns current_scale. As Apex's it has no bounds: a scale that would be
+infinite stays as it is, one below 2^-126 becomes 0.
 )";
 at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
                                    const at::Tensor& growth_tracker,
@@ -154,22 +156,24 @@ at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
   const at::Tensor state = at::zeros({size}, at::TensorOptions().dtype(at::kDouble).device(device));
   // Filled on the device, because it would have to be waited for before a copy from the host.
   const auto set = [&](size_t offset, double value) { field(state, offset).fill_(value); };
-  const double smallest = std::numeric_limits<float>::min();  // 1 / scale has to be normal as well
   set(offsetof(HysteresisScale, kind), double(ScaleKind::hysteresis));
-  set(offsetof(HysteresisScale, scale_min), smallest);
-  set(offsetof(HysteresisScale, scale_max), 1 / smallest);
+  set(offsetof(HysteresisScale, scale_max), std::numeric_limits<double>::infinity());
   set(offsetof(HysteresisScale, growth_factor), growth_factor);
   set(offsetof(HysteresisScale, backoff_factor), backoff_factor);
   set(offsetof(HysteresisScale, growth_interval), double(growth_interval));
   set(offsetof(HysteresisScale, hysteresis), double(hysteresis));
+  const at::Tensor scale = field(state, offsetof(HysteresisScale, scale));
   const std::pair<const at::Tensor&, at::Tensor> numbers[] = {
-      {current_scale, field(state, offsetof(HysteresisScale, scale))},
+      {current_scale, scale},
       {growth_tracker, field(state, offsetof(HysteresisScale, growth_tracker))},
       {hysteresis_tracker, field(state, offsetof(HysteresisScale, hysteresis_tracker))}};
   for (const auto& [given, place] : numbers) place.copy_(given.squeeze());
   ScaleUpdateTensors update = {};
   update.policy = state;
   update_scale_(update, found_inf.gt(0).to(device, at::kDouble).squeeze(), std::nullopt, nullptr);
+  const at::Tensor rounded = scale.to(at::kFloat);
+  scale.copy_(at::where(rounded.isinf(), current_scale.squeeze(), rounded));
+  scale.masked_fill_(scale.lt(std::numeric_limits<float>::min()), 0);
   for (const auto& [given, place] : numbers) given.copy_(place);
   return current_scale;
 }

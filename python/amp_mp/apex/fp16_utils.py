@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
-from amp_mp.model.convert import convert_network
+from amp_mp.model import convert
 from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
@@ -96,12 +96,24 @@ def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
     return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
 
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch norms with weights, the only modules that Apex keeps in float32."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
+
+
 def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
-    """Turns every batch norm of the model into float32, in place; returns the model."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.float()
+    """Turns every batch norm with weights into float32, in place; returns the model."""
+    for module in _batch_norms(model):
+        module.float()
     return model
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """amp_mp.convert_network that keeps batch norms with weights in float32, and no other layer.
+
+    What keep_fp32 has marked stays float32, too. Returns the model; errors as there.
+    """
+    return convert.convert_network(network, dtype, keep_fp32_only=_batch_norms(network))
 
 
 class tofp16(nn.Module):  # noqa: N801 (Apex's name)
@@ -123,8 +135,8 @@ class tofp16(nn.Module):  # noqa: N801 (Apex's name)
 def network_to_half(model: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
     """The model, converted in place, behind a layer that casts its input; Apex's function.
 
-    Normalisation layers stay float32, and so does what keep_fp32 has marked. As in Apex, names in
-    the result's state_dict start with "1.". dtype: float16 or bfloat16; ValueError for another.
+    What stays float32 is what convert_network keeps. As in Apex, names in the result's state_dict
+    start with "1.". dtype: float16 or bfloat16; ValueError for another.
     """
     check_dtype(dtype, LOW_PRECISION)
     return nn.Sequential(tofp16(dtype), convert_network(model, dtype))

@@ -1,6 +1,7 @@
 """What initialize leaves on models and optimizers, and for each loss: hooks, masters, scales."""
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def _to_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 class LossScaler(ScaledLosses):
     """A loss of `num_losses`, with its scale."""
+
+    _folds = False  # scripts written for Apex read gradients after the block
 
     def __init__(self, loss_id: int, policy: ScalePolicy, device_type: str, prints: bool) -> None:
         super().__init__(policy, device_type, skips)
@@ -160,11 +163,11 @@ class Stash:
             ledger.note(params)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's, and the model's gradients are None."""
+        """The optimizer's, and gradients of low-precision parameters and of masters are None."""
         self._zero_grad(*args, **kwargs)
         self.carried = None
-        for param, _ in self.pairs():
-            param.grad = None
+        for tensor in chain(*self.pairs()):
+            tensor.grad = None
 
     def _model_params(self) -> list[Tensor]:
         to_model = (lambda p: p) if self.masters is None else self.masters.model_param

@@ -34,6 +34,8 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 class UnscalingStepper(Stepper):
     """Also divides the gradients by a loss scaler's scale, for scripts that read them then."""
 
+    unscales_gradients = True
+
     def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
         handed = super().run(optimizer)
@@ -53,7 +55,7 @@ class ApexOptimizer(FusedOptimizer):
     """What Apex's optimizers have in common beside amp_mp.optim's, whose options they take too.
 
     Low-precision parameters have masters whatever master_weights says (`master="none"` is without).
-    After a step under a loss scaler gradients are the true ones.
+    After a step under a loss scaler, and after scale_loss, gradients are the true ones.
 
     Args:
         bias_correction: False leaves out the divisions by 1 - beta^t. Default True.
@@ -146,7 +148,10 @@ class FusedAdagrad(ApexOptimizer, Adagrad):
 
 
 class FusedSGD(ApexOptimizer, SGD):
-    """amp_mp.optim.SGD; lr may come from the groups, wd_after_momentum=True decouples the decay."""
+    """amp_mp.optim.SGD; lr may come from the groups, wd_after_momentum=True decouples the decay.
+
+    Masters have gradients whatever materialize_master_grads says.
+    """
 
     momentum_form = "unscaled"
     _numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")

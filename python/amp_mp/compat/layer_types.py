@@ -217,6 +217,6 @@ def _refuse(module: nn.Module, label: str, kind: str) -> None:
     elif any(map(is_lazy, [*module.parameters(), *module.buffers()])):
         problem = "is lazy; run the model once before set_layer_types"
     elif kind == typed.NORM and any(b.dtype in LOW_PRECISION for b in module.buffers()):
-        problem = "has low-precision statistics; amp.apex.fp16_utils.BN_convert_float widens them"
+        problem = "has low-precision statistics; call its float() first"
     if problem:
         raise ValueError(f"model: the layer {label} {problem}")

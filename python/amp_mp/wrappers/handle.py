@@ -153,8 +153,8 @@ class AmpHandle:
         """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
 
         On exit the gradients of the optimizer's parameters are divided by the scale, in place and
-        each once, also where several losses add up before a step. float16 gradients of an amp_mp
-        optimizer carry the scale until its step divides them in float32: clip with its
+        each once, also where several losses add up before a step. float16 gradients of an optimizer
+        of amp_mp.optim carry the scale until its step divides them in float32: clip with its
         max_grad_norm, clear with its zero_grad; RuntimeError if they were written in between. If
         one is inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients
         cleared without a step move the scale as after one. Calling backward() on the loss itself

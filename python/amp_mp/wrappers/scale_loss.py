@@ -91,6 +91,7 @@ class ScaledLosses:
 
     loss_scale: Any = LOSS_SCALE
     _loss_scale: Any = LOSS_SCALE  # Apex's other name
+    _folds = True  # whether a step of amp_mp may unscale float16 gradients
 
     def __init__(self, policy: ScalePolicy, device_type: str, skips: SkippedSteps) -> None:
         self.loss_scaler = policy
@@ -121,7 +122,7 @@ class ScaledLosses:
             iteration = self._begin()
             scale, params = policy.scale, all_parameters(optimizers)
             inner = [without_larc(each) for each in optimizers]
-            folding = [each for each in inner if _may_unscale(each, inner)]
+            folding = [each for each in inner if self._folds and _may_unscale(each, inner)]
             with (
                 gradients.set_aside(params if aside is None else aside),
                 _warning_if_unscaled(loss),
@@ -236,14 +237,17 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
 def _may_unscale(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
     """Whether an optimizer's step can unscale; call it before the backward.
 
-    Not where another optimizer shares a parameter, or where there are true gradients to add to.
-    RuntimeError where gradients that carry a scale were written by hand.
+    Not where another optimizer shares a parameter, where there are true gradients to add to, or
+    where the optimizer's class leaves true gradients. RuntimeError where gradients that carry a
+    scale were written by hand.
     """
     if not isinstance(optimizer, FusedOptimizer) or not optimizer.amp_scaling:
         return False
     own = all_parameters([optimizer])
     others = all_parameters([each for each in optimizers if each is not optimizer])
     stepper = stepper_of(optimizer)
+    if stepper.unscales_gradients:
+        return False
     stepper.left = stepper.known_left()
     return set(own).isdisjoint(others) and (stepper.left is not None or not ledger.nonzero(own))
 

@@ -108,6 +108,8 @@ class Stepper:
     Other files of this package reach it by `stepper_of`; users see the optimizer alone.
     """
 
+    unscales_gradients = False  # whether scripts find true gradients after a step
+
     def __init__(
         self,
         optimizer: Any,
