@@ -10,6 +10,7 @@ void bind_tables(py::module_& m);
 void bind_average(py::module_& m);
 void bind_qk_clip(py::module_& m);
 void bind_main_grad(py::module_& m);
+void bind_nested_backward(py::module_& m);
 void bind_step(py::module_& m);     // statistics, loss scales, reports
 void bind_stepper(py::module_& m);  // the door above them
 void bind_state(py::module_& m);

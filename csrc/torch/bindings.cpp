@@ -81,6 +81,7 @@ PYBIND11_MODULE(_C, m) {
         py::call_guard<py::gil_scoped_release>());
 
   bind_main_grad(m);
+  bind_nested_backward(m);
 
   auto p = m.def_submodule("products");
   using Times = std::map<std::string, std::map<std::string, double>>;  // by shape and way

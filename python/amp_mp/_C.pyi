@@ -367,6 +367,12 @@ def accumulate_weight_grad_(
 def accumulates(leaf: Tensor) -> bool | None:
     """In a backward: whether the gradient is added to .grad, or returned; None: not asked for."""
 
+def is_nested_backward() -> bool:
+    """Whether this thread works for a backward pass that runs inside of another."""
+
+def python_functions() -> set[type]:
+    """The classes of the torch.autograd.Functions in the graph of the backward pass under way."""
+
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
 

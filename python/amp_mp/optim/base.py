@@ -204,7 +204,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             model: the module whose parameters are handled as soon as their gradients are complete
                 (under DistributedDataParallel: averaged). `step` handles the optimizer's others.
             release: step each parameter right then and free its gradient (DistributedDataParallel
-                keeps it). Every backward steps; `step` only ends the iteration.
+                keeps it). Every backward steps, but those with reentrant checkpoints, whose
+                gradients wait for `step`; else `step` only ends the iteration.
             measure: read each gradient while it is in the cache. Either this or release is True.
             scaler: the amp_mp.GradScaler of the losses; with release only.
             clip: how max_grad_norm clips with release, where the norm of all gradients is known too

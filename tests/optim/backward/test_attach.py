@@ -109,6 +109,7 @@ def test_a_closure_runs_and_its_backward_steps(device: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:amp_mp. release=True steps and frees nothing")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", ["release", "measure"])
 def test_checkpointed_modules_are_recomputed_before_their_parameters_move(

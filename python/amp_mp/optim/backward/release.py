@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE, check_choice
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
+from amp_mp.optim.backward.nested import Passes
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import local_gradient
@@ -43,6 +44,8 @@ class Release(Attachment):
         self._buckets: dict[Tensor, _C.Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
         self._stepped: set[Tensor] = set()  # those whose gradient is still there
+        self._passes = Passes()
+        self._has_kept = False  # whether gradients had to wait for the optimizer's step
         self._previous = PreviousNorm()
         self._locate()
         self._ddp_hook = ddp_hook_of(model) if isinstance(model, DistributedDataParallel) else None
@@ -71,7 +74,28 @@ class Release(Attachment):
 
     def _arrive(self, param: Tensor) -> None:
         with self._lock, torch.no_grad():
-            self._step(param)
+            if self._passes.is_whole(param):
+                self._step(param)
+            else:
+                self._keep(param)
+
+    def _keep(self, param: Tensor) -> None:
+        """Leaves the gradient, which may be a part, to `finish`."""
+        if self._passes.was_whole(param) and param in self._infos:
+            raise RuntimeError(
+                f"release=True has stepped {self._infos[param].label}, and a backward pass inside "
+                "of this one, of a checkpoint that is not torch's, now adds to its gradient. The "
+                "weights are not those of ordinary training any more: load the last checkpoint, "
+                "and attach without release=True"
+            )
+        if not self._has_kept:
+            self._has_kept = True
+            warn(
+                "release=True steps and frees nothing in this backward pass, nor in others like "
+                "it: reentrant checkpoints run backward passes inside, which give parts of "
+                "gradients. optimizer.step() will step. Take use_reentrant=False, and gradients "
+                "are freed again"
+            )
 
     def arrive_averaged(self, param: Tensor, grad: Tensor) -> None:
         """Steps one of a DistributedDataParallel's parameters with a gradient from its bucket."""
@@ -235,6 +259,7 @@ class Release(Attachment):
                 self._step_others()
         self._rows.clear()
         self._stepped.clear()
+        self._passes.forget()
         self._located = False
 
 
