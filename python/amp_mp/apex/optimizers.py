@@ -12,7 +12,7 @@ from amp_mp.optim.adaptive import Adagrad
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule
+from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.sgd import SGD
 from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import by_device, gradients_of, master_params
@@ -130,7 +130,7 @@ class FusedAdam(ApexOptimizer, AdamW):
         | {"capturable": False, "master_weights": False}
     )
 
-    def _rule(self) -> Rule:
+    def _rule(self, groups: list[Group]) -> Rule:
         return self._rules[self.adam_w_mode]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, same_in_all_groups
+from amp_mp.optim.rule import Group, Rule, same_in_all_groups
 
 
 class AdamW(FusedOptimizer):
@@ -47,9 +47,9 @@ class AdamW(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals(), options)
 
-    def _rule(self) -> Rule:
+    def _rule(self, groups: list[Group]) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""
-        return self._rules[same_in_all_groups(self.param_groups, "amsgrad")]
+        return self._rules[same_in_all_groups(groups, "amsgrad")]
 
 
 class Adam(AdamW):

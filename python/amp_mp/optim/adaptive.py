@@ -6,7 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, has_momentum, same_in_all_groups
+from amp_mp.optim.rule import Group, Rule, has_momentum, same_in_all_groups
 
 
 class Adagrad(FusedOptimizer):
@@ -82,12 +82,12 @@ class RMSprop(FusedOptimizer):
             options["square_avg"] = "float32"
         super().__init__(params, locals(), options)
 
-    def _rule(self) -> Rule:
+    def _rule(self, groups: list[Group]) -> Rule:
         """Centered or not, which must be the same in all groups; with momentum if any group has."""
         plain, with_momentum, centered = self._rules
-        if same_in_all_groups(self.param_groups, "centered"):
+        if same_in_all_groups(groups, "centered"):
             return centered
-        return with_momentum if has_momentum(self.param_groups) else plain
+        return with_momentum if has_momentum(groups) else plain
 
 
 class Adadelta(FusedOptimizer):

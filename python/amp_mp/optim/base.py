@@ -29,7 +29,7 @@ from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.params import param_infos, refuse_param, refuse_zero
+from amp_mp.optim.step.params import labelled, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.scaling.overflows import NormSpike
 from amp_mp.sharding.reduction import checked_groups
@@ -90,12 +90,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED}"
 
-    def _rule(self) -> Rule:
-        """The rule for the param_groups as they are now; the class's first by default."""
+    def _rule(self, groups: list[Group]) -> Rule:
+        """The rule for these param_groups; the class's first by default."""
         return self._rules[0]
 
     def _group_rules(self) -> list[Rule]:
-        return [self._rule()] * len(self.param_groups)
+        return [self._rule(self.param_groups)] * len(self.param_groups)
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
@@ -229,16 +229,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_keys(param_group, self._own_defaults, self)
         resolve_group(param_group, self._chosen, _C.kinds_of(self._rules))
         super().add_param_group(param_group)
-        try:
-            check_group(self.param_groups[-1])
-            self._complete(self.param_groups[-1])
-            self._group_rules()  # raises where groups differ that must not
-            for param, info in param_infos(self.param_groups):
+        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+        try:  # the others were checked when they were added: one look at each parameter
+            check_group(group)
+            self._complete(group)
+            self._rule([self.param_groups[0], group])  # raises where groups differ that must not
+            for param, label in labelled(group, number):
                 if param.requires_grad or param.is_meta:  # frozen ones may have any dtype
-                    refuse_param(param, info.label)
-                group = self.param_groups[info.group]
+                    refuse_param(param, label)
                 if (directions := self._rules_of(group)[0].directions) is not None:
-                    directions.refuse(group, param, info.label)
+                    directions.refuse(group, param, label)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

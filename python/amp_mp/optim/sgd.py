@@ -7,7 +7,7 @@ from torch import Tensor
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Rule, has_momentum
+from amp_mp.optim.rule import Group, Rule, has_momentum
 
 
 class SGD(FusedOptimizer):
@@ -57,10 +57,10 @@ class SGD(FusedOptimizer):
         del momentum_form  # no number of a param_group
         super().__init__(params, locals(), options)
 
-    def _rule(self) -> Rule:
+    def _rule(self, groups: list[Group]) -> Rule:
         """With a momentum buffer if any group has momentum, in the form of momentum_form."""
         plain, unscaled, scaled = self._rules
-        if not has_momentum(self.param_groups):
+        if not has_momentum(groups):
             return plain
         return unscaled if self.momentum_form == "unscaled" else scaled
 

@@ -256,7 +256,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """As torch's; low-precision parameters get masters."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._masters.refresh()
+            self._masters.refresh(first=len(self.optimizer.param_groups) - 1)
         except TypeError:
             self.optimizer.param_groups.pop()
             raise

@@ -44,17 +44,20 @@ class Masters:
         self._pending = False  # whether .grad of float32 parameters carries the scale
         self.refresh()
 
-    def refresh(self) -> None:
-        """Gives masters to trainable low-precision parameters; first TypeError as refuse_dtypes."""
-        self.refuse_dtypes()
-        for params in self.groups():
+    def refresh(self, first: int = 0) -> None:
+        """Gives masters to trainable low-precision parameters; first TypeError as refuse_dtypes.
+
+        first: the group to begin with.
+        """
+        self.refuse_dtypes(first)
+        for params in self.groups(first):
             for i, param in enumerate(params):
                 if self.enabled and param.requires_grad and param.dtype in LOW_PRECISION:
                     params[i] = self._adopt(param)
 
-    def refuse_dtypes(self) -> None:
+    def refuse_dtypes(self, first: int = 0) -> None:
         """Raises TypeError for a trainable parameter not in float16, bfloat16 or float32."""
-        for param in self.params():
+        for param in chain(*self.groups(first)):
             if param.requires_grad and param.dtype not in NATIVE:
                 raise TypeError(
                     f"{self.label_of(param)} (shape {tuple(param.shape)}) has dtype {param.dtype}; "
@@ -84,9 +87,9 @@ class Masters:
         """What the optimizer updates."""
         return list(chain(*self.groups()))
 
-    def groups(self) -> list[list[Tensor]]:
-        """The lists of parameters in the optimizer's param_groups, themselves."""
-        return [group["params"] for group in self._optimizer.param_groups]
+    def groups(self, first: int = 0) -> list[list[Tensor]]:
+        """The lists of parameters in the optimizer's param_groups, themselves; first: as above."""
+        return [group["params"] for group in self._optimizer.param_groups[first:]]
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
@@ -301,10 +304,14 @@ class FusedMasters(Masters):
         """See FusedOptimizer.masters."""
         return self._optimizer.masters(params)
 
-    def refresh(self) -> None:
-        """Makes the whole state of every trainable parameter; TypeError as in Masters."""
-        self.refuse_dtypes()
-        self._optimizer.init_state()
+    def refresh(self, first: int = 0) -> None:
+        """Makes the whole state of every trainable parameter; TypeError as in Masters.
+
+        That of a group added later is made when it is asked for, or by the step.
+        """
+        self.refuse_dtypes(first)
+        if first == 0:
+            self._optimizer.init_state()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -314,8 +321,10 @@ class FusedMasters(Masters):
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """As in Masters, but the masters are copies, to be read only."""
-        state = self._optimizer.state
-        groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in self.fp16_groups]
+        state, own = self._optimizer.state, self.fp16_groups
+        if any(param not in state for param in chain(*own)):
+            self._optimizer.init_state()
+        groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in own]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
 
     def scaled_params(self) -> list[Tensor]:

@@ -154,7 +154,7 @@ class Muon(FusedOptimizer):
         "group2.0" is the first of group 2.
         """
         own = dict(param_group)
-        named = any("param_names" in g for g in self.param_groups)
+        named = any("param_names" in g for g in self.param_groups[:1])  # torch: all or none
         params = own.get("params")
         if named and not isinstance(params, set | dict | None):
             listed = [params] if isinstance(params, Tensor) else list(params)

@@ -24,9 +24,15 @@ def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
     """Every parameter with its place, in order."""
     index = 0
     for number, group in enumerate(groups):
-        for position, param in enumerate(_C.params_of(group)):
-            yield param, ParamInfo(number, index, _C.param_label(group, number, position))
+        for param, label in labelled(group, number):
+            yield param, ParamInfo(number, index, label)
             index += 1
+
+
+def labelled(group: Group, number: int) -> Iterator[tuple[Tensor, str]]:
+    """The parameters of a group, each with what messages call it; number: the group's place."""
+    for position, param in enumerate(_C.params_of(group)):
+        yield param, _C.param_label(group, number, position)
 
 
 def refuse_param(param: Tensor, label: str) -> None:
