@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raw_bytes
+from helpers import raw_bytes, through_a_file
 from torch import nn
 
 import amp_mp as amp
@@ -36,6 +37,10 @@ WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "lr of a configuration file": ({"lr": "1e-3"}, "lr must be a number, found '1e-3'"),
     "no lr": ({"lr": None}, "lr must be a number, found None"),
     "lr True": ({"lr": True}, "lr must be a number, found True"),
+    "lr an array": ({"lr": np.ones(1)}, r"lr must be a number, found array\(\[1.\]\)"),
+    "lr of NumPy's True": ({"lr": np.array(True)}, "lr must be a number"),
+    "lr complex": ({"lr": np.array(1j)}, "lr must be a number"),
+    "beta NaN": ({"betas": (Decimal("NaN"), 0.9)}, r"betas\[0\] must be in"),
     "lr NaN": ({"lr": float("nan")}, "lr must not be negative"),
     "lr below 0": ({"lr": -1.0}, "lr must not be negative"),
     "lr a vector": ({"lr": torch.ones(2)}, r"lr must be a number .* found shape \(2,\)"),
@@ -157,13 +162,48 @@ def test_what_must_be_equal_in_all_groups_is_refused_where_it_is_given(
         optimizer.step()
 
 
-def test_numbers_of_numpy_and_tensors_of_one_element_are_numbers(device: str) -> None:
-    found = []
-    for lr in (0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5, device=device)):
-        optimizer = AdamW([weight(device)], lr=lr, betas=[np.float32(0.5), 0.5])
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "float64": np.float64,
+    "float16": np.float16,
+    "array": np.array,
+    "Decimal": lambda x: Decimal(str(x)),
+    "float32 tensor": torch.tensor,
+    "bfloat16 tensor": lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    "float16 tensor": lambda x: torch.tensor([x], dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_read_as_their_values(device: str, name: str) -> None:
+    """As torch's optimizer steps with the floats; also from a schedule, and through a file."""
+    number, given = NUMBERS[name], {"weight_decay": 0.125, "momentum": 0.75, "lr": 0.5}
+
+    def loss(param: nn.Parameter) -> torch.Tensor:
+        return param.square().sum() / 4
+
+    param, twin = (nn.Parameter(torch.full((4,), 3.0, device=device)) for _ in range(2))
+    optimizer = amp.optim.SGD([param], max_grad_norm=number(64), **each_as(number, given))
+    plain = torch.optim.SGD([twin], **given)
+    for step in range(4):
+        for each in (optimizer, plain):
+            each.zero_grad()
+        loss(param).backward()
+        loss(twin).backward()
         optimizer.step()
-        found.append(raw_bytes(optimizer.param_groups[0]["params"][0]))
-    assert all(one == found[0] for one in found)
+        plain.step()
+        assert torch.equal(param, twin)  # every number has few bits: nothing is rounded
+        optimizer.param_groups[0].update(each_as(number, {"lr": 0.25, "weight_decay": 0.5}))
+        plain.param_groups[0].update({"lr": 0.25, "weight_decay": 0.5})
+        if step == 1:
+            saved = through_a_file(optimizer.state_dict(), weights_only=True)
+            optimizer = amp.optim.SGD([param], **each_as(number, given))
+            optimizer.load_state_dict(saved)
+    adamw = AdamW([weight(device)], betas=(number(0.5), number(0.75)))
+    assert [float(beta) for beta in adamw.param_groups[0]["betas"]] == [0.5, 0.75]
+
+
+def each_as(number: Callable[[float], Any], given: dict[Any, float]) -> dict[Any, Any]:
+    return {name: number(value) for name, value in given.items()}
 
 
 def unreduced(device: str) -> nn.Parameter:

@@ -87,8 +87,8 @@ const void* read_at(const at::Tensor& given, const char* name, const at::Device&
     number = given.item<double>();
     return nullptr;
   }
-  is_double = dtype == at::kDouble;
-  kept.push_back(given.to(given.options().device(device).dtype(is_double ? dtype : at::kFloat)));
+  is_double = dtype != at::kFloat;  // any other dtype becomes float64
+  kept.push_back(given.to(device, is_double ? at::kDouble : at::kFloat));
   return kept.back().const_data_ptr();
 }
 

@@ -252,8 +252,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's; docs/format_reference.md lists the entries of a parameter's state.
 
         16-bit integers (entries `remainder16` and `NAME_ue8m8`) are shown as their bytes, uint8
-        with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. All
-        tensors share the state's memory, as torch's do. Post-hooks see them so. With a NormSpike
+        with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. Numbers
+        of NumPy and Decimal are shown as Python's, which torch.load reads. All tensors share the
+        state's memory, as torch's do. Post-hooks see them so. With a NormSpike
         param_groups have norm_history, and the device is waited for.
         """
         self._show_history()

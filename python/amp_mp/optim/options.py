@@ -1,9 +1,10 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
 from collections.abc import Collection, Mapping
+from decimal import Decimal
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from torch import Tensor
@@ -123,14 +124,15 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         if value is None or (limit == "skip_norm_above" and isinstance(value, NormSpike)):
             continue
         _check_number(limit, value)
-        if not value > 0:  # type: ignore[operator]
+        if not float(value) > 0:  # type: ignore[arg-type]
             raise ValueError(f"{limit} must be positive or None, found {value!r}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raises ValueError naming the entry of a param_group, or the argument, that is out of range.
 
-    Numbers are int, float or NumPy's; lr and others may also be a tensor of one element.
+    Numbers are int, float, Decimal or NumPy's, arrays without dimensions among them; lr and others
+    may also be a tensor of one element.
     """
     betas = group.get("betas", (0.0, 0.0))
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -226,9 +228,9 @@ def _check_allowed(name: str, value: Any, allowed: str) -> None:
     _check_number(name, value)
     if allowed == "not negative" and not float(value) >= 0:
         raise ValueError(f"{name} must not be negative, found {value!r}")
-    if allowed == "[0, 1)" and not 0 <= value < 1:
+    if allowed == "[0, 1)" and not 0 <= float(value) < 1:
         raise ValueError(f"{name} must be in [0, 1), found {value!r}")
-    if allowed == "[0, 1]" and not 0 <= value <= 1:
+    if allowed == "[0, 1]" and not 0 <= float(value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], found {value!r}")
 
 
@@ -237,8 +239,27 @@ def _check_number(name: str, value: Any) -> None:
         if value.numel() != 1 or value.is_meta or value.is_complex():
             found = f"shape {tuple(value.shape)}, {value.dtype} on {value.device}"
             raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
-    elif isinstance(value, bool) or not isinstance(value, Real):
+    elif not _is_number(value):
         raise ValueError(f"{name} must be a number, found {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one besides tensors, of Python or NumPy, and no truth value."""
+    if isinstance(value, bool | Real | Decimal):
+        return not isinstance(value, bool)
+    return getattr(value, "shape", None) == () and getattr(value.dtype, "kind", "") in "fiu"
+
+
+def as_python(value: Any) -> Any:
+    """A number as Python's, which torch.load reads from files, also in a list or tuple.
+
+    Any other value is returned as it is.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(as_python(each) for each in value)
+    if type(value) in (int, float, str) or isinstance(value, Tensor) or not _is_number(value):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 class FullSignature:

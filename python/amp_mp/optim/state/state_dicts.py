@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp import _C
+from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts
 from amp_mp.optim.state.formats import as_bytes
@@ -89,7 +90,7 @@ def load_state(
 def shown_state(
     optimizer: Optimizer, rules: tuple[Rule, ...], show: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """torch's state dict, from `show`, with bytes in place of 16-bit integers.
+    """torch's state dict, from `show`, with bytes in place of 16-bit integers, and plain numbers.
 
     The tensors share the state's memory, as torch's do. The user's post-hooks see them so.
     """
@@ -99,6 +100,7 @@ def shown_state(
         for group in found["param_groups"]:
             if "process_groups" in group:
                 group["process_groups"] = None  # those of this run, which no file can hold
+            group.update((key, as_python(value)) for key, value in group.items() if key != "params")
         for param, state in found["state"].items():
             if isinstance(state, dict):  # a new one: this one is the optimizer's own
                 held = {n: v for n, v in state.items() if n in in_bytes and isinstance(v, Tensor)}
