@@ -179,13 +179,16 @@ void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) 
   }
   std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  for (size_t i = 1; i < ranges.size(); ++i)
-    TORCH_CHECK_VALUE(
-        ranges[i].begin >= ranges[i - 1].end,
-        "amp_mp: ", written[ranges[i - 1].owner].second.text(), " and ",
-        written[ranges[i].owner].second.text(),
-        " share memory; both would be written. Tie weights by using one Parameter twice, "
-        "not by sharing storage");
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].begin >= ranges[i - 1].end) continue;
+    const auto& [one, name] = written[ranges[i - 1].owner];
+    const auto& [other, other_name] = written[ranges[i].owner];
+    TORCH_CHECK_VALUE(!one.is_same(other), "amp_mp: ", name.text(), " and ", other_name.text(),
+                      " are one tensor, which would be stepped twice; leave out one of them");
+    TORCH_CHECK_VALUE(false, "amp_mp: ", name.text(), " and ", other_name.text(),
+                      " share memory; both would be written. Tie weights by using one Parameter "
+                      "in both modules, not by sharing storage");
+  }
 }
 
 void bump_version(const at::Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); }

@@ -29,7 +29,7 @@ from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.params import labelled, refuse_param, refuse_zero
+from amp_mp.optim.step.params import drop_repeats, labelled, refuse_param, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.scaling.overflows import NormSpike
 from amp_mp.sharding.reduction import checked_groups
@@ -224,11 +224,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
         naming a parameter or number that cannot be, or an option of the whole optimizer; the group
-        is then not added. A misspelt option gets a warning; other keys stay, as in torch.
+        is then not added. A misspelt option gets a warning; other keys stay, as in torch. A
+        parameter that is in a group twice gets torch's warning; it is left in once, and stepped
+        once, where torch steps twice.
         """
         check_keys(param_group, self._own_defaults, self)
         resolve_group(param_group, self._chosen, _C.kinds_of(self._rules))
         super().add_param_group(param_group)
+        drop_repeats(param_group)
         number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:  # the others were checked when they were added: one look at each parameter
             check_group(group)

@@ -17,7 +17,7 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.formats import MASTER_ENTRIES
 from amp_mp.optim.state.masters import MasterBlocks, refuse_swapped
-from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.params import drop_repeats, param_infos
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
@@ -50,6 +50,8 @@ class Masters:
         first: the group to begin with.
         """
         self.refuse_dtypes(first)
+        for group in self._optimizer.param_groups[first:] if self.enabled else ():
+            drop_repeats(group)  # one parameter has one master
         for params in self.groups(first):
             for i, param in enumerate(params):
                 if self.enabled and param.requires_grad and param.dtype in LOW_PRECISION:

@@ -39,13 +39,33 @@ def _check_group_of_file(name: str, file: Any, count: int) -> None:
     numbers = file["params"]
     if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
         raise _refused(f"{name}: 'params' must be a list of numbers, found {_described(numbers)}")
-    seen: set[int | str] = set()
-    for number in numbers:
-        if number in seen:
-            raise _refused(f"{name}: 'params' has {number!r} twice")
-        seen.add(number)
     if len(numbers) != count:
         raise _refused(f"{name} has {len(numbers)} parameters, the optimizer's has {count}")
+
+
+def without_repeats(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in which each group has each parameter once; torch writes one down twice.
+
+    Anything but groups of torch's form is left as it is, for check_parts.
+    """
+    files = state_dict.get("param_groups")
+    if not isinstance(files, list | tuple):
+        return state_dict
+    return {**state_dict, "param_groups": [_without_repeats(file) for file in files]}
+
+
+def _without_repeats(file: Any) -> Any:
+    numbers = file.get("params") if isinstance(file, dict) else None
+    if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
+        return file
+    first = {number: at for at, number in reversed([*enumerate(numbers)])}
+    if len(first) == len(numbers):
+        return file
+    names, kept = file.get("param_names"), sorted(first.values())
+    found = {**file, "params": [numbers[at] for at in kept]}
+    if isinstance(names, list | tuple) and len(names) == len(numbers):
+        found["param_names"] = [names[at] for at in kept]
+    return found
 
 
 def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
-from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts
+from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
 from amp_mp.optim.state.formats import as_bytes
 
 
@@ -52,6 +52,7 @@ def load_state(
     undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
 
     def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        found = without_repeats(found)
         check_parts(found, groups)
         found = by_names(found, groups)
         check_loadable(found, params, stepper)

@@ -35,6 +35,14 @@ def labelled(group: Group, number: int) -> Iterator[tuple[Tensor, str]]:
         yield param, _C.param_label(group, number, position)
 
 
+def drop_repeats(group: Group) -> None:
+    """Leaves each parameter of a new group in its list, and its name, once: it is stepped once."""
+    first = {id(param): at for at, param in reversed([*enumerate(group["params"])])}
+    if len(first) < len(group["params"]):
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][at] for at in sorted(first.values())]
+
+
 def refuse_param(param: Tensor, label: str) -> None:
     """Raises TypeError, by name, for a parameter that no step can update.
 
