@@ -45,6 +45,18 @@ class Measurement:
     def rows(self) -> Tensor:
         """In the form of `measure`; adds the spans now if no kernel has."""
 
+class DeviceReport:
+    """One decision of a CUDA device: csrc/plan.h, StepReport."""
+
+    @property
+    def number(self) -> int:
+        """Of the decision, from 1."""
+    @property
+    def next_scale(self) -> float:
+        """The new loss scale; 0 if the decision did not update it."""
+    @property
+    def skipped_in_a_row(self) -> int: ...
+
 class StepReports:
     """A CUDA device's last decisions in host memory: csrc/torch/step/step_reports.h."""
 
@@ -53,10 +65,8 @@ class StepReports:
 
     @property
     def device(self) -> torch.device: ...
-    def newest(
-        self, wait: bool
-    ) -> tuple[int, float, float, float, float, float, float, int] | None:
-        """Number from 1, the verdict, the new loss scale or 0, skips in a row; None: no report."""
+    def newest(self, wait: bool) -> DeviceReport | None:
+        """The last decision that has reached the host; None before the first."""
 
 class ScaleUpdate:
     """How a loss scale is updated, in place or into other tensors: csrc/torch/step/step.h.
@@ -117,7 +127,7 @@ def restored(
     seed: int,
     undo: list[tuple[Tensor, Tensor]],
 ) -> list[dict[str, Any] | None]:
-    """A file's states as the groups store theirs, of each parameter: csrc/torch/state/restore.h."""
+    """A file's states, of each parameter, as the groups store theirs: torch/state/restore.cpp."""
 
 def wrong_clock(value: Any, name: str) -> str:
     """What is wrong with a number of a parameter's clock; empty where it can be."""

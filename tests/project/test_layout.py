@@ -45,6 +45,12 @@ RETIRED = (
 )
 
 
+# A file of csrc or of the package that a comment or docstring names by its folder.
+NAMED_FILE = re.compile(
+    r"(?<![\w./-])(?:csrc/)?((?:core|cpu|cuda|torch(?!/csrc|/library))/[\w/]+\.(?:h|cpp|cu))\b"
+)
+
+
 def module_name(path: Path) -> str:
     """amp_mp.optim.base for python/amp_mp/optim/base.py, amp_mp.optim for its __init__.py."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -170,3 +176,26 @@ def test_retired_names_do_not_come_back(word: str) -> None:
         for line in names_of(path).get(word, [])
     ]
     assert not wrong
+
+
+def test_files_that_are_named_are_there() -> None:
+    """In the package, the stubs, csrc and the guide to them."""
+    texts = [*PACKAGE.rglob("*.py*"), *NATIVE, ROOT / "docs/design.md"]
+    named = {
+        (path, name)
+        for path in texts
+        if path.suffix != ".pyc"
+        for name in NAMED_FILE.findall(path.read_text())
+    }
+    assert len(named) > 100
+    assert [each for each in sorted(named) if not (ROOT / "csrc" / each[1]).is_file()] == []
+
+
+def test_numbers_of_statistics_and_verdicts_are_read_by_name() -> None:
+    """An index of such a row says nothing to a reader: sharding/gradients.py has the names."""
+    pattern = re.compile(r"\b(?:verdict|report|total|settled)\[(?::, |\.\.\., )?\d\]")
+    assert [
+        (name, found)
+        for name, path in MODULES.items()
+        for found in pattern.findall(path.read_text())
+    ] == []

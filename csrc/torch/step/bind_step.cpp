@@ -15,22 +15,19 @@ void bind_step(py::module_& m) {
   py::class_<Measurement, std::shared_ptr<Measurement>>(m, "Measurement")
       .def(py::init<at::Tensor>(), py::arg("rows"))
       .def_property_readonly("rows", &Measurement::rows);
+  py::class_<StepReport>(m, "DeviceReport")
+      .def_readonly("number", &StepReport::seal)
+      .def_readonly("next_scale", &StepReport::next_scale)
+      .def_readonly("skipped_in_a_row", &StepReport::skipped_in_a_row);
   py::class_<StepReports, std::shared_ptr<StepReports>>(m, "StepReports")
       .def(py::init([](const at::Device& device) { return std::make_shared<StepReports>(device); }),
            py::arg("device"))
       .def_property_readonly("device", &StepReports::device)
       .def(
           "newest",
-          [](const StepReports& reports, bool wait) -> py::object {
-            std::optional<StepReport> found;
-            {
-              const py::gil_scoped_release release;
-              found = reports.newest(wait);
-            }
-            if (!found) return py::none();
-            const Verdict& v = found->verdict;
-            return py::make_tuple(found->seal, v.found_inf, v.multiplier, v.norm, v.max_abs,
-                                  v.scale, found->next_scale, found->skipped_in_a_row);
+          [](const StepReports& reports, bool wait) {
+            const py::gil_scoped_release release;
+            return reports.newest(wait);
           },
           py::arg("wait"));
 }

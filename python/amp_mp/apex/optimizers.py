@@ -15,7 +15,7 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.sgd import SGD
 from amp_mp.optim.step.stepper import Stepper
-from amp_mp.sharding.gradients import by_device, gradients_of, master_params
+from amp_mp.sharding.gradients import Verdict, by_device, gradients_of, master_params
 
 # fmt: off
 __all__ = [
@@ -46,7 +46,7 @@ class UnscalingStepper(Stepper):
         for device, indices in by_device(grads).items():
             own = [grads[i] for i in indices]
             division = _C.decide(device, [], scale=handed.scale)
-            division[0].copy_(verdict[0])
+            Verdict(*division).found_inf.copy_(Verdict(*verdict).found_inf)
             _C.copy_(own, own, verdict=division)
         return handed
 

@@ -147,10 +147,12 @@ class GradScaler(torch.amp.GradScaler):
         if measures and verdict is not None and log.count > steps:
             if handed.scale_updated:
                 self._updates.stepped(log.reports)
-            # 2 is a norm above the limit, which is none of the scale's business.
-            found = verdict[0] if own.skip_norm_above is None else verdict[0] % 2
-            state["found_inf_per_device"] = {verdict.device: found}
-            state["max_abs_per_device"] = {verdict.device: verdict[3]}
+            decided = gradients.Verdict(*verdict)
+            # A norm above the limit is none of the scale's business.
+            limited = own.skip_norm_above is not None
+            found = decided.found_inf == gradients.OVERFLOW if limited else decided.found_inf
+            state["found_inf_per_device"] = {verdict.device: found.double()}
+            state["max_abs_per_device"] = {verdict.device: decided.max_abs}
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()
             state["found_inf_per_device"] = self._keep(optimizer, stepper.totals())
@@ -206,13 +208,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0."""
         state = self._per_optimizer_states[id(optimizer)]
+        found = {device: gradients.Statistics(*total) for device, total in totals.items()}
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
-            state["max_abs_per_device"] = {
-                d: total[1] / self._scale.to(d) for d, total in totals.items()
-            }
+            state["max_abs_per_device"] = {d: found[d].max_abs / self._scale.to(d) for d in totals}
         # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
-        unusable = {device: _C.decide(device, [], scale=self._scale)[0] for device in totals}
-        return {d: (t[2] + unusable[d]).clamp(max=1).float() for d, t in totals.items()}
+        given = {device: _C.decide(device, [], scale=self._scale) for device in totals}
+        unusable = {
+            device: gradients.Verdict(*verdict).found_inf for device, verdict in given.items()
+        }
+        return {d: (t.non_finite + unusable[d]).clamp(max=1).float() for d, t in found.items()}
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -141,7 +141,7 @@ class ScaleUpdates:
         if self._own is None:
             self._watch.count(bool(found_inf > 0))
         elif found := self._own.newest(wait=False):
-            self._watch.steps, self._watch.in_a_row = found[0], found[7]
+            self._watch.steps, self._watch.in_a_row = found.number, found.skipped_in_a_row
         groups = [o.param_groups for o in others]
         scale = self._numbers().scale
         self._watch.warn_of_skips("GradScaler", lambda: describe_nonfinite(groups, float(scale)))
@@ -156,4 +156,4 @@ class ScaleUpdates:
         if self._reports is None or self._is_ahead:
             return None
         report = self._reports.newest(wait=True)
-        return report[6] if report and report[6] != 0 else None
+        return report.next_scale or None if report else None

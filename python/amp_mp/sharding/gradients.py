@@ -2,13 +2,34 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
+
+# Why a verdict skips a step: an inf or NaN. Another number is a norm above skip_norm_above.
+OVERFLOW = 1.0
+
+
+class Statistics(NamedTuple):
+    """A row of statistics by name (csrc/core/reduce.h): float64 [] each, or a number."""
+
+    sum_squares: Any
+    max_abs: Any  # the largest finite |x|
+    non_finite: Any  # how many are inf or NaN
+
+
+class Verdict(NamedTuple):
+    """A step's verdict by name (csrc/core/decide.h): float64 [] each, on its device."""
+
+    found_inf: Tensor  # OVERFLOW or another reason to skip the step; or 0
+    multiplier: Tensor  # of the gradients
+    norm: Tensor  # of the unscaled, unclipped gradients
+    max_abs: Tensor  # largest finite unscaled |g|
+    scale: Tensor  # that the gradients carried
 
 
 def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -28,11 +49,19 @@ def measure(tensors: Iterable[Tensor | None]) -> dict[torch.device, Tensor]:
     return {d: _C.measure([given[i] for i in own])[-1] for d, own in by_device(given).items()}
 
 
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    """The row of statistics, float64 [3], of what two rows are of together."""
+    x, y = Statistics(*a), Statistics(*b)
+    largest = torch.maximum(x.max_abs, y.max_abs)
+    return torch.stack([x.sum_squares + y.sum_squares, largest, x.non_finite + y.non_finite])
+
+
 def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
     """Whether totals count an inf or NaN, and their largest |x| / scale; waits for the device."""
     refuse_capture(totals)
-    overflow = any(bool(total[2] > 0) for total in totals.values())
-    return overflow, max((float(total[1]) for total in totals.values()), default=0.0) / scale
+    found = [Statistics(*total.tolist()) for total in totals.values()]
+    overflow = any(total.non_finite > 0 for total in found)
+    return overflow, max((total.max_abs for total in found), default=0.0) / scale
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:

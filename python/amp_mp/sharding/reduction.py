@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.sharding.gradients import gradient_of_each, measure
+from amp_mp.sharding.gradients import Statistics, gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
 from amp_mp.text_table import warn
 
@@ -176,20 +176,21 @@ class WholeStatistics:
     def _look(self, of_others: Tensor | None, settled: Tensor) -> None:
         if of_others is not None and not self._looked:
             _warn_of_copies(of_others)
-        squares, bad = settled[:, 0].tolist(), settled[:, 2].tolist()
+        found = Statistics(*settled.T.tolist())
+        squares, bad = found.sum_squares, found.non_finite
         self._looked = self._looked or max(squares) > 0 or of_others is not None
         if max(squares) - min(squares) <= ALIKE * max(squares) and len(set(bad)) == 1:
             return
-        found = [
+        labels = [
             _C.param_label(group, number, position)
             for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
             for position, param in enumerate(group["params"])
             if not named and not split_groups(param)
         ]
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
         raise RuntimeError(
             "the gradients of parameters that each process holds whole "
-            f"({', '.join(found[:3])}{more}) differ between processes: their squares add up to "
+            f"({', '.join(labels[:3])}{more}) differ between processes: their squares add up to "
             f"{min(squares):g} with {min(bad):g} inf or NaN, and to {max(squares):g} with "
             f"{max(bad):g}. Each process would clip and skip by numbers of its own. Where "
             "processes hold other parameters there, as experts, give these a param_group with the "
@@ -339,7 +340,8 @@ class Rounds:
                 parts, ends = parts[:, :-1], parts[:, -1, 0]
                 if look is not None:
                     look(parts[:, :, 0] if is_of_others else None, ends)
-            sums = (parts[..., 0].sum(0), parts[..., 1].amax(0), parts[..., 2].sum(0))
+            each = Statistics(*parts.unbind(-1))
+            sums = each.sum_squares.sum(0), each.max_abs.amax(0), each.non_finite.sum(0)
             sums_of_all = torch.stack(sums, -1).flatten(1)
             rows = sums_of_all if sent is None else rows.index_copy(0, sent, sums_of_all)
         return rows
@@ -380,10 +382,13 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
     for row, grad in zip(rows, grads, strict=True):
         if grad is not None and grad.numel():
             absolute = grad.abs()
-            row[0] = 0.0 if isinf(norm_type) else absolute.double().pow(norm_type).sum()
-            row[1] = absolute.max()
+            own = Statistics(*row)
+            if not isinf(norm_type):
+                own.sum_squares.copy_(absolute.double().pow(norm_type).sum())
+            own.max_abs.copy_(absolute.max())
     total = WholeStatistics(groups).total(rows)
-    norm = float(total[1]) if isinf(norm_type) else float(total[0]) ** (1.0 / norm_type)
+    found = Statistics(*total.tolist())
+    norm: float = found.max_abs if isinf(norm_type) else found.sum_squares ** (1.0 / norm_type)
     coefficient = max_norm / (norm + 1e-6)
     for grad in grads if not coefficient >= 1.0 else ():
         if grad is not None:
@@ -402,7 +407,7 @@ def _warn_of_copies(parts: Tensor) -> None:
 
     parts: [processes, rows, 3].
     """
-    for squares in parts[..., 0].T.tolist():
+    for squares in Statistics(*parts.unbind(-1)).sum_squares.T.tolist():
         if len(squares) > 1 and len(set(squares)) == 1 and 0 < squares[0] < float("inf"):
             warn(
                 "all processes of process_groups have the same gradients, which are counted "

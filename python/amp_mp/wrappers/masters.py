@@ -189,7 +189,7 @@ class Masters:
         total = reduction.totals_of(groups)[grads[0].device]
         verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
         _C.copy_(grads, grads, verdict=verdict)
-        return float(verdict[2])
+        return float(gradients.Verdict(*verdict).norm)
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients."""
@@ -363,8 +363,8 @@ class FusedMasters(Masters):
             return norm / self._scale
         before = self._inputs.max_norm
         self._inputs.max_norm = max_norm if before is None else min(max_norm, before)
-        squares = sum(float(total[0]) for total in self._totals().values())
-        return math.sqrt(squares) / self._scale
+        found = [gradients.Statistics(*total.tolist()) for total in self._totals().values()]
+        return math.sqrt(sum(total.sum_squares for total in found)) / self._scale
 
     def gradients(self) -> list[list[Tensor | None]]:
         """The true gradients in float32, computed for this call."""

@@ -104,7 +104,7 @@ def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:
     later = reports.newest(True)
     assert report is not None
     assert later is not None
-    assert (report[0], later[0]) == (1, 2)
+    assert (report.number, later.number) == (1, 2)
 
 
 @pytest.mark.skipif(not PRETEND_GPU, reason="a real GPU says neither")

@@ -19,7 +19,7 @@ from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gra
 from amp_mp.optim.backward.nested import Passes
 from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
-from amp_mp.sharding.gradients import local_gradient
+from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
 from amp_mp.text_table import warn
@@ -138,7 +138,7 @@ class Release(Attachment):
             row, old = measured.rows[0], self._rows.get(param)
             if old is not None:  # another backward of the same iteration
                 _C.used_on_current_stream([old])
-                row = torch.stack([old[0] + row[0], torch.maximum(old[1], row[1]), old[2] + row[2]])
+                row = joined(old, row)
             self._rows[param] = row
         if self._ddp_hook is None:
             param.grad = None
@@ -226,8 +226,8 @@ class Release(Attachment):
                 self._step(param)
 
     def _describe(self, _: float) -> str:
-        bad = [self._infos[p].label for p, row in self._rows.items() if float(row[2]) > 0]
-        return "\n".join(bad)
+        found = {param: Statistics(*row.tolist()) for param, row in self._rows.items()}
+        return "\n".join(self._infos[p].label for p, row in found.items() if row.non_finite > 0)
 
     def finish(self, handed: _C.StepInputs) -> None:
         """Ends the iteration, in place of the optimizer's step."""
@@ -296,7 +296,10 @@ class PreviousNorm:
             own = torch.zeros_like(own)
         norm = self.norm.to(own.device)
         squares = (norm if scale is None else norm * scale.double()).square()
-        return torch.stack([torch.where(norm >= 0, squares, own[0]), own[1], own[2]])
+        found = Statistics(*own)
+        return torch.stack(
+            found._replace(sum_squares=torch.where(norm >= 0, squares, found.sum_squares))
+        )
 
     def take(self, verdict: Tensor) -> None:
         """Takes the norm of a step's verdict; keeps the present one after an overflow.
@@ -304,12 +307,13 @@ class PreviousNorm:
         Shards go on waiting until a step was clean, which the host has to know: it waits for the
         device, in these first steps alone.
         """
+        found = Verdict(*verdict)
         first, self.known = self.known, None
-        if first is not None and bool(verdict[0] != 0):
+        if first is not None and bool(found.found_inf != 0):
             return
-        before = torch.full_like(verdict[2], -1.0) if self.norm is None else self.norm
+        before = torch.full_like(found.norm, -1.0) if self.norm is None else self.norm
         _C.used_on_current_stream([before])  # of another step's stream, and dropped here
-        self.norm = torch.where(verdict[0] != 0, before, verdict[2])
+        self.norm = torch.where(found.found_inf != 0, before, found.norm)
 
 
 def refuse_norm_limit(optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
-from amp_mp.sharding.gradients import local_gradient
+from amp_mp.sharding.gradients import Statistics, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 
 _stamps: MutableMapping[Tensor, _C.Stamp] = WeakTensorKeyDictionary()
@@ -55,4 +55,5 @@ def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
     values = [g.coalesce().values() if g is not None and g.is_sparse else g for g in grads]
     whole = WholeStatistics([{"params": given}])
     rows = whole.of_whole(whole.measured(values)).tolist()
-    return [param for param, row in zip(given, rows, strict=True) if row[1] or row[2]]
+    found = zip(given, (Statistics(*row) for row in rows), strict=True)
+    return [param for param, row in found if row.max_abs or row.non_finite]
