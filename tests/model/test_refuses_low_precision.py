@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -45,6 +46,97 @@ def test_fake_quantisation_trains(kind: str, dtype: torch.dtype, only: Any) -> N
     else:
         model.append(quantization.FakeQuantize())
     trains(amp.prepare(model, dtype, keep_fp32_only=only), dtype, torch.randn(8, 8))
+
+
+def qat_modules() -> dict[str, Any]:
+    """A function for each class of torch.ao.nn.qat and torch.ao.nn.intrinsic.qat, by its name."""
+    quantization: Any = pytest.importorskip("torch.ao.quantization")
+    qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    tables = quantization.default_embedding_qat_qconfig
+    found = {}
+    for package in (torch.ao.nn.qat, torch.ao.nn.intrinsic.qat):
+        for name, kind in vars(package).items():
+            if not isinstance(kind, type):
+                continue
+            if issubclass(kind, nn.Embedding | nn.EmbeddingBag):
+                found[name] = lambda kind=kind: kind(8, 4, qconfig=tables)
+            else:
+                sizes = (4, 4) if "Linear" in name else (4, 4, 3)
+                found[name] = lambda kind=kind, sizes=sizes: kind(*sizes, qconfig=qconfig)
+    return found
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_modules_that_fake_quantise_their_weights_are_kept_whole(dtype: torch.dtype) -> None:
+    kinds = qat_modules()
+    assert {"ConvBnReLU2d", "LinearBn1d", "ConvReLU1d", "Conv3d", "EmbeddingBag"} <= set(kinds)
+    for name, make in kinds.items():
+        model = nn.Sequential(make())
+        dims = int(name[-2]) if name.endswith("d") and "Conv" in name else 0
+        x = torch.randn((6, 4) + dims * (5,))
+        x = torch.randint(0, 8, (6, 3)) if "Embedding" in name else x.to(dtype)
+        twin = copy.deepcopy(model)
+        amp.prepare(nn.ModuleList([model, nn.Linear(2, 2)]), dtype)
+        assert all(p.dtype == F32 for p in model.parameters()), name
+        wanted = twin(x.float() if x.is_floating_point() else x).to(dtype)
+        found = model(x)
+        assert found.dtype == dtype, name
+        assert torch.equal(found, wanted), name
+
+
+class Quantised(nn.Module):
+    """A network of everything that torch fuses, as its tutorial of QAT has it, and an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantization: Any = torch.ao.quantization
+        self.enter, self.leave = quantization.QuantStub(), quantization.DeQuantStub()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.same = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.more = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.flat = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.lstm = nn.LSTM(8, 8)
+        self.head = nn.Linear(8, 4)
+        self.rest = nn.Linear(4, 2)
+        self.rest.qconfig = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.more(self.same(self.conv(self.enter(x)))).mean((2, 3))
+        x = self.lstm(self.flat(x)[None])[0][0]
+        x = self.leave(self.head(x))
+        return self.rest(x.to(self.rest.weight.dtype))
+
+
+def qat_model() -> Any:
+    quantization: Any = pytest.importorskip("torch.ao.quantization")
+    model = Quantised().train()
+    fused = [["conv.0", "conv.1", "conv.2"], ["same.0", "same.1"], ["more.0", "more.1"]]
+    model = quantization.fuse_modules_qat(model, [*fused, ["flat.0", "flat.1"]])
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    return quantization.prepare_qat(model)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_model_of_qat_trains_and_becomes_what_torch_makes_of_float32(dtype: torch.dtype) -> None:
+    quantization: Any = pytest.importorskip("torch.ao.quantization")
+    model, twin, x = qat_model(), qat_model(), torch.randn(8, 3, 10, 10)
+    amp.prepare(model, dtype)
+    for _ in range(3):
+        trains(model, dtype, x)
+    twin.load_state_dict(amp.float32_state_dict(model))
+    twin.rest = model.rest
+    int8, wanted = (quantization.convert(each.eval()) for each in (model, twin))
+    assert int8(x).dtype == dtype
+    assert torch.equal(int8(x), wanted(x))
+
+
+def test_a_kept_layer_may_be_quantised_afterwards() -> None:
+    """torch's functions copy the layer's hooks to what they put in its place."""
+    quantization: Any = pytest.importorskip("torch.ao.quantization")
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8).bfloat16()
+    wanted = quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})(x.float())
+    amp.prepare(model, BF16, keep_fp32="0")
+    assert torch.equal(quantization.quantize_dynamic(model, {nn.Linear})(x), wanted.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", LOW)

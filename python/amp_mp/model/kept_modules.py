@@ -82,14 +82,18 @@ def _converts_itself(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "casts_by_itself", False)
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casts low-precision inputs to the weights' dtype, where the module cannot mix dtypes."""
-    inputs = [t for t in tensors_in(*args, *kwargs.values()) if t.dtype in LOW_PRECISION]
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """Casts low-precision inputs to the weights' dtype, where the module cannot mix dtypes.
+
+    kwargs: None where torch.ao.quantization.convert has copied the hook to the module that it made.
+    """
+    given = kwargs or {}
+    inputs = [t for t in tensors_in(*args, *given.values()) if t.dtype in LOW_PRECISION]
     if not inputs or _converts_itself(module) or _mixes(module, inputs):
-        return args, kwargs
+        return None
     dtype = _weight_dtype(module)
     if dtype in LOW_PRECISION:  # the user has converted the module
-        return args, kwargs
+        return None
 
     def up(tensor: Tensor) -> Tensor:
         if tensor.dtype not in LOW_PRECISION:
@@ -98,8 +102,10 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         setattr(cast, CAST_FROM, (id(module), tensor.dtype))
         return cast
 
-    raised = {name: map_tensors(up, value) for name, value in kwargs.items()}
-    return tuple(map_tensors(up, value) for value in args), raised
+    raised = tuple(map_tensors(up, value) for value in args)
+    if kwargs is None:
+        return raised
+    return raised, {name: map_tensors(up, value) for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass
@@ -108,7 +114,9 @@ class _Leave(NotScriptable):
 
     neighbour: LowPrecisionWeight | None = None
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        *named, output = rest  # no kwargs: see _enter
+        kwargs = named[0] if named else {}
         if _converts_itself(module):
             return output
         given = [t for t in tensors_in(*args, *kwargs.values()) if t.is_floating_point()]

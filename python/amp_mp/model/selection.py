@@ -18,6 +18,10 @@ NORMALISATION_NAME = re.compile(r"norm(?!al)|normali[sz]ation", re.IGNORECASE)
 # torch's modules whose operators refuse low precision: fake quantisation, and torch.linalg.
 FLOAT32_ALONE = ("FakeQuantizeBase", "ObserverBase", "_Orthogonal")
 
+# Where torch has the modules that fake-quantise their weights. Some compute in float32 whatever
+# their weights are (ConvBn2d, LSTM), and torch's convert() makes integer modules of float32 alone.
+FLOAT32_PACKAGES = ("torch.ao.nn.qat.", "torch.ao.nn.intrinsic.qat.", "torch.ao.nn.quantizable.")
+
 # Buffers that are multiplied by positions: an error of 2^-9 in a frequency is one of 2 radians at
 # position 1000. The second list only in a class that is named for rotary positions.
 FREQUENCIES = ("*inv_freq*",)
@@ -70,8 +74,7 @@ def keep_fp32(model: nn.Module, patterns_or_types: Kept) -> nn.Module:
 
 def select(model: nn.Module, keep_fp32: Kept | None, keep_fp32_only: Kept | None) -> Selection:
     """What stays float32: see `prepare`; errors as there."""
-    names = {m: {base.__name__ for base in type(m).__mro__} for m in model.modules()}
-    modules = {id(m): m for m, own in names.items() if not own.isdisjoint(FLOAT32_ALONE)}
+    modules = {id(m): m for m in model.modules() if _is_float32_alone(m)}
     kept: set[int] = set()
     chosen: set[int] = set()
     rotary = []
@@ -123,6 +126,14 @@ def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.M
 def is_marked(module: nn.Module) -> bool:
     """Whether keep_fp32 has marked the whole module."""
     return "" in vars(module).get(MARKS, ())
+
+
+def _is_float32_alone(module: nn.Module) -> bool:
+    """Whether torch's operators for the module refuse low precision."""
+    return any(
+        base.__name__ in FLOAT32_ALONE or base.__module__.startswith(FLOAT32_PACKAGES)
+        for base in type(module).__mro__
+    )
 
 
 def _computes_with(module: nn.Module, chosen: set[int]) -> bool:
