@@ -80,6 +80,7 @@ class AveragedModel(nn.Module):
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
+        low_bits.unwatched.difference_update(self.module.modules())
         for param in self.module.parameters():
             low_bits.drop(param)  # a remainder takes its place
         if device is not None:
@@ -296,6 +297,11 @@ class AveragedModel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which a copy or a pickle must not contain."""
         return {**self.__dict__, "_followed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle: its averages are not watched, for they have remainders."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        low_bits.unwatched.difference_update(self.module.modules())
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

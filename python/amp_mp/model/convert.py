@@ -12,6 +12,7 @@ from torch.optim import optimizer as hooks
 from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
+from amp_mp.model import moving
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
@@ -96,11 +97,17 @@ def convert_network(
 have_masters = WeakSet[Optimizer]()  # or will have them, or were warned of
 
 
-def _warn_without_masters(optimizer: Optimizer, *_: Any) -> None:
-    """Before each step: warns at the first one of a torch optimizer over prepared parameters."""
-    if optimizer in have_masters:
-        return
-    have_masters.add(optimizer)
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Before each step of any optimizer; here, because each function costs time in every step."""
+    if low_bits.unwatched or moving.watches:
+        moving.look()
+    if optimizer not in have_masters:
+        have_masters.add(optimizer)
+        _warn_without_masters(optimizer)
+
+
+def _warn_without_masters(optimizer: Optimizer) -> None:
+    """Warns of a torch optimizer over prepared parameters."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
@@ -117,8 +124,8 @@ def _convert(
     function: str, model: nn.Module, dtype: torch.dtype, enabled: bool, *keep: Kept | None
 ) -> nn.Module:
     _check(function, model)
-    if _warn_without_masters not in hooks._global_optimizer_pre_hooks.values():
-        hooks.register_optimizer_step_pre_hook(_warn_without_masters)
+    if _before_step not in hooks._global_optimizer_pre_hooks.values():
+        hooks.register_optimizer_step_pre_hook(_before_step)
     prepares = function == "prepare"
     kept = select(model, *keep)
     targets: dict[int, tuple[Tensor, torch.dtype]] = {}
@@ -144,8 +151,10 @@ def _convert(
     update_units(model)
     overflow_report.models.add(model)
     for module in model.modules():
-        if prepares and any(p.dtype in LOW_PRECISION for p in own_parameters(module).values()):
-            low_bits.track(module)
+        if any(t.dtype in LOW_PRECISION for t in named_tensors(module, recurse=False).values()):
+            if prepares:
+                low_bits.track(module)
+            low_bits.unwatched.add(module)
         if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
     if dtype in LOW_PRECISION:

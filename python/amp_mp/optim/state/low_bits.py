@@ -7,7 +7,7 @@ it does. Of a DTensor everything here is about the shard on this process.
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from amp_mp.sharding.shards import is_dtensor, local_of, part
 # Of the modules that `prepare` has converted, the bits of their plain parameters by name. They tell
 # what sharding and to_empty have replaced.
 _prepared: MutableMapping[nn.Module, dict[str, _C.LowBits]] = WeakKeyDictionary()
+# Modules with low-precision tensors, converted or copied since the last step (model/moving.py).
+unwatched = WeakSet[nn.Module]()
 # A module's parameters and their values in a state dict, between its two hooks.
 _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictionary()
 
@@ -176,6 +178,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _restored(module: nn.Module, known: dict[str, tuple[nn.Parameter, bool, Any]]) -> _BeforeLoad:
     """The hook of a copied module, whose parameters have the bits that those of the original do."""
+    unwatched.add(module)
     for name, (param, prepared, state) in known.items():
         if prepared:
             _mark(module, {name: param})  # by name: the module has no parameters yet

@@ -1,0 +1,186 @@
+"""Low-precision buffers and frozen weights that a script counts or averages in: named once.
+
+Low precision loses their small steps, and nothing else tells: a count ends at 256 in bfloat16. They
+are known by their values after some of the first steps of any optimizer, because a script may write
+them in a forward, a compiled one, or after a step, in place or not. DistributedDataParallel writes
+all buffers in each forward, so a version counter tells nothing.
+"""
+
+from collections.abc import Iterable
+from itertools import takewhile
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from amp_mp import overflow_report
+from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.optim.state import low_bits
+from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.sharding.gradients import by_device
+from amp_mp.sharding.shards import local_of
+from amp_mp.text_table import dtype_name, warn
+
+# At which steps values are compared: ever more rarely, as EMAs may begin late and move slowly.
+LOOKS = frozenset({1, *(first << k for k in range(10) for first in (2, 3))})
+MOVES = 3  # small steps that make a count or an average; loading is one
+ELEMENTS = 1024  # of each tensor that are compared
+
+
+class _Seen:
+    """A tensor's elements at the last look, and how often they have moved by a small step."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.moves, self.named = values, 0, False
+
+    def compare(self, values: Tensor, is_buffer: bool) -> bool:
+        """Whether it has moved by a small step: of what changed, by at most half of its new size.
+
+        A count's second step is one, and each of an average; new noise or new rows of a queue are
+        none. A frozen weight's change may be of a few elements, from zero: of all it is small.
+        """
+        before, self.values = self.values, values
+        if values.shape != before.shape or torch.equal(values, before):
+            return False
+        changed = values != before
+        size = values.abs()[changed] if is_buffer else values.abs()
+        moved = bool((values - before).abs()[changed].sum() <= size.sum() / 2)
+        self.moves += moved
+        return moved
+
+
+class _Watch:
+    """Follows modules through the first steps after they were converted or copied.
+
+    Those that have nothing to follow at the first look are left out afterwards.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.seen: WeakKeyDictionary[nn.Module, dict[str, _Seen]] = WeakKeyDictionary()
+        self.seen.update({module: {} for module in modules})
+        self.steps, self.looked = 0, False
+        self.weights_moved = 0  # looks at which any frozen weight had: low precision stops most
+
+    def step(self) -> bool:
+        """One more step; False after the last one."""
+        self.steps += 1
+        if self.steps in LOOKS:
+            self._look()
+        return bool(self.seen) and self.steps < max(LOOKS)
+
+    def _look(self) -> None:
+        found = [
+            (module, name, local_of(tensor).detach(), name in module._buffers)
+            for module, seen in self.seen.items()
+            for name, tensor in _watched(module).items()
+            # A frozen weight was so at every look: networks may be frozen in turns.
+            if name in seen or name in module._buffers or not self.looked
+        ]
+        if any(is_capturing(device) for device in {t.device for _, _, t, _ in found}):
+            return
+        self.looked = True
+        values = _samples([tensor for _, _, tensor, _ in found])
+        now: WeakKeyDictionary[nn.Module, dict[str, _Seen]] = WeakKeyDictionary()
+        moved = False
+        for (module, name, _, is_buffer), sample in zip(found, values, strict=True):
+            known = now.setdefault(module, {})[name] = self.seen[module].get(name, _Seen(sample))
+            moved |= known.compare(sample, is_buffer) and not is_buffer
+        self.weights_moved += moved
+        self.seen = now
+        self._name()
+
+    def _name(self) -> None:
+        for is_buffer in (True, False):
+            every = [
+                (module, name, known)
+                for module, seen in self.seen.items()
+                for name, known in seen.items()
+                if (name in module._buffers) == is_buffer and not known.named
+            ]
+            if is_buffer:
+                every = [each for each in every if each[2].moves >= MOVES]
+            elif self.weights_moved < MOVES:
+                continue
+            for _, _, known in every:
+                known.named = True
+            if moved := [(module, name) for module, name, known in every if known.moves]:
+                _warn(moved, is_buffer)
+
+
+watches: list[_Watch] = []
+
+
+def look() -> None:
+    """Before each step of any optimizer, as long as there is something to follow."""
+    if torch.compiler.is_compiling():
+        return
+    if low_bits.unwatched:
+        watches.append(_Watch(low_bits.unwatched))
+        low_bits.unwatched.clear()
+    watches[:] = [watch for watch in list(watches) if watch.step()]
+
+
+def _watched(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own low-precision buffers and frozen parameters, by name.
+
+    Without buffers of torch's modules: spectral_norm's vectors, which are made anew.
+    """
+    own = {} if type(module).__module__.startswith("torch.nn.") else module._buffers
+    return {
+        name: tensor
+        for name, tensor in {**own, **module._parameters}.items()
+        if tensor is not None
+        and not tensor.requires_grad
+        and tensor.dtype in LOW_PRECISION
+        and type(local := local_of(tensor)) in (Tensor, nn.Parameter)
+        and local.layout == torch.strided
+        and local.numel()
+        and not local.is_meta
+    }
+
+
+@torch.no_grad()
+def _samples(tensors: list[Tensor]) -> list[Tensor]:
+    """Elements of each tensor on the CPU, one wait for each device."""
+    found = tensors.copy()
+    for own in by_device(tensors).values():
+        # An odd stride, so that they are not one column of a matrix.
+        parts = [tensors[i].flatten()[:: (tensors[i].numel() // ELEMENTS) | 1] for i in own]
+        together = torch.cat([part.float() for part in parts]).cpu()
+        sizes = [len(part) for part in parts]
+        for i, values in zip(own, torch.split(together, sizes), strict=True):
+            found[i] = values
+    return found
+
+
+def _warn(moved: list[tuple[nn.Module, str]], is_buffer: bool) -> None:
+    paths = {m: path for root in overflow_report.models for path, m in root.named_modules()}
+    known = all(module in paths for module, _ in moved)
+    names = [f"{paths.get(m, type(m).__name__)}.{name}".lstrip(".") for m, name in moved]
+    if known and not is_buffer:
+        names = _modules_of(names)
+    tensor = getattr(*moved[0])
+    dtype = dtype_name(tensor.dtype)
+    what = f"{dtype} buffers" if is_buffer else f"frozen {dtype} weights"
+    where = "" if known else " (in a copy of a model)"
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    last = round(2 / torch.finfo(tensor.dtype).eps)
+    keep = f"keep_fp32={names!r}" if known else "keep_fp32= before copying"
+    average = "" if is_buffer else ", or average with amp_mp.AveragedModel"
+    warn(
+        f"something moves {what} in small steps: {shown}{where}. {dtype} loses steps below half "
+        f"a unit in the last place of an average, and a count ends at {last}. Keep them in "
+        f"float32: amp_mp.prepare(..., {keep}){average}"
+    )
+
+
+def _modules_of(names: list[str]) -> list[str]:
+    """The innermost modules that contain all of the names that begin with the same part."""
+    groups: dict[str, list[list[str]]] = {}
+    for name in names:
+        groups.setdefault(name.split(".")[0], []).append(name.split("."))
+    found = []
+    for group in groups.values():
+        same = takewhile(lambda parts: len(set(parts)) == 1, zip(*group, strict=False))
+        found.append(".".join(parts[0] for parts in same))
+    return found
