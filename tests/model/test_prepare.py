@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from converting import BATCH_NORM, FLOAT32, LAYER_NORM, NORMS, TIED, Model, float32_in, starting
+from converting import (
+    BATCH_NORM,
+    FLOAT32,
+    LAYER_NORM,
+    NORMS,
+    TIED,
+    Model,
+    converters,
+    float32_in,
+    starting,
+)
 from helpers import raw_bytes
 from torch import Tensor, nn
 
@@ -131,13 +141,39 @@ def test_a_dtype_given_as_a_string_is_told_from_the_dtype(call: Callable[[Any], 
         call("bf16")
 
 
-def test_gradients_of_the_float32_model_are_dropped(device: str) -> None:
+@converters
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_become_what_torch_makes_of_them(
+    device: str, convert: Any, dtype: torch.dtype
+) -> None:
+    """Of a backward before, as where a script freezes in what the first batches show."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Embedding(3, 3, sparse=True))
+    model.to(device)
+    x = torch.randn(2, 4, device=device)
+    (model[:2](x).square().sum() + model[2](torch.tensor([1, 1], device=device)).sum()).backward()
+    twin = copy.deepcopy(model)
+    for param, original in zip(twin.parameters(), model.parameters(), strict=True):
+        param.grad = original.grad.clone()
+    twin[0].to(dtype)
+    twin[2].to(dtype)
+    convert(model, dtype)
+    for found, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        assert found.grad.dtype == found.dtype
+        assert found.grad.is_sparse == wanted.grad.is_sparse
+        assert torch.equal(found.grad.to_dense(), wanted.grad.to_dense())
+    model[:2](x.to(dtype)).float().square().sum().backward()  # adds to them
+    assert (model[0].weight.grad.float() - 2 * twin[0].weight.grad).abs().max() < 0.1
+
+
+@converters
+def test_a_gradients_own_dtype_stays(device: str, convert: Any) -> None:
+    """torch's grad_dtype, which a script has set to add up in float32."""
     model = nn.Linear(4, 3).to(device)
-    model(torch.ones(2, 4, device=device)).sum().backward()
-    amp.prepare(model, torch.bfloat16)
-    assert all(p.grad is None for p in model.parameters())
-    model(torch.ones(2, 4, dtype=torch.bfloat16, device=device)).sum().backward()
-    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    model.weight.grad_dtype = torch.float32
+    model.weight.grad = grad = torch.randn(3, 4, device=device)
+    convert(model, torch.bfloat16)
+    assert torch.equal(model.weight.grad, grad)
+    assert model.weight.grad.dtype == torch.float32
 
 
 # Kept modules compute in float32 and return what they were given.

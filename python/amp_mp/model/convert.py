@@ -35,6 +35,8 @@ def prepare(
 ) -> nn.Module:
     """Turns a model's parameters and buffers into `dtype`, in place, and returns the model.
 
+    Gradients are converted, as torch's Module.to does.
+
     The float32 values of trainable parameters are kept, 2 bytes an element beside the weights: the
     first amp_mp optimizer that steps a parameter starts its master from them. Copies and pickles of
     the model have them, and load_state_dict of float32 values replaces them. If a weight was
@@ -81,9 +83,8 @@ def convert_network(
 ) -> nn.Module:
     """Converts a model's floating-point parameters and buffers in place and returns it, as Apex's.
 
-    Unlike `prepare` it keeps no float32 values aside for masters, takes any floating-point model
-    and keeps its gradients. Parameter objects stay the same. float16 weights saturate at +-65504,
-    gradients do not.
+    Unlike `prepare` it keeps no float32 values aside for masters, and takes any floating-point
+    model. Parameter objects stay the same. float16 weights saturate at +-65504, gradients do not.
 
     Args:
         model: in place. What is kept in it is float32 afterwards, or float64 as it was.
@@ -147,7 +148,7 @@ def _convert(
         else:
             low_bits.drop(tensor)
         if tensor.grad is not None:  # it has the old dtype
-            tensor.grad = None if prepares else tensor.grad.to(target)
+            tensor.grad = tensor.grad.to(tensor.grad_dtype or tensor.grad.dtype)
     update_units(model)
     overflow_report.models.add(model)
     for module in model.modules():
