@@ -238,6 +238,27 @@ def test_copies_and_pickles_are_plain_models() -> None:
             assert other.twice.forward.__self__ is other.twice
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file], ids=["deepcopy", "file"])
+def test_a_copy_may_be_attached_itself(copied: Any) -> None:
+    """Its gradients are then those of the attached original, bit for bit."""
+    model = net("cpu")
+    with amp.attach_main_grads(model):
+        other = copied(model)
+        for _ in range(3):
+            loss_of(model).backward()
+        with amp.attach_main_grads(other):
+            with pytest.raises(RuntimeError, match="attached already"):
+                amp.attach_main_grads(other)
+            for _ in range(3):
+                loss_of(other).backward()
+            found, wanted = gradients(other), gradients(model)
+            assert found.keys() == wanted.keys()
+            for name, grad in found.items():
+                assert grad.dtype == torch.float32
+                assert torch.equal(grad, wanted[name]), name
+        assert "forward" not in other.twice.__dict__
+
+
 def test_a_wrong_model_is_refused_and_left_alone() -> None:
     layer = nn.Linear(4, 4).to(BFLOAT16)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, found .*Parameter"):

@@ -191,7 +191,7 @@ class MainGrads(AbstractContextManager["MainGrads"]):
     def remove(self) -> None:
         """Gives the parameters gradients of their own dtypes again, and rounds the present ones."""
         for module in self._modules:
-            if _is_attached(module):
+            if _forward_of(module) is forward:
                 del module.forward
         for param, dtype in self._params:
             _set_grad_dtype(param, dtype if param.dtype in LOW_PRECISION else param.dtype)
@@ -214,9 +214,10 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
       micro-batch's gradient is rounded once to the parameter's dtype, and added in float32.
     - float32 parameters: nothing changes.
 
-    Under torch.compile a Linear's weight is treated as any other parameter. A deep copy of the
-    model is not attached. torch's DistributedDataParallel takes no float32 gradients for these
-    parameters: do not wrap the model in it, but average `.grad` before each step with all_reduce.
+    Under torch.compile a Linear's weight is treated as any other parameter. A copy or pickle of the
+    model is not attached, because torch copies no grad_dtype: attach it, too. torch's
+    DistributedDataParallel takes no float32 gradients for these parameters: do not wrap the model
+    in it, but average `.grad` before each step with all_reduce.
 
     The model is changed in place. `remove()` of the handle returned, which need not be kept, or the
     end of a `with` block undoes it all.
@@ -268,13 +269,22 @@ def _is_linear(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
-        and "forward" not in module.__dict__
+        # A deep copy of an attached one has ours, a pickle torch's.
+        and _forward_of(module) in (None, forward, nn.Linear.forward)
         and getattr(module._parameters.get("weight"), "dtype", None) in LOW_PRECISION
     )
 
 
+def _forward_of(module: nn.Module) -> Any:
+    """The function of the method that someone has given this module as its forward, or None."""
+    own = module.__dict__.get("forward")
+    return getattr(own, "__func__", own)
+
+
 def _is_attached(module: nn.Module) -> bool:
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+    weight = module._parameters.get("weight")
+    attached = weight is not None and weight.grad_dtype == torch.float32  # a copy's is its dtype
+    return attached and _forward_of(module) is forward
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
