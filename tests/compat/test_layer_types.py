@@ -11,6 +11,7 @@ import pytest
 import torch
 from error_bounds import Bounded, product
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import amp_mp as amp
 from amp_mp.compat import set_layer_types
@@ -369,6 +370,13 @@ def test_words_and_dtypes_and_what_math_falls_back_to(device: str) -> None:
     assert len(table.splitlines()) == 5  # the header, three layers, the solver
     y = net(torch.randn(3, 2, device=device))
     assert y.dtype == F64
+
+
+def test_patterns_see_through_checkpointed_blocks() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4))), nn.Linear(4, 4))
+    types = set_layer_types(model, layers={"0.0": {"forward_type": "FLOAT16"}})
+    found = {row.layer: row.forward_type for row in types}
+    assert found == {"0._checkpoint_wrapped_module.0": "FLOAT16", "1": "FLOAT"}
 
 
 def test_the_last_pattern_wins_and_undo_takes_all_back(device: str) -> None:

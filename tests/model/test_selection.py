@@ -10,9 +10,11 @@ import torch
 from converting import NORMS, TIED, Model, converters, float32_in, starting
 from helpers import raw_bytes, through_a_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import amp_mp as amp
 from amp_mp.model.selection import keep_fp32
+from amp_mp.module_names import without_wrappers
 
 BF16 = torch.bfloat16
 
@@ -137,6 +139,43 @@ def test_keep_fp32_and_keep_fp32_only_add_up() -> None:
         amp.prepare(model, BF16, "2", keep_fp32_only="3")
     amp.prepare(model, BF16, "2", keep_fp32_only="0")
     assert float32_in(model) == {"0.weight", "0.bias", "2.weight"}
+
+
+def wrapped(model: nn.Module, whole: bool) -> nn.Module:
+    """A part is checkpointed, and the model or another part compiled, as recipes do."""
+    model.body[0] = checkpoint_wrapper(model.body[0])
+    if whole:
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    model.body[2] = torch.compile(model.body[2], backend="eager")
+    return model
+
+
+@converters
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("pattern", ["body.0", "body.?.bias", "norm", "body.2.*"])
+def test_patterns_are_over_the_plain_models_names(
+    convert: Any, pattern: str, whole: bool, marks: bool
+) -> None:
+    plain, model = Model(), wrapped(Model(), whole)
+    for each in (plain, model):
+        if marks:
+            keep_fp32(each, pattern)
+        convert(each, BF16, None if marks else pattern)
+    found = {without_wrappers(name) for name in float32_in(model)}
+    assert found == float32_in(plain)
+    assert found > NORMS or pattern == "norm"
+    tokens = torch.arange(8)
+    plain.load_state_dict({without_wrappers(n): t for n, t in model.state_dict().items()})
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+@converters
+def test_patterns_may_have_what_wrappers_put_into_names(convert: Any) -> None:
+    model = wrapped(Model(), True)
+    convert(model, BF16, "_orig_mod.body.0._checkpoint_wrapped_module.*")
+    found = {without_wrappers(name) for name in float32_in(model)}
+    assert found == NORMS | starting("body.0")
 
 
 # Rotary positions.

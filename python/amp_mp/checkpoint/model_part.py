@@ -13,14 +13,13 @@ from amp_mp import _C
 from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
+from amp_mp.module_names import without_wrappers
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.formats import MASTER_ENTRIES, as_bytes
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
-# What torch.compile, activation checkpointing and FSDP1 put into names.
-PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -37,13 +36,6 @@ def named_params(model: nn.Module, every_name: bool = False) -> dict[str, Tensor
     """Every parameter by its name. One with several names has its first, or all of them."""
     named = unwrapped(model).named_parameters(remove_duplicate=not every_name)
     return {without_wrappers(name): param for name, param in named}
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's or module's name as the plain model has it."""
-    for part in PARTS:
-        name = f"{name}.".replace(part, "").removesuffix(".")
-    return name
 
 
 def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:

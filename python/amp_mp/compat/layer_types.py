@@ -1,6 +1,5 @@
 """NVCaffe's types of a net and its layers: of storage and arithmetic, forward and backward."""
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from amp_mp.compat import typed_forward as typed
 from amp_mp.compat.solver import SolverTypes
 from amp_mp.compat.type_functions import Types
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.module_names import matches
 from amp_mp.text_table import aligned
 
 WORDS = {
@@ -175,7 +175,7 @@ def _chosen(names: Mapping[nn.Module, list[str]], layers: Any) -> dict[nn.Module
         # It names a layer, or a module that contains it.
         parts = [(m, name.split(".")) for m, own_names in names.items() for name in own_names]
         starts = [(m, ".".join(p[:end])) for m, p in parts for end in range(1, len(p) + 1)]
-        matched = {m: None for m, start in starts if fnmatch.fnmatch(start, pattern)}
+        matched = {m: None for m, start in starts if matches(start, pattern)}
         if not matched:
             text = f"layers: {pattern!r} matches no layer of the model"
             raise ValueError(f"{text}; model.named_modules() has the names")

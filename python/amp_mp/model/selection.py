@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from amp_mp.module_names import matches, without_wrappers
+
 # Statistics and small affine weights, where low precision saves nothing and costs accuracy.
 NORMALISATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
@@ -112,8 +114,9 @@ def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.M
                 raise ValueError(f"{where}: this {type(entry).__name__} is not in the model")
             modules[id(entry)] = entry
         elif isinstance(entry, str):
-            found = {id(m): m for n, m in model.named_modules() if n and fnmatch.fnmatch(n, entry)}
-            names = fnmatch.filter(tensors, entry)
+            parts = {n: m for n, m in model.named_modules() if without_wrappers(n)}
+            found = {id(m): m for n, m in parts.items() if matches(n, entry)}
+            names = [name for name in tensors if matches(name, entry)]
             if not found and not names:
                 raise ValueError(f"{where}: {entry!r} matches no module or parameter of the model")
             modules |= found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
 import amp_mp as amp
@@ -106,6 +107,20 @@ def test_heads_are_the_models_own_layers_and_never_an_inner_body(names: tuple[st
     wrapped = nn.Module()
     wrapped.module = Agent(*names)  # as DistributedDataParallel and torch.compile wrap
     assert taken(wrapped) == {"module.body.0.weight", "module.body.2.weight"}
+
+
+def test_wrapped_models_have_the_plain_models_groups() -> None:
+    """Heads are known, and patterns match, through compiled and checkpointed modules and DDP."""
+    options: Any = {"not_matrices": "body.0.*", "split": {"body.2.weight": 2}}
+    model, plain = Agent("policy_head", "value_head"), Agent("policy_head", "value_head")
+    model.policy_head = checkpoint_wrapper(model.policy_head)
+    model.value_head = torch.compile(model.value_head)  # type: ignore[assignment]
+    model.body[2] = checkpoint_wrapper(model.body[2])
+    ddp = nn.Module()
+    ddp.module = torch.compile(model)
+    assert taken(plain, **options) == {"body.2.weight"}
+    name = "module._orig_mod.body.2._checkpoint_wrapped_module.weight"
+    assert taken(ddp, **options) == {name}
 
 
 def test_the_head_inside_the_last_module_is_found() -> None:

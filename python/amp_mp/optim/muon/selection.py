@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from amp_mp.module_names import matches, without_wrappers
 
 CONVOLUTIONS = nn.modules.conv._ConvNd
 # Rows of an embedding and weights of a normalisation are looked up or multiplied one by one.
@@ -29,6 +30,8 @@ NOT_MATRIX_NAME = re.compile(
 # are the model's own.
 HEAD = re.compile(r"(.*_)?(heads?|classifier)|output|logits|score|unembed|embed_out|qa_outputs")
 OWN_HEAD = re.compile(r"(.*_)?out(put)?s?")
+
+DDP = "module."  # what DistributedDataParallel puts before names
 
 Named = tuple[str, Tensor]
 Patterns = Iterable[str] | str | None
@@ -80,7 +83,7 @@ def _matching(names: Iterable[str], patterns: Patterns, argument: str) -> set[st
     found: set[str] = set()
     listed = [patterns] if isinstance(patterns, str) else list(patterns or ())
     for pattern in listed:
-        own = {name for name in names if fnmatchcase(name, pattern)}
+        own = {n for n in names if matches(n, pattern) or matches(n.removeprefix(DDP), pattern)}
         if not own:
             raise ValueError(f"{argument}: no parameter's name matches {pattern!r}")
         found |= own
@@ -136,11 +139,12 @@ def _heads(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = {
         m for m in linear.values() if any(id(p) in tables for p in m.parameters())
     }
+    plain = {without_wrappers(name): module for name, module in model.named_modules()}
     for name, module in linear.items():
-        outer, _, own = name.rpartition(".")
-        if own.isdigit() and isinstance(model.get_submodule(outer), nn.ModuleList):
+        outer, _, own = without_wrappers(name).rpartition(".")
+        if own.isdigit() and isinstance(plain[outer], nn.ModuleList):
             outer, _, own = outer.rpartition(".")  # heads.0, heads.1
-        above = [part for part in outer.split(".") if part not in ("", "module", "_orig_mod")]
+        above = [part for part in outer.split(".") if part not in ("", DDP.rstrip("."))]
         if any(part.isdigit() for part in (*above, own)):
             continue
         if HEAD.fullmatch(own) or (not above and OWN_HEAD.fullmatch(own)):
