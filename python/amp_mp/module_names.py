@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 
 # What torch.compile, activation checkpointing and FSDP1 put into names.
 PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+DDP = "module."  # what DistributedDataParallel puts before every name
 
 
 def without_wrappers(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import wrapping
 from helpers import raw_bytes
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import amp_mp as amp
 
@@ -128,3 +129,52 @@ def test_tied_weights_are_one_tensor_as_in_the_model(device: str, steps: int) ->
         }
         twin = nn.Linear(8, 11).to(device)
         twin.load_state_dict({n: found[f"head.{n}"] for n in ("weight", "bias")})
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def checkpointed(model: Any) -> nn.Module:
+    model[0] = checkpoint_wrapper(model[0])
+    model[2] = torch.compile(model[2])
+    return model  # type: ignore[no-any-return]
+
+
+def in_ddp(model: nn.Module) -> nn.Module:
+    """As DistributedDataParallel around a compiled model, whose class is asked for its name."""
+    wrapper = type("DistributedDataParallel", (nn.Module,), {})()
+    wrapper.module = torch.compile(model)
+    return wrapper
+
+
+AROUND: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: model,
+    "compile": torch.compile,
+    "parts": checkpointed,
+    "ddp": in_ddp,
+}
+
+
+@pytest.mark.parametrize("saved", AROUND)
+@pytest.mark.parametrize("loaded", AROUND)
+def test_float32_values_are_found_under_any_wrappers_names(saved: str, loaded: str) -> None:
+    """They are given under the names of the model's own state_dict, as torch gives them."""
+    torch.manual_seed(0)
+    one = AROUND[saved](amp.prepare(plain(), torch.bfloat16))
+    found = amp.float32_state_dict(one)
+    assert list(found) == list(one.state_dict())
+    other = AROUND[loaded](amp.prepare(plain(), torch.bfloat16))
+    wanted = raw_bytes(list(found.values()))
+    assert raw_bytes(list(amp.float32_state_dict(other).values())) != wanted
+    amp.load_float32_state_dict(other, found)
+    assert raw_bytes(list(amp.float32_state_dict(other).values())) == wanted
+
+
+def test_a_name_that_is_in_no_form_the_models_is_refused() -> None:
+    net = torch.compile(amp.prepare(plain(), torch.bfloat16))
+    state = amp.float32_state_dict(net)  # type: ignore[arg-type]
+    state["_orig_mod.3.weight"] = state.pop("_orig_mod.2.weight")
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*_orig_mod\.3\.weight") as error:
+        amp.load_float32_state_dict(net, state)  # type: ignore[call-overload]
+    assert "_orig_mod.2.weight" in str(error.value)

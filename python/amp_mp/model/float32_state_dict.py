@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.module_names import DDP, without_wrappers
+from amp_mp.nn.functional import is_wrapper
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.masters import refuse_swapped
 from amp_mp.sharding.shards import like, why_foreign
@@ -21,6 +23,7 @@ def _check_optimizer(optimizer: Any) -> None:
 def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The model's state dict with every low-precision floating-point tensor as float32.
 
+    Names are those of model.state_dict(), with what wrappers put into them (docs/between_steps.md).
     A weight's float32 value is exact: what `prepare` or a load has rounded, and from the first step
     on the optimizer's master, also after the optimizer is gone. Others are cast up. All are copies,
     of what is tied one; what is no tensor is as the modules give it. DTensors give DTensors, placed
@@ -65,7 +68,8 @@ def load_float32_state_dict(
 
     Weights become the rounded values; the bits that rounding cuts off stay beside them, and every
     optimizer over them goes on from the values themselves, as exactly as its `memory=` stores them.
-    Other optimizer states stay. Names are those that Module.load_state_dict takes. A sharded
+    Other optimizer states stay. Names are those of model.state_dict(), whatever wrappers put into
+    either one's: `_orig_mod.`, `_checkpoint_wrapped_module.`, DDP's `module.`. A sharded
     model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
     set_model_state_dict makes them of whole tensors. An optimizer between the two is not needed
     any more; one of amp_mp that is passed makes its state first, so that its format decides how a
@@ -83,7 +87,22 @@ def load_float32_state_dict(
         optimizer.init_state()
     handles = [handle for m in model.modules() for handle in low_bits.keeps_loads(m)]
     try:
-        return model.load_state_dict(state_dict, strict=strict)
+        return model.load_state_dict(_under_names_of(model, state_dict), strict=strict)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _under_names_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict with the model's names for what has others only because of wrappers."""
+    own = dict.fromkeys(model.state_dict())
+    if own.keys() >= state_dict.keys():
+        return state_dict
+    root = DDP if is_wrapper(model) else ""
+    names = {without_wrappers(name.removeprefix(root)): name for name in own}
+
+    def found(name: str) -> str:
+        plain = without_wrappers(name)
+        return names.get(plain) or names.get(without_wrappers(name.removeprefix(DDP))) or name
+
+    return {name if name in own else found(name): value for name, value in state_dict.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_mp.module_names import matches, without_wrappers
+from amp_mp.module_names import DDP, matches, without_wrappers
 
 CONVOLUTIONS = nn.modules.conv._ConvNd
 # Rows of an embedding and weights of a normalisation are looked up or multiplied one by one.
@@ -30,8 +30,6 @@ NOT_MATRIX_NAME = re.compile(
 # are the model's own.
 HEAD = re.compile(r"(.*_)?(heads?|classifier)|output|logits|score|unembed|embed_out|qa_outputs")
 OWN_HEAD = re.compile(r"(.*_)?out(put)?s?")
-
-DDP = "module."  # what DistributedDataParallel puts before names
 
 Named = tuple[str, Tensor]
 Patterns = Iterable[str] | str | None
