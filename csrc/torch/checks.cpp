@@ -184,7 +184,7 @@ void check_no_overlap(const std::vector<std::pair<at::Tensor, Label>>& written) 
     const auto& [one, name] = written[ranges[i - 1].owner];
     const auto& [other, other_name] = written[ranges[i].owner];
     TORCH_CHECK_VALUE(!one.is_same(other), "amp_mp: ", name.text(), " and ", other_name.text(),
-                      " are one tensor, which would be stepped twice; leave out one of them");
+                      " are one tensor, which would be written twice; leave out one of them");
     TORCH_CHECK_VALUE(false, "amp_mp: ", name.text(), " and ", other_name.text(),
                       " share memory; both would be written. Tie weights by using one Parameter "
                       "in both modules, not by sharing storage");

@@ -132,7 +132,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_and_nothing_changes(device:
             call(a, b, decay=decay)
     with pytest.raises(ValueError, match="another list has 0"):
         _C.average_([a], [], [b], [None], 0.5)
-    with pytest.raises(ValueError, match=r"to\[0\] and to\[1\] share memory"):
+    with pytest.raises(ValueError, match=r"to\[0\] and to\[1\] are one tensor"):
         _C.average_([a, a], [None, None], [b, b], [None, None], 0.5)
     assert a.tolist() == [0, 0, 0]
     _C.average_([], [], [], [], 0.5)

@@ -523,3 +523,53 @@ def test_an_optimizer_with_a_scripts_own_state_is_copied(device: str) -> None:
         step(copied, again)
         assert again.state["of a script"] == 7
         assert ((values(copied) - values(low) + LR).abs() < 0.2 * LR).all()
+
+
+def deep_copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    return copy.deepcopy((model, optimizer))
+
+
+def pickled(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def loaded(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    amp.load_float32_state_dict(model, amp.float32_state_dict(model))
+    return model, optimizer
+
+
+def in_turns(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    step(model, CLASSES["AdamW"](model.parameters(), memory="float32"))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean", "float32"])
+@pytest.mark.parametrize("between", [deep_copied, pickled, loaded, in_turns])
+@pytest.mark.parametrize("through", ["a write", "masters()"])
+def test_a_write_to_some_elements_leaves_the_others_their_bits(
+    device: str, memory: str, between: Callable[..., Any], through: str
+) -> None:
+    """After a copy, a load and another's step the optimizer's own entry is not the weight's."""
+    _, low = pair(device)
+    optimizer: Any = amp.optim.SGD(low.parameters(), lr=LR, memory=memory)
+    step(low, optimizer)
+    low, optimizer = between(low, optimizer)
+    before = values(low)
+    if through == "a write":
+        with torch.no_grad():
+            for param in low.parameters():
+                param[0] = 0.25
+    else:
+        with optimizer.masters(list(low.parameters())) as masters:
+            for master in masters:
+                master[0] = 0.25
+    step(low, optimizer, 0.0)
+    found = amp.float32_state_dict(low, optimizer)
+    written = {name: torch.zeros(value.shape) for name, value in found.items()}
+    for mask in written.values():
+        mask[0] = 1
+    is_written = torch.cat([mask.flatten() for mask in written.values()]).bool().to(device)
+    own = torch.cat([value.flatten() for value in found.values()])
+    bound = 2.0**-15 if memory == "lean" else 0.0  # of a weight: split24, next to half a unit
+    assert bool(((own - before).abs() <= bound * before.abs())[~is_written].all())
+    assert bool((own[is_written] - 0.25).abs().max() <= 2.0**-10)  # half of bfloat16's last place

@@ -179,7 +179,7 @@ class Expected:
         **storage: Any,
     ) -> None:
         self.rule, self.number, self.maximize, self.storage = rule, number, maximize, storage
-        self.numbers = RULES[rule][1]
+        self.numbers = RULES[rule][1] if rule in RULES else {}
         rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
         self.formats = formats_of(rule, states, rows, storage)
         self.dtype = str(weight.dtype).removeprefix("torch.")

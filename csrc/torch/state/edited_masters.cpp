@@ -52,7 +52,9 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
   for (Member& member : members) {
     const auto format = py::cast<std::string>(number_of(member.group, master));
     const bool has_master = format != "none" && is_low_precision(member.local);
-    edits_.push_back({std::move(member), {}, has_master, {}, {}, {}});
+    const bool goes_on =
+        has_master && drop_replaced(low_bits_of(member.param), state_in(states, member.param));
+    edits_.push_back({std::move(member), {}, has_master, goes_on, {}, {}, {}});
   }
   for (Edit& edit : edits_) {
     edit.weight = Seen(edit.member.local);
@@ -75,9 +77,8 @@ at::Tensor EditedMasters::read(const Edit& edit) const {
   if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
   const py::dict state = state_in(states_, param);
   const Bits bits = low_bits_of(param);
-  drop_replaced(bits, state);
   at::Tensor found = master_values(weight, state);
-  if (bits && !found.defined()) found = bits->values(param);
+  if (bits && !found.defined()) found = bits->values(param, edit.goes_on);
   return found.defined() ? found : copy_as(weight, at::kFloat, weight);
 }
 
@@ -124,7 +125,7 @@ void EditedMasters::store() {
     if (!item_of(states_, edit.member.param)) states_[edit.member.param] = edit.member.state;
     const HostRoom room = room_for(alone);
     clocks_of(alone);
-    init_state(edit.member);
+    init_state(edit.member, edit.goes_on);
     show_master(edit.member.param, edit.member.state);
   }
   for (Edit& edit : edits_) store(edit);

@@ -40,6 +40,7 @@ class EditedMasters {
     Member member;
     py::object values;
     bool has_master;  // beside the weight; now or, where it has no state yet, after its first step
+    bool goes_on;     // whether other bits have replaced what its state showed
     Seen weight, beside, before;  // before: the values, as they were read
   };
 

@@ -154,14 +154,14 @@ void follow(const Member& member) {
   settle(member.group, member.local, member.state);
 }
 
-void init_state(const Member& member) {
+void init_state(const Member& member, bool goes_on) {
   static PyObject* const master = PyUnicode_InternFromString("master");
   const at::NoGradGuard no_grad;
   for (const KeptState& kept : member.layout->states)
     if (!is_held(kept, member.state)) make_state(kept, member);
   if (is_low_precision(member.local)) {
     const auto format = py::cast<std::string>(number_of(member.group, master));
-    set_master(format, member.param, member.state, {});
+    set_master(format, member.param, member.state, {}, goes_on);
   }
   settle(member.group, member.local, member.state);
 }

@@ -29,7 +29,8 @@ void check_members(const std::vector<Member>& members);
 void follow(const Member& member);
 
 // Makes what is missing of the state besides its clock. show_master then notes the master.
-void init_state(const Member& member);
+// goes_on: as set_master.
+void init_state(const Member& member, bool goes_on = false);
 
 // The format in which a state is stored for this parameter, as the kernels name it.
 Format format_of(const KeptState& kept, const Member& member);
@@ -41,12 +42,14 @@ at::Tensor master_beside(const at::Tensor& weight, py::handle state);
 at::Tensor master_values(const at::Tensor& weight, py::handle state);
 // Gives the parameter a master of the format, holding `values` if they are defined. Without them an
 // existing master is kept, or converted, or made of the weight's low bits; "none" drops it. The
-// parameter becomes the rounded values.
-void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values);
+// parameter becomes the rounded values. goes_on: the optimizer had a master that others have
+// replaced, and goes on with their bits also where the weight was written since.
+void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values,
+                bool goes_on = false);
 // Stores values beside the weight that was rounded from them, which stays as it is.
 void store_beside(const at::Tensor& values, const ArrayTensors& master);
-// Drops a master that another optimizer has replaced (LowBits).
-void drop_replaced(const Bits& bits, py::handle state);
+// Drops a master that others have replaced (LowBits); whether there was one.
+bool drop_replaced(const Bits& bits, py::handle state);
 // Notes the master that a state has as the parameter's low bits. is_copy: of an optimizer that was
 // copied or unpickled; bits that came with the parameter are newer.
 void show_master(py::handle param, py::handle state, bool is_copy = false);

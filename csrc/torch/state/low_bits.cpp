@@ -191,7 +191,8 @@ at::Tensor LowBits::values(py::handle param, bool goes_on) const {
   if (!fits(weight)) return {};
   const bool still = is_still(param);
   // A master apart that a script has written counts, whatever the weight is.
-  return still || !is_rounded() || (goes_on && is_taken_) ? decoded(weight, still) : at::Tensor();
+  const bool was_taken = is_taken_ || (kept_ && kept_->was_taken);
+  return still || !is_rounded() || (goes_on && was_taken) ? decoded(weight, still) : at::Tensor();
 }
 
 at::Tensor LowBits::second_as(const MasterEntry& entry, py::handle param) const {
@@ -228,12 +229,13 @@ void LowBits::keep(py::handle param, const at::Tensor& given) {
   const at::Tensor values = placed(given, weight);
   TORCH_CHECK_TYPE(values.scalar_type() == at::kFloat, "amp_mp: values (", describe(values),
                    ") must be float32");
+  const bool was_taken = is_taken_ || (kept_ && kept_->was_taken);
   kept_.reset();
   if (is_taken() && fits(weight)) {
     if (is_beside(second_, weight) && keep_in_place(values, param)) return;
     write_replaced(values, weight);
   }
-  keep_anew(values, param);
+  keep_anew(values, param, was_taken);
 }
 
 // What a state shows, where it can hold the values; the weight then is what its format rounds to,
@@ -259,7 +261,7 @@ bool LowBits::keep_in_place(const at::Tensor& values, py::handle param) {
   return true;
 }
 
-void LowBits::keep_anew(const at::Tensor& values, py::handle param) {
+void LowBits::keep_anew(const at::Tensor& values, py::handle param, bool was_taken) {
   const at::Tensor weight = weight_of(param);
   const bool native = (weight.is_cpu() || weight.is_cuda()) && !is_subclass(weight);
   if (native && weight.numel() > 0) {
@@ -276,6 +278,7 @@ void LowBits::keep_anew(const at::Tensor& values, py::handle param) {
     show(values, param);
     kept_ = std::make_unique<Kept>();
   }
+  kept_->was_taken = was_taken;
   is_taken_ = false;
 }
 
@@ -354,7 +357,9 @@ void LowBits::drop() {
 std::optional<LowBits::State> LowBits::state(py::handle param) const {
   const bool still = is_still(param);
   if (!fits(local_of(param)) || (kept_ && !still && !is_taken_)) return std::nullopt;
-  if (!kept_ || !still) return State(second_.detach(), {}, {}, {}, still);
+  // The very tensor that a state shows, so that deepcopy and pickle make one of both.
+  const at::Tensor second = second_.requires_grad() ? second_.detach() : second_;
+  if (!kept_ || !still) return State(second, {}, {}, {}, still);
   if (!kept_->indices.defined()) return State(second_, {}, {}, kept_->checksum, true);
   return State(second_, kept_->indices, kept_->values, kept_->checksum, true);
 }

@@ -82,11 +82,12 @@ class LowBits {
   struct Kept {
     int64_t checksum;
     at::Tensor indices, values;
+    bool was_taken = false;  // whether an optimizer had taken the bits of before
   };
 
   bool fits(const at::Tensor& weight) const;
   bool keep_in_place(const at::Tensor& values, py::handle param);
-  void keep_anew(const at::Tensor& values, py::handle param);
+  void keep_anew(const at::Tensor& values, py::handle param, bool was_taken);
   void write_replaced(const at::Tensor& values, const at::Tensor& weight);
   at::Tensor decoded(const at::Tensor& weight, bool exactly) const;
 

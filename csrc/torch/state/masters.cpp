@@ -59,7 +59,8 @@ at::Tensor master_values(const at::Tensor& weight, py::handle state) {
   return values_of(*master);
 }
 
-void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values) {
+void set_master(const std::string& format, py::handle param, py::handle state, at::Tensor values,
+                bool goes_on) {
   const at::NoGradGuard no_grad;
   const at::Tensor weight = local_of(param).detach();
   const MasterEntry* const entry = master_entry(format, weight.scalar_type());
@@ -80,6 +81,8 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
     values = master_values(weight, state);
     if (!values.defined() && !bits && is_dtensor(param))
       package("optim.state.low_bits").attr("refuse_lost")(param);
+    if (!values.defined() && bits && goes_on && !bits->is_still(param))
+      values = bits->values(param, goes_on);
     if (!values.defined()) {
       const at::Tensor first = format == "float32" ? first_master(param)
                                : bits              ? bits->second_as(*entry, param)
@@ -104,12 +107,16 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   if (bumps) bump_version(tensor_of(param));  // its shard has advanced alone
 }
 
-void drop_replaced(const Bits& bits, py::handle state) {
-  if (!bits || !bits->has_replaced_any()) return;
+bool drop_replaced(const Bits& bits, py::handle state) {
+  bool any = false;
+  if (!bits || !bits->has_replaced_any()) return any;
   for (const MasterEntry& each : master_entries()) {
     const py::handle found = item_of(state, each.entry);
-    if (is_tensor(found) && bits->has_replaced(local_of(found))) drop_item(state, each.entry);
+    if (!is_tensor(found) || !bits->has_replaced(local_of(found))) continue;
+    drop_item(state, each.entry);
+    any = true;
   }
+  return any;
 }
 
 void show_master(py::handle param, py::handle state, bool is_copy) {

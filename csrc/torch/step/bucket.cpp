@@ -74,16 +74,17 @@ std::vector<int64_t> Bucket::sort_by_kind() {
 
 Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
   std::vector<Bits> bits;
+  std::vector<bool> goes_on;
   for (const Member& member : members_) {
     bits.push_back(low_bits_of(member.param));
-    drop_replaced(bits.back(), member.state);
+    goes_on.push_back(drop_replaced(bits.back(), member.state));
     follow(member);
   }
   const Tensors clocks = clocks_of(members_);
   std::vector<SlotTensors> slots;
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
-    init_state(member);
+    init_state(member, goes_on[i]);
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
     own.master = master_beside(member.local, member.state);

@@ -90,8 +90,7 @@ void init_states(const Layouts& rules, const py::list& groups, const py::dict& s
   clocks_of(trained);
   for (const Member& member : trained) {
     states[member.param] = member.state;
-    drop_replaced(low_bits_of(member.param), member.state);
-    init_state(member);
+    init_state(member, drop_replaced(low_bits_of(member.param), member.state));
     show_master(member.param, member.state);
   }
 }

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model import convert
+from amp_mp.model.selection import Kept
 from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
@@ -108,12 +109,21 @@ def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)
     return model
 
 
-def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """amp_mp.convert_network that keeps batch norms with weights in float32, and no other layer.
+def convert_network(
+    network: nn.Module,
+    dtype: torch.dtype,
+    keep_fp32: Kept | None = None,
+    *,
+    keep_fp32_only: Kept | None = None,
+) -> nn.Module:
+    """Converts a model in place, but for batch norms with weights, and returns it.
 
-    What keep_fp32 has marked stays float32, too. Returns the model; errors as there.
+    It keeps no float32 values aside for masters. keep_fp32: what else stays float32.
+    keep_fp32_only: what stays float32 in place of the batch norms. Both, and errors, as of
+    `amp_mp.prepare`; what amp_mp.keep_fp32 has marked stays, too.
     """
-    return convert.convert_network(network, dtype, keep_fp32_only=_batch_norms(network))
+    only = _batch_norms(network) if keep_fp32_only is None else keep_fp32_only
+    return convert.convert_network(network, dtype, keep_fp32, keep_fp32_only=only)
 
 
 class tofp16(nn.Module):  # noqa: N801 (Apex's name)

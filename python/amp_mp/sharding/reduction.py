@@ -176,11 +176,15 @@ class WholeStatistics:
     def _look(self, of_others: Tensor | None, settled: Tensor) -> None:
         if of_others is not None and not self._looked:
             _warn_of_copies(of_others)
-        found = Statistics(*settled.T.tolist())
-        squares, bad = found.sum_squares, found.non_finite
-        self._looked = self._looked or max(squares) > 0 or of_others is not None
-        if max(squares) - min(squares) <= ALIKE * max(squares) and len(set(bad)) == 1:
-            return
+        found = Statistics(*(each.T.tolist() for each in settled.unbind(-1)))
+        self._looked = self._looked or of_others is not None or max(map(max, found.sum_squares)) > 0
+        for squares, bad in zip(found.sum_squares, found.non_finite, strict=True):
+            least, most = min(squares), max(squares)
+            if most - least > ALIKE * most or len(set(bad)) > 1:
+                self._refuse_different(squares, bad)
+
+    def _refuse_different(self, squares: list[float], bad: list[float]) -> None:
+        """Raises RuntimeError; squares, bad: what the processes have of what all should have."""
         labels = [
             _C.param_label(group, number, position)
             for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
@@ -260,8 +264,8 @@ class WholeStatistics:
         return found
 
 
-# Called with what one round has gathered, [processes, rows, 3] where it adds tensors that differ,
-# and with the sums over settled tensors, [processes, 3].
+# Called with what one round has gathered, [processes, rows, 3]: of tensors that differ, where it
+# adds such, and of settled rows.
 Look = Callable[[Tensor | None, Tensor], None]
 
 
@@ -271,15 +275,17 @@ class Round(NamedTuple):
     group: Any
     is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
     bunches: list[Tensor]  # rows that are added into their first before
-    sent: Tensor | None  # numbers of the rows; None for all
-    settled: Tensor | None  # numbers of the rows that are complete already; None for none
+    added: Tensor | None  # numbers of the rows that it adds; None for all
+    settled: list[int]  # of those that are complete already
+    sent: Tensor | None  # of both
 
 
 class Rounds:
     """Adds rows of statistics, each over its own process groups, with one all-gather a group.
 
     A row without groups left is settled: it is the same on every process, or their decisions would
-    differ. So what a gather sends ends with the sum of these rows.
+    differ. So a gather sends these, too: between parts of tensors row by row, and their sum where
+    the processes may have different numbers of them.
     """
 
     def __init__(
@@ -303,47 +309,44 @@ class Rounds:
             }
             while waiting:
                 name = min(waiting, key=lambda n: (sum(n in k for k in {*left}), waiting[n].size()))
-                sent = [i for i, key in enumerate(left) if name in key]
-                bunches = [[i for i in sent if left[i] == key] for key in dict.fromkeys(left)]
+                added = [i for i, key in enumerate(left) if name in key]
+                bunches = [[i for i in added if left[i] == key] for key in dict.fromkeys(left)]
                 bunches = [bunch for bunch in bunches if len(bunch) > 1 and groups is others]
-                added = {i for bunch in bunches for i in bunch[1:]}
-                sent = [i for i in sent if i not in added]
+                gone = {i for bunch in bunches for i in bunch[1:]}
+                added = [i for i in added if i not in gone]
                 settled = [i for i, key in enumerate(left) if not key]
                 self._rounds.append(
                     Round(
                         waiting.pop(name),
                         groups is others,
                         [torch.tensor(bunch, device=device) for bunch in bunches],
-                        _selection(sent, len(keys), device),
-                        torch.tensor(settled, device=device) if settled else None,
+                        _selection(added, len(keys), device),
+                        settled,
+                        _selection(added + settled, len(keys), device),
                     )
                 )
                 left = [key - {name} for key in left]
 
     def added(self, rows: Tensor, look: Look | None = None) -> Tensor:
         """The rows [n, 3 k] with those of the other processes. look: called after every gather."""
-        for group, is_of_others, bunches, sent, settled in self._rounds:
+        for group, is_of_others, bunches, added, settled, sent in self._rounds:
             for bunch in bunches:
                 ones = rows.new_zeros(len(bunch), rows.shape[1])
                 ones[0] = _added(rows[bunch])
                 rows = rows.index_copy(0, bunch, ones)
             own = rows if sent is None else rows[sent]
-            looks = is_of_others or settled is not None
-            if looks:
-                last = rows.new_zeros(1, rows.shape[1])
-                if settled is not None:
-                    last[0, :3] = _added(rows[settled, :3])
-                own = torch.cat([own, last])
+            count = len(own) - len(settled)
+            if is_of_others:
+                last = _added(own[count:])[None] if settled else rows.new_zeros(1, rows.shape[1])
+                own = torch.cat([own[:count], last])
             parts = _all_gather(own, group)
             parts = parts.view(parts.shape[0], parts.shape[1], -1, 3)
-            if looks:
-                parts, ends = parts[:, :-1], parts[:, -1, 0]
-                if look is not None:
-                    look(parts[:, :, 0] if is_of_others else None, ends)
-            each = Statistics(*parts.unbind(-1))
+            if look is not None and parts.shape[1] > count:
+                look(parts[:, :count, 0] if is_of_others else None, parts[:, count:, 0])
+            each = Statistics(*parts[:, :count].unbind(-1))
             sums = each.sum_squares.sum(0), each.max_abs.amax(0), each.non_finite.sum(0)
             sums_of_all = torch.stack(sums, -1).flatten(1)
-            rows = sums_of_all if sent is None else rows.index_copy(0, sent, sums_of_all)
+            rows = sums_of_all if added is None else rows.index_copy(0, added, sums_of_all)
         return rows
 
 
