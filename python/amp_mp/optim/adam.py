@@ -16,8 +16,7 @@ class AdamW(FusedOptimizer):
         v = beta2 v + (1 - beta2) g^2
         w = (1 - lr weight_decay) w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    t counts the parameter's own steps. Where betas change between steps, beta^t is the product of
-    the betas of all steps.
+    t counts the parameter's own steps.
 
     Args:
         lr: learning rate. Default 1e-3.
