@@ -64,6 +64,16 @@ class SGD(FusedOptimizer):
             return plain
         return unscaled if self.momentum_form == "unscaled" else scaled
 
+    def torch_state_dict(self) -> dict[str, Any]:
+        """See FusedOptimizer.torch_state_dict."""
+        found = super().torch_state_dict()
+        for state in found["state"].values():
+            buffer = state.get("momentum_buffer")
+            # torch knows a first step, which has no dampening, by a buffer that is not there yet.
+            if buffer is not None and state["step"] == 0 and not buffer.any():
+                del state["momentum_buffer"]
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "momentum_form": self.momentum_form}
 

@@ -154,6 +154,22 @@ def test_exact_continues_from_a_torch_checkpoint_and_back(device: str, name: str
     assert_alike(mine, low, back, update)
 
 
+def test_torch_damps_no_first_step_of_a_state_made_beforehand(device: str) -> None:
+    """Its SGD takes a momentum of zeros for one that has begun."""
+    own, stock = (nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
+    numbers = {"lr": 1.0, "momentum": 0.9, "dampening": 0.5}
+    optimizer = amp.optim.SGD([own], **numbers)
+    optimizer.init_state()
+    theirs = torch.optim.SGD([stock], **numbers)
+    theirs.load_state_dict(optimizer.torch_state_dict())
+    for param, each in ((own, optimizer), (stock, theirs)):
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            each.step()
+    assert torch.equal(own, stock)  # 1, then .9 + .5: sums of few bits
+    assert own[0].item() == pytest.approx(-2.4)
+
+
 @pytest.mark.parametrize("memory", ["lean", "tiny", "micro"])
 def test_torch_reads_what_compact_formats_hold(device: str, memory: str) -> None:
     net = small_model(device)
