@@ -354,6 +354,17 @@ def test_clipping_equals_torch_on_a_float32_model(
         torch.testing.assert_close(master.grad, twin.grad, rtol=0 if share > 1 else rtol, atol=0)
 
 
+@pytest.mark.parametrize(("own", "given"), [(0.5, 2.0), (2.0, 0.5), (None, 0.5)])
+def test_of_two_norms_the_smaller_clips(device: str, own: float | None, given: float) -> None:
+    """An optimizer's max_grad_norm holds beside a larger one of clip_master_grads."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device=device))
+    optimizer = wrap(amp.optim.SGD([param], lr=1.0, max_grad_norm=own), static_loss_scale=64.0)
+    optimizer.backward((param.float() * 4).sum())  # a norm of 8
+    assert optimizer.clip_master_grads(given) == 8
+    optimizer.step()
+    assert param[0].item() == -0.25  # .5 / 8 * 4
+
+
 # Steps.
 
 

@@ -361,8 +361,8 @@ class FusedMasters(Masters):
             if self._inputs.measured is not None:  # the gradients have changed
                 self._inputs.measured = stepper_of(self._optimizer).measure()
             return norm / self._scale
-        before = self._inputs.max_norm
-        self._inputs.max_norm = max_norm if before is None else min(max_norm, before)
+        limits = max_norm, self._inputs.max_norm, self._optimizer.max_grad_norm
+        self._inputs.max_norm = min(limit for limit in limits if limit is not None)
         found = [gradients.Statistics(*total.tolist()) for total in self._totals().values()]
         return math.sqrt(sum(total.sum_squares for total in found)) / self._scale
 
