@@ -149,7 +149,7 @@ def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "lean", "tiny", "micro"])
 def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
-    """As an eager step does: zeros, a clamp, other numbers, through `.data` too."""
+    """As an eager step does: zeros, a clamp, other numbers, through `.data` too, and a count."""
     graphed, eager = Training(memory=memory), Training(memory=memory)
     graph = captured(graphed, eager)
     for step in range(2, 20):
@@ -161,6 +161,8 @@ def test_a_replayed_step_goes_on_from_what_was_written(memory: str) -> None:
                 param.clamp_(-0.05, 0.05)
             else:
                 param[1::3].copy_(torch.linspace(-1, 1, param[1::3].numel(), device=DEVICE))
+            if step == 9:
+                training.optimizer.state[training.params[0]]["step"].zero_()
             training.fill(step, overflows_at(step))
         graph.replay()
         eager.step()

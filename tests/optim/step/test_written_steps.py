@@ -92,13 +92,18 @@ def test_a_written_step_is_the_count(device: str, rule: str, write: str) -> None
         assert float(optimizer.state[param]["step"]) == want.clock.step
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam"])
+def muons_others(params: list[nn.Parameter], lr: float) -> Any:
+    return amp.optim.Muon([{"params": params, "use_muon": False, "lr": lr}])
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon's others"])
 def test_an_optimizer_whose_state_is_zeroed_starts_as_torchs(device: str, kind: str) -> None:
     """Every tensor of the state, as a script resets an optimizer, NAdam's mu_product with them."""
     moved = []
-    for lib in (amp.optim, torch.optim):
+    pair = (muons_others, torch.optim.AdamW)
+    for make in pair if "Muon" in kind else (getattr(amp.optim, kind), getattr(torch.optim, kind)):
         param = nn.Parameter(torch.ones(SIZE, device=device))
-        optimizer = getattr(lib, kind)([param], lr=0.01)
+        optimizer = make([param], lr=0.01)
         for number in range(12):
             if number == 10:
                 for value in optimizer.state[param].values():
