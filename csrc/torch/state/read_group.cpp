@@ -5,7 +5,8 @@ namespace amp_mp {
 
 namespace {
 
-// A group's number as Hyper has it; tensors as lr and weight_decay stay what they are. ValueError naming the number.
+// A group's number as Hyper has it; tensors as lr and weight_decay stay what they are. ValueError
+// naming the number.
 void read_number(HyperTensors& to, const HyperMember& member, py::handle value, py::handle key) {
   if (member.flag) {
     to.hyper.*member.flag = truth_of(value, key);

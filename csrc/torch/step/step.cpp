@@ -79,8 +79,8 @@ const void* read_at(const at::Tensor& given, const char* name, const at::Device&
                     " must be one number, found ", describe(given));
   const at::ScalarType dtype = given.scalar_type();
   const bool is_read_there = dtype == at::kFloat || dtype == at::kDouble;
-  TORCH_CHECK_VALUE(!is_capturing(device) || (given.device() == device && is_read_there), "amp_mp: ",
-                    name, " (", describe(given), ") is not on ", device,
+  TORCH_CHECK_VALUE(!is_capturing(device) || (given.device() == device && is_read_there),
+                    "amp_mp: ", name, " (", describe(given), ") is not on ", device,
                     " in float32 or float64, and replays of a captured step look nowhere else; "
                     "put it there");
   if (given.is_cpu()) {
