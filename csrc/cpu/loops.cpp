@@ -66,14 +66,14 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 // As torch's addcmul_ adds: with a fused multiply-add where the processor has one.
 void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
            float decay, float ratio) {
+  const uint32_t mask = decay != 0 ? 0xFFFFFFFFu : 0u;  // as add_decay has it
   for (int64_t i = 0; i < n; ++i) {
-    const float own = grad[i] * inverse;
+    const float w = from_bits(to_bits(weight[i]) & mask);
 #ifdef FP_FAST_FMAF
-    const float sum = __builtin_fmaf(weight[i], decay, own);
+    grad[i] = __builtin_fmaf(w, decay, grad[i] * inverse) * ratio;
 #else
-    const float sum = own + weight[i] * decay;
+    grad[i] = (grad[i] * inverse + w * decay) * ratio;
 #endif
-    grad[i] = select(decay != 0, sum, own) * ratio;  // an infinite weight's is NaN without decay
   }
 }
 

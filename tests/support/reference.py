@@ -122,8 +122,8 @@ class Numbers:
 
 
 def add_decay(x: Floats, decay: float, w: Floats) -> Floats:
-    """x + decay * w; without decay weights that are infinite change nothing."""
-    return x + F32(decay) * w if decay else x
+    """x + decay * w, where weights count as 0 without decay, also infinite ones."""
+    return x + F32(decay) * (w if decay else F32(0))
 
 
 def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
@@ -319,8 +319,8 @@ def lamb(
     def direction() -> Floats:
         r = m * F32(1 / (1 - clock.beta1_power))
         r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
-        decays = ((r * w >= 0) | (not n.cautious)) & (n.weight_decay != 0)
-        return np.where(decays, r + F32(n.weight_decay) * w, r)
+        decays = (r * w >= 0) | (not n.cautious)
+        return np.where(decays, add_decay(r, n.weight_decay, w), r + F32(0))
 
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
