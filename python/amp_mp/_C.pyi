@@ -365,6 +365,9 @@ class Gemm:
     def __init__(self, library: str) -> None:
         """RuntimeError where no such library is loaded, or it has no such function."""
 
+def renew_masters(groups: Groups, states: States) -> None:
+    """Makes masters anew that other optimizers have replaced: before states are shown or copied."""
+
 def accumulate_weight_grad_(
     grad_weight: Tensor,
     grad_output: Tensor,

@@ -573,3 +573,30 @@ def test_a_write_to_some_elements_leaves_the_others_their_bits(
     bound = 2.0**-15 if memory == "lean" else 0.0  # of a weight: split24, next to half a unit
     assert bool(((own - before).abs() <= bound * before.abs())[~is_written].all())
     assert bool((own[is_written] - 0.25).abs().max() <= 2.0**-10)  # half of bfloat16's last place
+
+
+def own_state(optimizer: Any, model: nn.Module) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def torchs_state(optimizer: Any, model: nn.Module) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.torch_state_dict()))
+
+
+@pytest.mark.parametrize("memory", ["exact", "lean", "float32"])
+@pytest.mark.parametrize("load", [own_state, torchs_state])
+def test_what_an_optimizer_shows_of_a_weight_that_another_has_stepped(
+    device: str, memory: str, load: Callable[..., None]
+) -> None:
+    """Its state dict has the weight's present bits, and a load of it, or of torch's, keeps them."""
+    _, low = pair(device)
+    first = amp.optim.SGD(low.parameters(), lr=LR, memory=memory)
+    step(low, first)
+    second = amp.optim.AdamW(low.parameters(), lr=LR, memory="float32")
+    for _ in range(3):
+        step(low, second)
+        first.state_dict()
+    before = values(low)
+    load(first, low)
+    bound = 2.0**-15 if memory == "lean" else 0.0
+    assert bool(((values(low) - before).abs() <= bound * before.abs()).all())

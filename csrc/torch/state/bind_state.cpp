@@ -26,6 +26,7 @@ void bind_masters(py::module_& m) {
           if (PyDict_Check(states[i].ptr())) show_master(params[i], states[i], is_copy);
       },
       py::arg("params"), py::arg("states"), py::arg("is_copy") = false);
+  m.def("renew_masters", &renew_masters, py::arg("groups"), py::arg("states"));
   m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def(
       "master_of",

@@ -50,6 +50,8 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
 void store_beside(const at::Tensor& values, const ArrayTensors& master);
 // Drops a master that others have replaced (LowBits); whether there was one.
 bool drop_replaced(const Bits& bits, py::handle state);
+// Makes masters anew that others have replaced, for what is to show or copy an optimizer's states.
+void renew_masters(const py::list& groups, const py::dict& states);
 // Notes the master that a state has as the parameter's low bits. is_copy: of an optimizer that was
 // copied or unpickled; bits that came with the parameter are newer.
 void show_master(py::handle param, py::handle state, bool is_copy = false);

@@ -119,6 +119,22 @@ bool drop_replaced(const Bits& bits, py::handle state) {
   return any;
 }
 
+void renew_masters(const py::list& groups, const py::dict& states) {
+  static PyObject* const master = PyUnicode_InternFromString("master");
+  for (const py::handle group : groups)
+    for (const py::handle param : params_of(group)) {
+      const Bits bits = is_tensor(param) ? low_bits_of(param) : nullptr;
+      if (!bits || !bits->has_replaced_any()) continue;
+      const py::handle state = item_of(states, param);
+      if (!state || !PyDict_Check(state.ptr()) || !drop_replaced(bits, state)) continue;
+      set_master(py::cast<std::string>(number_of(group, master)), param, state, {}, true);
+      settle(group, local_of(param), state);
+      // The others may step again, and show the same tensor as now.
+      const at::Tensor made = master_beside(local_of(param), state);
+      if (made.defined() && !bits->shows(made)) bits->note_replaced(made);
+    }
+}
+
 void show_master(py::handle param, py::handle state, bool is_copy) {
   const at::Tensor weight = local_of(param);
   if (!is_low_precision(weight)) return;

@@ -261,6 +261,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         param_groups have norm_history, and the device is waited for.
         """
         self._show_history()
+        _C.renew_masters(self.param_groups, self.state)
         return shown_state(self, self._rules, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -343,6 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, and the fused optimizers' own arguments."""
         self._show_history()
+        _C.renew_masters(self.param_groups, self.state)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}
 
 

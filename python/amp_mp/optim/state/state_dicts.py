@@ -56,6 +56,7 @@ def load_state(
         check_parts(found, groups)
         found = by_names(found, groups)
         check_loadable(found, params, stepper)
+        _C.renew_masters(groups, optimizer.state)  # a file of torch's leaves the masters
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]
         made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))
