@@ -210,3 +210,38 @@ def test_the_group_is_read_at_each_step_and_stays_out_of_files() -> None:
         assert norms == pytest.approx([NORM, NORM, own[rank], NORM], rel=NORM_ERROR)
         assert shown is None
         assert wrong.startswith("TypeError: process_groups must be")
+
+
+def other_numbers(folds: bool) -> bool:
+    """scale_loss over experts of other numbers on each rank, with true gradients there already."""
+    torch.manual_seed(0)
+    dense = nn.Linear(2, 2, bias=False, dtype=torch.float16)
+    fully_shard(dense)
+    experts = nn.ModuleList(
+        nn.Linear(2, 2, dtype=torch.float16) for _ in range(dist.get_rank() + 1)
+    )
+    groups = [
+        {"params": dense.parameters()},
+        {"params": experts.parameters(), "process_groups": dist.group.WORLD},
+    ]
+    lib = amp.optim if folds else torch.optim
+    optimizer = lib.SGD(groups, lr=0.1)
+    handle = amp.init(dtype=torch.float16, loss_scale=1024.0)
+    x = torch.ones(1, 2, dtype=torch.float16)
+    for number in range(2):
+        loss = dense(x).float().sum() + sum(expert(x).float().sum() for expert in experts)
+        if number == 0:
+            loss.backward()
+            continue
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+    before = whole(dense.weight)
+    optimizer.step()
+    handle.deactivate()
+    return torch.equal(before, whole(dense.weight))
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_scale_loss_over_other_numbers_of_experts(folds: bool) -> None:
+    """Which gradients are there already is asked tensor by tensor."""
+    assert on_ranks(2, other_numbers, folds) == [False, False]

@@ -158,7 +158,7 @@ class WholeStatistics:
         """
         sums = [_added(rows if which is None else rows[which]) for which in self._kinds]
         of_kinds = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
-        return _added(self._of_kinds.added(of_kinds, self._looks(rows)))
+        return _added(self._of_kinds.added(of_kinds, True, self._looks(rows)))
 
     def of_whole(self, rows: Tensor) -> Tensor:
         """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
@@ -228,9 +228,9 @@ class WholeStatistics:
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
         """The same with a row for each whole tensor, of the gradients and of the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
-        both = self._of_tensors.added(rows, self._looks(rows))
+        both = self._of_tensors.added(rows, True, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        total = _added(self._of_others.added(grads, self._looks(rows)))
+        total = _added(self._of_others.added(grads, True, self._looks(rows)))
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
@@ -327,16 +327,21 @@ class Rounds:
                 )
                 left = [key - {name} for key in left]
 
-    def added(self, rows: Tensor, look: Look | None = None) -> Tensor:
-        """The rows [n, 3 k] with those of the other processes. look: called after every gather."""
+    def added(self, rows: Tensor, compares: bool = False, look: Look | None = None) -> Tensor:
+        """The rows [n, 3 k] with those of the other processes.
+
+        compares: send the settled rows, too; all processes have the same number of them. look:
+        called after every gather that does.
+        """
         for group, is_of_others, bunches, added, settled, sent in self._rounds:
             for bunch in bunches:
                 ones = rows.new_zeros(len(bunch), rows.shape[1])
                 ones[0] = _added(rows[bunch])
                 rows = rows.index_copy(0, bunch, ones)
-            own = rows if sent is None else rows[sent]
-            count = len(own) - len(settled)
-            if is_of_others:
+            which = sent if compares else added
+            own = rows if which is None else rows[which]
+            count = len(own) - (len(settled) if compares else 0)
+            if is_of_others and compares:
                 last = _added(own[count:])[None] if settled else rows.new_zeros(1, rows.shape[1])
                 own = torch.cat([own[:count], last])
             parts = _all_gather(own, group)
