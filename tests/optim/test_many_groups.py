@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from interrupting import run_traced
 from torch import nn
 
 import amp_mp as amp
@@ -40,12 +40,7 @@ def instructions(act: Any) -> int:
         counted += event == "opcode"
         return count
 
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
+    run_traced(act, count)
     return counted
 
 

@@ -46,10 +46,15 @@ def _traced(run: Callable[[], Any], stop: int) -> int:
                 raise Interrupt
         return trace
 
+    run_traced(run, trace)
+    return seen
+
+
+def run_traced(run: Callable[[], Any], trace: Callable[[FrameType, str, Any], Any]) -> None:
+    """Runs with this sys.settrace function, and afterwards puts back the one of before."""
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         run()
     finally:
         sys.settrace(before)
-    return seen

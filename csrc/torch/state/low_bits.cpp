@@ -191,8 +191,7 @@ at::Tensor LowBits::values(py::handle param, bool goes_on) const {
   if (!fits(weight)) return {};
   const bool still = is_still(param);
   // A master apart that a script has written counts, whatever the weight is.
-  const bool was_taken = is_taken_ || (kept_ && kept_->was_taken);
-  return still || !is_rounded() || (goes_on && was_taken) ? decoded(weight, still) : at::Tensor();
+  return still || !is_rounded() || (goes_on && was_taken()) ? decoded(weight, still) : at::Tensor();
 }
 
 at::Tensor LowBits::second_as(const MasterEntry& entry, py::handle param) const {
@@ -229,13 +228,13 @@ void LowBits::keep(py::handle param, const at::Tensor& given) {
   const at::Tensor values = placed(given, weight);
   TORCH_CHECK_TYPE(values.scalar_type() == at::kFloat, "amp_mp: values (", describe(values),
                    ") must be float32");
-  const bool was_taken = is_taken_ || (kept_ && kept_->was_taken);
+  const bool before = was_taken();
   kept_.reset();
   if (is_taken() && fits(weight)) {
     if (is_beside(second_, weight) && keep_in_place(values, param)) return;
     write_replaced(values, weight);
   }
-  keep_anew(values, param, was_taken);
+  keep_anew(values, param, before);
 }
 
 // What a state shows, where it can hold the values; the weight then is what its format rounds to,

@@ -86,6 +86,8 @@ class LowBits {
   };
 
   bool fits(const at::Tensor& weight) const;
+  // Whether an optimizer has taken these bits, or those before they were kept anew.
+  bool was_taken() const { return is_taken_ || (kept_ && kept_->was_taken); }
   bool keep_in_place(const at::Tensor& values, py::handle param);
   void keep_anew(const at::Tensor& values, py::handle param, bool was_taken);
   void write_replaced(const at::Tensor& values, const at::Tensor& weight);

@@ -4,6 +4,7 @@ Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number o
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from math import isinf
 from typing import Any, NamedTuple
@@ -51,24 +52,27 @@ def named_groups(
     return [checked_groups(group.get("process_groups")) or tuple(default) for group in groups]
 
 
-def refuse_mesh(process_groups: Sequence[Any], param: Any) -> None:
-    """Raises ValueError for process_groups in which other processes have parts of this DTensor.
+def refuse_meshes(process_groups: Sequence[Any], params: Sequence[Any]) -> None:
+    """Raises ValueError for process_groups in which other processes have parts of these DTensors.
 
-    Its statistics would be added twice.
+    Their statistics would be added twice.
     """
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if is_dtensor(p)}
+    if not process_groups or not meshes:
+        return
     import torch.distributed as dist
 
-    parts = set(param.device_mesh.mesh.flatten().tolist())
     for group in process_groups:
         others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
-        if common := sorted(others & parts):
-            raise ValueError(
-                "process_groups has ranks that hold parts or copies of the same parameters, "
-                f"{common[:8]}: those over which DTensors are split are known, and would be "
-                "counted twice. Name only groups whose processes hold other parameters, as "
-                "pipeline stages and experts do, in the param_group of those parameters: "
-                '{"params": experts, "process_groups": group}'
-            )
+        for mesh in meshes.values():
+            if common := sorted(others.intersection(mesh.mesh.flatten().tolist())):
+                raise ValueError(
+                    "process_groups has ranks that hold parts or copies of the same parameters, "
+                    f"{common[:8]}: those over which DTensors are split are known, and would be "
+                    "counted twice. Name only groups whose processes hold other parameters, as "
+                    "pipeline stages and experts do, in the param_group of those parameters: "
+                    '{"params": experts, "process_groups": group}'
+                )
 
 
 class WholeStatistics:
@@ -99,33 +103,40 @@ class WholeStatistics:
         self.params = [p for group in groups for p in group["params"]]
         self._count = count = len(self.params)
         self._device = device = local_of(self.params[0]).device if count else torch.device("cpu")
-        meshes: dict[GroupKey, Any] = {}
-        others: dict[GroupKey, Any] = {}
-        keys: list[tuple[GroupKey, ...]] = []  # of each tensor: the groups to add its row over
+        self._meshes: dict[GroupKey, Any] = {}
+        self._others: dict[GroupKey, Any] = {}
+        self._keys: list[tuple[GroupKey, ...]] = []  # of each tensor: groups to add its row over
         for group, named in zip(groups, self._named, strict=True):
+            refuse_meshes(named, group["params"])
             different = {("process_groups", each.group_name): each for each in named}
-            others |= different
+            self._others |= different
             for param in group["params"]:
-                if named and is_dtensor(param):
-                    refuse_mesh(named, param)
                 split = {("mesh", each.group_name): each for each in split_groups(param)}
-                meshes |= split
-                keys.append((*split, *different))
-        kinds = list(dict.fromkeys(keys))  # rows of tensors of one kind are added first
+                self._meshes |= split
+                self._keys.append((*split, *different))
+        kinds = list(dict.fromkeys(self._keys))  # rows of tensors of one kind are added first
         self._kinds = [
-            _selection([i for i, key in enumerate(keys) if key == kind], count, device)
+            _selection([i for i, key in enumerate(self._keys) if key == kind], count, device)
             for kind in kinds
         ]
-        self._of_kinds = Rounds(kinds, meshes, others, device)
-        self._of_tensors = Rounds(keys, meshes, {}, device)
-        after = [tuple(each for each in key if each in others) for key in keys]
-        self._of_others = Rounds(after, {}, others, device)
+        self._of_kinds = Rounds(kinds, self._meshes, self._others, device)
         self._buckets = [(on, _selection(indices, count, device)) for on, indices in buckets]
         self._looked = False  # whether what has to be the same was, on a device to be waited for
         # Whether other processes hold a part of anything, and whether one all-reduce over the
         # groups of any one tensor would miss some of them.
-        self.is_needed = bool(meshes or others)
-        self._splits_differ = self.is_needed and (len(kinds) > 1 or bool(others))
+        self.is_needed = bool(self._meshes or self._others)
+        self._splits_differ = self.is_needed and (len(kinds) > 1 or bool(self._others))
+
+    # Wrappers make these objects in every iteration, and only norms of tensors need the following.
+
+    @cached_property
+    def _of_tensors(self) -> "Rounds":
+        return Rounds(self._keys, self._meshes, {}, self._device)
+
+    @cached_property
+    def _of_others(self) -> "Rounds":
+        after = [tuple(each for each in key if each in self._others) for key in self._keys]
+        return Rounds(after, {}, self._others, self._device)
 
     def is_of(self, groups: list[dict[str, Any]], process_groups: Sequence[Any]) -> bool:
         """Whether param_groups have these tensors and these process_groups still."""
@@ -276,8 +287,8 @@ class Round(NamedTuple):
     is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
     bunches: list[Tensor]  # rows that are added into their first before
     added: Tensor | None  # numbers of the rows that it adds; None for all
-    settled: list[int]  # of those that are complete already
-    sent: Tensor | None  # of both
+    settled: int  # how many rows are complete already
+    sent: Tensor | None  # numbers of the rows that it adds and then of these
 
 
 class Rounds:
@@ -321,7 +332,7 @@ class Rounds:
                         groups is others,
                         [torch.tensor(bunch, device=device) for bunch in bunches],
                         _selection(added, len(keys), device),
-                        settled,
+                        len(settled),
                         _selection(added + settled, len(keys), device),
                     )
                 )
@@ -340,7 +351,7 @@ class Rounds:
                 rows = rows.index_copy(0, bunch, ones)
             which = sent if compares else added
             own = rows if which is None else rows[which]
-            count = len(own) - (len(settled) if compares else 0)
+            count = len(own) - (settled if compares else 0)
             if is_of_others and compares:
                 last = _added(own[count:])[None] if settled else rows.new_zeros(1, rows.shape[1])
                 own = torch.cat([own[:count], last])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.optim.options import ALLOWED, check_group
+from amp_mp.optim.step.params import first_places
 
 # Numbers of param_groups that tell optimizers apart, torch's among them.
 OF_RULES = {name.split("[")[0] for name, allowed in ALLOWED.items() if allowed != "flag"}
@@ -58,10 +59,9 @@ def _without_repeats(file: Any) -> Any:
     numbers = file.get("params") if isinstance(file, dict) else None
     if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
         return file
-    first = {number: at for at, number in reversed([*enumerate(numbers)])}
-    if len(first) == len(numbers):
+    names, kept = file.get("param_names"), first_places(numbers)
+    if len(kept) == len(numbers):
         return file
-    names, kept = file.get("param_names"), sorted(first.values())
     found = {**file, "params": [numbers[at] for at in kept]}
     if isinstance(names, list | tuple) and len(names) == len(numbers):
         found["param_names"] = [names[at] for at in kept]

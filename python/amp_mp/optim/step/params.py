@@ -1,6 +1,6 @@
 """An optimizer's parameters: their places, their names in messages, and those that it refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,10 +37,15 @@ def labelled(group: Group, number: int) -> Iterator[tuple[Tensor, str]]:
 
 def drop_repeats(group: Group) -> None:
     """Leaves each parameter of a new group in its list, and its name, once: it is stepped once."""
-    first = {id(param): at for at, param in reversed([*enumerate(group["params"])])}
-    if len(first) < len(group["params"]):
+    places = first_places([id(param) for param in group["params"]])
+    if len(places) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
-            group[key] = [group[key][at] for at in sorted(first.values())]
+            group[key] = [group[key][at] for at in places]
+
+
+def first_places(numbers: Sequence[int | str]) -> list[int]:
+    """Where each of the numbers stands for the first time, in order."""
+    return sorted({number: at for at, number in reversed([*enumerate(numbers)])}.values())
 
 
 def refuse_param(param: Tensor, label: str) -> None:
