@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from around_sharding import (
     whole,
 )
 from ranks import LARGE, on_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import amp_mp as amp
 
@@ -273,3 +274,43 @@ def test_a_step_that_measures_uses_nothing_deprecated() -> None:
 
 def test_questions_to_one_rank_wait_for_no_other() -> None:
     assert on_ranks(2, calls_on_rank_0) == [[3.0] * 8] * 2
+
+
+def freed_on_rank_1(limit: float | None) -> tuple[list[float], list[Tensor]]:
+    """Python's garbage collector comes by at another time in each process."""
+    old, model = fsdp(net()), fsdp(net())
+    inner = amp.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, skip_norm_above=limit)
+    optimizer = amp.FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    norms = []
+    for number in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        norms.append(optimizer.clip_master_grads(0.1))
+        if number == 1 and dist.get_rank() == 1:
+            del old
+            gc.collect()
+        optimizer.step()
+    return norms, whole(model)
+
+
+def kept_on_both() -> tuple[list[float], list[Tensor]]:
+    """The same with torch's clipping and optimizer."""
+    model = fsdp(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(float(norm.full_tensor()))
+        optimizer.step()
+    return norms, whole(model)
+
+
+@pytest.mark.parametrize("limit", [None, 100.0])
+def test_a_model_that_goes_on_one_rank_changes_no_step(limit: float | None) -> None:
+    """Between clip_master_grads, which has measured the gradients, and the step that uses them."""
+    expected_norms, expected = on_ranks(2, kept_on_both)[0]
+    for norms, weights in on_ranks(2, freed_on_rank_1, limit):
+        assert norms == pytest.approx(expected_norms, rel=CLOSE)
+        torch.testing.assert_close(weights, expected, rtol=CLOSE, atol=CLOSE)

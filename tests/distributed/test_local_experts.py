@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -245,3 +246,58 @@ def other_numbers(folds: bool) -> bool:
 def test_scale_loss_over_other_numbers_of_experts(folds: bool) -> None:
     """Which gradients are there already is asked tensor by tensor."""
     assert on_ranks(2, other_numbers, folds) == [False, False]
+
+
+def resumed_fp16_optimizer() -> tuple[list[float], Any]:
+    """The norms before and after a snapshot went through a file, and what the file says."""
+    model = Experts(False)
+    around = amp.FP16_Optimizer(torch.optim.SGD(model.groups(), lr=0.0), verbose=False)
+    norms = []
+    for number in range(2):
+        around.zero_grad()
+        around.backward(model.loss(20.0))
+        norms.append(around.clip_master_grads(1.0))
+        around.step()
+        if number == 0:
+            file = io.BytesIO()
+            torch.save(around.state_dict(), file)
+            file.seek(0)
+            saved = torch.load(file)
+            around.load_state_dict(saved)
+    return norms, saved["optimizer_state_dict"]["param_groups"][1]["process_groups"]
+
+
+def test_a_snapshot_around_torchs_optimizer_leaves_the_group_out() -> None:
+    """torch's own state dicts hold it, and no file can."""
+    for norms, shown in on_ranks(2, resumed_fp16_optimizer):
+        assert norms == pytest.approx([NORM, NORM], rel=NORM_ERROR)
+        assert shown is None
+
+
+def float16_expert(shards: bool) -> tuple[float | None, list[float]]:
+    """A float32 layer beside an expert in float16, which has no token on rank 0."""
+    model = Experts(False)
+    model.dense.float()
+    model.expert.half()
+    if shards:
+        fully_shard(model.dense)
+    optimizer = amp.optim.SGD(model.groups(), lr=1.0, max_grad_norm=1.0)
+    handle = amp.init(dtype=torch.bfloat16, loss_scale="dynamic")
+    before = whole(model.dense.weight).clone()
+    loss = model.dense(torch.full((1, 2), 3.0)).sum().float()
+    if dist.get_rank() == 1:
+        loss = loss + model.expert.weight.float().sum() / 4
+    with handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    handle.deactivate()
+    return optimizer.grad_norm, (before - whole(model.dense.weight)).flatten().tolist()
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["FSDP2", "plain"])
+def test_gradients_carry_one_scale_on_all_processes(shards: bool) -> None:
+    """Only one process has float16 gradients, which keep the loss scale until the step."""
+    right = math.sqrt(4 * 3.0**2 + 4 * 0.25**2)
+    for norm, moved in on_ranks(2, float16_expert, shards):
+        assert norm == pytest.approx(right, rel=NORM_ERROR)
+        assert moved == pytest.approx([3.0 / right] * 4, abs=2.0**-20)

@@ -7,6 +7,7 @@ and sum below is exact in float16, and float32 arithmetic on paper is the oracle
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -414,3 +415,48 @@ def test_a_nan_in_a_master_is_a_nan_in_the_weight(device: str) -> None:
         masters_of(optimizer)[0][4] = float("nan")
     optimizer.step()
     assert torch.isnan(weight).tolist() == [i == 4 for i in range(9)]
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["Muon's", "AdamW's"])
+def test_around_muon_both_rules_count(device: str, where: int) -> None:
+    """An overflow of either lowers the loss scale, and the norm is that of all gradients."""
+    params = [
+        nn.Parameter(torch.ones(6, 4, device=device)),
+        nn.Parameter(torch.ones(8, device=device)),
+    ]
+    groups = [{"params": params[:1]}, {"params": params[1:], "use_muon": False}]
+    inner = amp.optim.Muon(groups, lr=0.01, others={"lr": 0.01})
+    args = {"init_scale": 64.0}
+    optimizer = amp.FP16_Optimizer(
+        inner, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False
+    )
+    optimizer.backward(
+        sum(p.sum() * (math.inf if i == where else 1.0) for i, p in enumerate(params))
+    )
+    assert optimizer.overflow
+    optimizer.step()
+    assert optimizer.loss_scale == 32.0
+    optimizer.zero_grad()
+    optimizer.backward(params[0].sum() + params[1].sum())
+    assert optimizer.clip_master_grads(1.0) == pytest.approx(math.sqrt(6 * 4 + 8))
+
+
+def test_the_norm_of_an_overflow_is_inf(device: str) -> None:
+    """Also with a static loss scale, which checks nothing itself; torch's clip says so, too."""
+    param = nn.Parameter(torch.ones(2, device=device))
+    inner = amp.optim.SGD([param], lr=0.1, check_overflow=True)
+    optimizer = amp.FP16_Optimizer(inner, static_loss_scale=4.0, verbose=False)
+    optimizer.backward((param * torch.tensor([3.0, math.inf], device=device)).sum())
+    assert optimizer.clip_master_grads(1.0) == math.inf
+
+
+def test_a_load_between_clipping_and_the_step_keeps_the_clipping(device: str) -> None:
+    """The optimizer then has new tensors, of which nothing is measured yet."""
+    param = nn.Parameter(torch.zeros(2, device=device))
+    inner = amp.optim.SGD([param], lr=1.0, momentum=0.9)
+    optimizer = amp.FP16_Optimizer(inner, static_loss_scale=4.0, verbose=False)
+    optimizer.backward((param * torch.tensor([3.0, 4.0], device=device)).sum())
+    assert optimizer.clip_master_grads(1.0) == 5.0
+    inner.load_state_dict(inner.state_dict())
+    optimizer.step()
+    assert param.tolist() == pytest.approx([-0.6, -0.8], rel=2.0**-22)

@@ -3,6 +3,7 @@
 #include "torch/step/stepper.h"
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -57,7 +58,14 @@ py::dict Measured::totals() const {
   py::dict found;
   for (size_t i = 0; i < this->found.size(); ++i) {
     const at::Tensor& rows = this->found[i]->rows();
-    found[py::cast(of->buckets()[i]->device())] = py::cast(rows.select(0, rows.size(0) - 1));
+    at::Tensor total = rows.select(0, rows.size(0) - 1);
+    const py::object device = py::cast(of->buckets()[i]->device());
+    if (found.contains(device)) {  // of another rule: [sum of squares, largest |g|, inf and NaN]
+      const at::Tensor both = at::stack({py::cast<at::Tensor>(found[device]), total});
+      total = both.sum(0);
+      total.select(0, 1).copy_(both.select(1, 1).max());
+    }
+    found[device] = py::cast(total);
   }
   return found;
 }
@@ -105,16 +113,17 @@ void Stepper::forget() {
 
 const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const py::list& rules,
                                                  const py::list& groups, const py::dict& states) {
+  // A model that goes on this process alone changes the number here alone. The tensors are the
+  // same: measuring them again would leave the other processes without a partner.
   const int64_t sharded = count_sharded_modules();
-  if (!gathered_ || sharded != sharded_modules_ ||
-      !gathered_->is_current(layouts, groups, states)) {
+  if (!gathered_ || !gathered_->is_current(layouts, groups, states)) {
     hooks_.attr("check")(rules, groups, captured_);
     warn_of_graph();
-    sharded_modules_ = sharded;
     gathered_ = std::make_shared<Gathered>(layouts, groups, states, hooks_);
-  } else if (gathered_->has_no_gradient()) {
+  } else if (sharded != sharded_modules_ || gathered_->has_no_gradient()) {
     hooks_.attr("check_replaced")(groups);
   }
+  sharded_modules_ = sharded;
   gathered_->check_capture();
   for (const auto& bucket : gathered_->buckets()) bucket->slots().find_gradients();
   return gathered_;
@@ -170,7 +179,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const at::Device device = buckets.empty() ? at::Device(at::kCPU) : buckets[0]->device();
   const bool one_device = std::all_of(buckets.begin(), buckets.end(),
                                       [&](const auto& each) { return each->device() == device; });
-  const bool measures = given.measure || given.checks ||
+  const bool measures = given.measure || given.checks || given.norm_to_clip_to() > 0 ||
                         std::any_of(layouts.begin(), layouts.end(),
                                     [](const Layout& each) { return each->needs_norms; });
   std::shared_ptr<Measured> known = given.measured;

@@ -269,6 +269,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         inner = tree_map_only(Tensor, torch.clone, self.optimizer.state_dict())
+        for group in inner["param_groups"]:
+            if "process_groups" in group:
+                group["process_groups"] = None  # those of this run, which no file can hold
         found: dict[str, Any] = {
             "loss_scaler": self.loss_scaler.state_dict(),
             **{name: getattr(self, name) for name in FLAGS},
@@ -299,7 +302,13 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self._masters.check(state_dict["fp32_from_fp16"])
         policy = policies.from_state_dict(state_dict["loss_scaler"])
         inner = tree_map_only(Tensor, torch.clone, state_dict["optimizer_state_dict"])
+        for group in inner["param_groups"]:
+            group.pop("process_groups", None)
+        own = [group.get("process_groups") for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(inner)
+        for group, kept in zip(self.optimizer.param_groups, own, strict=True):
+            if kept is not None:  # torch's optimizers have taken the file's groups as they are
+                group["process_groups"] = kept
         if type(policy) is type(self.loss_scaler):
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         else:  # the snapshot's kind counts, as in Apex

@@ -364,6 +364,8 @@ class FusedMasters(Masters):
         limits = max_norm, self._inputs.max_norm, self._optimizer.max_grad_norm
         self._inputs.max_norm = min(limit for limit in limits if limit is not None)
         found = [gradients.Statistics(*total.tolist()) for total in self._totals().values()]
+        if any(total.non_finite for total in found):  # the sum has finite elements alone
+            return math.inf
         return math.sqrt(sum(total.sum_squares for total in found)) / self._scale
 
     def gradients(self) -> list[list[Tensor | None]]:

@@ -23,7 +23,8 @@ from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
-from amp_mp.sharding.reduction import totals_of
+from amp_mp.sharding.reduction import named_groups, totals_of
+from amp_mp.sharding.shards import any_dtensor
 from amp_mp.text_table import warn
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.larc import without_larc
@@ -252,6 +253,19 @@ def _may_unscale(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
     return set(own).isdisjoint(others) and (stepper.left is not None or not ledger.nonzero(own))
 
 
+def _has_float16_gradients(optimizer: Any) -> bool:
+    """Whether any gradient is float16, or could be where other processes have one of theirs.
+
+    Norms of several processes need one scale on all, and an expert may have no gradient on some.
+    """
+    own = all_parameters([optimizer])
+    alone = not any_dtensor(own) and not any(named_groups(optimizer.param_groups))
+    given = (p.grad_dtype if p.grad is None else p.grad.dtype for p in own)
+    if alone:
+        given = (p.grad.dtype for p in own if p.grad is not None)
+    return torch.float16 in given
+
+
 @torch.no_grad()
 def _unscale(params: list[Tensor], folding: list[Any], scale: float) -> dict[Any, float]:
     """Divides new gradients by the scale; of optimizers that unscale in their step they keep one.
@@ -266,7 +280,7 @@ def _unscale(params: list[Tensor], folding: list[Any], scale: float) -> dict[Any
         left = stepper_of(each).left
         if left is not None:
             carried[each] = float(left.scale or 1.0)
-        elif any(p.grad is not None and p.grad.dtype == torch.float16 for p in own):
+        elif _has_float16_gradients(each):
             carried[each] = scale
         else:
             continue
