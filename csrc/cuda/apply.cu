@@ -57,11 +57,10 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
   // `all`, std::true_type: all threads have eight elements, at aligned addresses.
   const auto update_eight = [&](auto all, int base) {
     constexpr bool kAll = decltype(all)::value;
-    const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
-    const int n = kAll ? kPack : left < 0 ? 0 : left < kPack ? left : kPack;
+    const int i = base + int(threadIdx.x) * kPack, n = kAll ? kPack : chunk.size - i;
     const int64_t at = chunk.begin + i;
     const View<Rule, Layout> from = slot.again();
-    const bool whole = kAll || (from.wide && n == kPack);
+    const bool whole = kAll || (from.wide && has_eight(n));
     Held<kSourceFormats<Rule>> grad;
     Held<kMasterFormats> master;
     [[maybe_unused]] Held<kFormatsOfState<Rule, 0>> first;

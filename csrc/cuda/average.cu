@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   bool wide = true;  // a missing array is wide
   for (int a = 0; a < 4; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   for (int i = int(threadIdx.x) * kPack; i < chunk.size; i += kThreads * kPack) {
-    const int left = chunk.size - i, n = left < kPack ? left : kPack;
-    const bool whole = wide && n == kPack;
+    const int n = chunk.size - i;
+    const bool whole = wide && has_eight(n);
     const int64_t at = chunk.begin + i;
     Held<kFormatsHere> held_average, held_x;
     held_average.read(to, at, n, whole);

@@ -24,9 +24,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
   wide = wide && (!is_split(from.format) || is_wide(from.rest));
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {  // as often in all threads
-    const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
-    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
-    const bool whole = wide && n == kPack;
+    const int i = base + int(threadIdx.x) * kPack, n = chunk.size - i;
+    const bool whole = wide && has_eight(n);
     const int64_t at = chunk.begin + i;
     // First, while few registers are in use.
     const uint64_t random =

@@ -24,10 +24,9 @@ __global__ void __launch_bounds__(kThreads)
   // Every thread runs the same number of iterations, because groups exchange numbers between
   // threads.
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {
-    const int i = base + int(threadIdx.x) * kPack, left = chunk.size - i;
-    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
+    const int i = base + int(threadIdx.x) * kPack, n = chunk.size - i;
     const int64_t at = chunk.begin + i;
-    const bool whole = slot.wide && n == kPack;
+    const bool whole = slot.wide && has_eight(n);
     Held<kGradFormats> grad;
     Held<kFormatsOfState<Rule, 0>> momentum;
     grad.read(slot.grad, at, n, whole);

@@ -36,7 +36,7 @@ struct Joined {
     return is_wide(array.data) && is_wide(array.rest) && begin % 16 == 0;
   }
   __device__ __forceinline__ void load(float (&out)[kPack], int at, int n, bool whole) const {
-    cuda::load<kMasterFormats>(out, array, begin + at, n < 0 ? 0 : n, whole);
+    cuda::load<kMasterFormats>(out, array, begin + at, n, whole);
   }
 };
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   for (; row < n; row += kLanes) {
     const int left = n - row - lane0;
     T raw[kPack] = {};
-    x.load(raw, row + lane0, left, wide && left >= kPack);
+    x.load(raw, row + lane0, left, wide && has_eight(left));
     add(raw);
   }
   double lane[kPack];
@@ -87,7 +87,7 @@ __device__ __forceinline__ Statistics measure_block(const Source x, int n) {
   if (care)
     for (int i = lane0; i < n; i += kLanes) {
       T raw[kPack] = {};  // the zeros past the end add nothing
-      x.load(raw, i, n - i, wide && n - i >= kPack);
+      x.load(raw, i, n - i, wide && has_eight(n - i));
       for (int k = 0; k < kPack; ++k) {
         const float y = fabsf(decode(raw[k]));
         if (is_finite(y)) {

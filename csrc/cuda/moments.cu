@@ -40,10 +40,9 @@ __global__ void __launch_bounds__(kSpanThreads)
   double bad = 0;
   // Every thread reads as many rows, because groups exchange numbers within whole warps.
   for (int row = 0; row < kBlock && row < chunk.size; row += kLanes) {
-    const int i = block * kBlock + row + lane0, left = chunk.size - i;
-    const int n = left < 0 ? 0 : left < kPack ? left : kPack;
+    const int i = block * kBlock + row + lane0, n = chunk.size - i;
     const int64_t at = chunk.begin + i;
-    const bool whole = slot.wide && n == kPack;
+    const bool whole = slot.wide && has_eight(n);
     float g[kPack] = {}, w[kPack] = {}, m[kPack] = {}, v[kPack] = {};
     load<kGradFormats>(g, slot.grad, at, n, whole);
     load<kMasterFormats>(w, slot.master, at, n, whole);

@@ -10,6 +10,12 @@ namespace amp_mp::cuda {
 constexpr int kPack = 8;
 constexpr unsigned kWarp = 0xFFFFFFFFu;
 
+// A thread's elements are those from its first on, at most eight; below, `n` counts all up to the
+// end of the chunk: 8 or more where it has eight, and 0 or less where it has none. Clamping n to 0
+// to 8 and asking whether that is 8 would be wrong: ptxas 13.0 makes both one instruction of sm_90
+// (VIMNMX.RELU with a predicate), which finds 8 for an n of 0.
+__device__ __forceinline__ bool has_eight(int n) { return n >= kPack; }
+
 __device__ __forceinline__ bool is_wide(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
 }
@@ -140,8 +146,8 @@ struct Pack8 {
   }
 };
 
-// Reads n elements of `width` bytes; a width of 0 means that there is no array. `whole`: n is 8 and
-// the address is aligned, so that they can be read at once.
+// Reads a thread's elements of `width` bytes; a width of 0 means that there is no array. `whole`:
+// there are eight and the address is aligned, so that they can be read at once.
 //
 // A load into a register that another load fills, even under the opposite condition, waits for it.
 // So each width has registers of its own here, which are joined afterwards. `kNarrow`: the width
