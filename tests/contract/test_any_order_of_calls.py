@@ -18,7 +18,7 @@ import pytest
 import torch
 from contract import Parameter, permuted, step_all
 from helpers import DTYPES, array, assert_same
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rules import STORAGES, found_state
 from torch import Tensor, nn
@@ -317,6 +317,11 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
     calls=st.lists(
         st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 2**16)), min_size=3, max_size=14
     ),
+)
+@example(  # the master follows its parameter into the layout, and is written there
+    dtype="bfloat16",
+    memory="float32",
+    calls=[("add_param_group", 0), ("to another layout", 0), ("edit masters", 1)],
 )
 def test_the_contract_holds_after_every_call(
     device: str, dtype: str, memory: str, calls: list[tuple[str, int]]

@@ -150,14 +150,19 @@ void EditedMasters::store(Edit& edit) const {
     put(weight, rounded);
   } else {
     const py::dict state = state_in(states_, edit.member.param);
+    const Bits bits = low_bits_of(edit.member.param);
+    // Asked before the master follows a parameter of another layout, as another tensor.
+    const bool shown = bits && bits->shows(beside(edit));
     follow_master(edit.member.param, weight, state);
     const at::Tensor second = master_beside(weight, state);
     const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(second);
     store_values(values, *master_in(rounded, rest));
     put(weight, rounded);
     put(second, rest);
-    if (const Bits bits = low_bits_of(edit.member.param); written && bits && bits->shows(second))
+    if (written && shown) {
       edited = bits;
+      if (!bits->shows(second)) bits->show(second, edit.member.param);
+    }
   }
   const at::Tensor& param = tensor_of(edit.member.param);
   if (written && edit.member.is_dtensor) bump_version(param);  // its shard has advanced alone

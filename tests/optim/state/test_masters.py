@@ -287,6 +287,23 @@ def test_addresses_stay(device: str, storage: str) -> None:
     assert addresses() == before
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_written_in_another_layout_stays_with_the_weight(device: str, storage: str) -> None:
+    """The master follows its parameter there as another tensor, which float32_of has to read."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(4, 8, 3, 3, device=device).bfloat16())
+    optimizer = amp.optim.AdamW(model.parameters(), lr=1e-2, **STORAGES[storage])
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    model.to(memory_format=torch.channels_last)
+    with optimizer.masters(model.weight) as master:
+        master[1:] *= 1.01
+    wanted = master_now(optimizer, model.weight)
+    assert not torch.equal(wanted, model.weight.float())
+    for given in ((), (optimizer,)):
+        assert torch.equal(amp.float32_state_dict(model, *given)["weight"], wanted)
+
+
 @pytest.mark.parametrize("kind", ["torch", "fused", "larc", "switched off"])
 def test_other_optimizers_have_the_same_method(device: str, kind: str) -> None:
     model = a_model(device)
