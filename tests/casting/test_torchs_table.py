@@ -11,6 +11,7 @@ import torch
 from casts import computed, each
 
 import amp_mp as amp
+from amp_mp import _C
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated
@@ -50,6 +51,18 @@ def test_the_torch_table_is_torchs_own(
     with amp.autocast(names["device"], LOW):
         assert amp.policies(names["device"])["aten::mm"] == "low_precision"
         assert outcome(expression, names) == of_torch[expression]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_torch_table_names_what_torch_itself_casts(device: str) -> None:
+    """Needs no GPU: torch for CPUs has the casts for CUDA, too."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    amp.casting.uninstall()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for _, each in _C.casting.op_list(f"torch {device}") for name in each]
+    known = [name for name in names if torch._C._dispatch_has_kernel(name)]
+    assert len(known) > 15
+    assert [name for name in known if not has_kernel(name, key)] == []
 
 
 REDUCTIONS = {

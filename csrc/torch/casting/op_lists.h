@@ -87,8 +87,6 @@ inline constexpr std::array kTorchCudaOps = {
       "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
       "_scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution "
       "cudnn_convolution_transpose"},
-  OpGroup{"bfloat16_only", "mkldnn_rnn_layer"},
-  OpGroup{"widest", "stack cat"},
 };
 
 // clang-format on
