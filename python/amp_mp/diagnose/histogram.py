@@ -83,8 +83,10 @@ class ExponentHistogram:
             raise TypeError(f"{expected}, found {tensor.dtype}")
         check_scale(scale, "scale")
         result = cls()
+        # As a tensor: by a number torch multiplies with its reciprocal on a GPU, rounded twice.
+        divisor = torch.full((), scale, dtype=torch.float64, device=tensor.device).float()
         for part in torch.split(tensor.detach().reshape(-1), _CHUNK) if tensor.numel() else ():
-            values = part.float() if scale == 1 else part.float() / scale
+            values = part.float() if scale == 1 else part.float() / divisor
             bits = values.view(torch.int32) & 0x7FFFFFFF
             # A subnormal is bits * 2^-149. The integer `bits` as a float is a normal number with
             # the same fraction, whose exponent is 149 too high.
