@@ -30,8 +30,13 @@ ARCH = "90"
 # Of a multiprocessor of that architecture.
 REGISTERS, WARPS, BLOCKS, SHARED = 65536, 64, 32, 228 * 1024
 # What instructions of machine code are counted as. Loads and stores are of global memory, wide from
-# 16 bytes on; generic are those of an address whose space the compiler does not know.
-COUNTED = ("wide loads", "narrow loads", "wide stores", "narrow stores", "local", "generic")
+# 16 bytes on; generic are those of an address whose space the compiler does not know. Clamp tests
+# are an integer's maximum with 0, its minimum and a comparison in one: ptxas 13.0 makes them of
+# min(max(n, 0), 8) == 8, and on an H100 they hold for n = 0 (csrc/cuda/pack8.h).
+COUNTED = (
+    *("wide loads", "narrow loads", "wide stores", "narrow stores"),
+    *("local", "generic", "clamp tests"),
+)
 
 
 @dataclass
@@ -129,7 +134,7 @@ def add_code(kernels: dict[str, Kernel], listing: str) -> None:
             if label:
                 labels[label] = len(counts) - 1
                 continue
-            counts.append(counts[-1] + Counter({"instructions": 1, _kind(opcode): 1}))
+            counts.append(counts[-1] + Counter({"instructions": 1, _kind(opcode, operands): 1}))
             target = re.search(r"`\((\S+)\)", operands)
             if opcode.startswith("BRA") and target and target[1] in labels:
                 body = counts[-1] - counts[labels[target[1]]]
@@ -137,8 +142,11 @@ def add_code(kernels: dict[str, Kernel], listing: str) -> None:
         kernel.code = counts[-1]
 
 
-def _kind(opcode: str) -> str:
+def _kind(opcode: str, operands: str) -> str:
     name, *modifiers = opcode.split(".")
+    # The second operand is a predicate that it writes; one at the end chooses minimum or maximum.
+    if "VIMNMX" in name and "RELU" in modifiers and re.match(r"\s*U?R\w+, U?P[0-6]\b", operands):
+        return "clamp tests"
     if name in ("LDG", "STG"):
         reach = "wide" if {"128", "256"} & {*modifiers} else "narrow"
         return f"{reach} {'loads' if name == 'LDG' else 'stores'}"

@@ -91,6 +91,7 @@ def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
     code, hot = kernel.code, kernel.name.startswith(HOT)
     spilt, fused = max(kernel.spill_stores, kernel.spill_loads), fused_of(kernel.name)
     loads, stores = wide_accesses(kernel.name, two_pass)
+    clamps = code["clamp tests"]
     found = {
         f"{spilt} bytes spill": spilt > 0,
         f"a stack frame of {kernel.stack} bytes": kernel.stack > 0 and spilt == 0,
@@ -98,6 +99,7 @@ def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
         f"{kernel.blocks()} blocks fit, {kernel.asked} are asked for": kernel.blocks()
         < kernel.asked,
         f"{kernel.fused} fused multiply-adds, {fused} are wanted": kernel.fused != fused,
+        f"{clamps} clamps with a comparison, which is wrong for 0": clamps > 0,
         f"{code['generic']} generic accesses": hot and code["generic"] > 0,
         f"{kernel.calls} calls": hot and kernel.calls > 0,
         f"{code['wide loads']} wide loads, {loads} are needed": code["wide loads"] < loads,
@@ -178,10 +180,10 @@ def test_a_bad_kernel_is_found_out() -> None:
     good.code.update({"wide loads": 3, "narrow loads": 1})
     bad = Kernel("apply_kernel<AdamW>", registers=255, stack=208, spill_stores=44, spill_loads=48)
     bad.threads, bad.fused, bad.calls = 512, 1, 1
-    bad.code.update({"local": 1, "generic": 1})
+    bad.code.update({"local": 1, "generic": 1, "clamp tests": 1})
     assert faults(good, set()) == ["3 wide loads, 19 are needed"]
-    assert [fault.split()[0] for fault in faults(bad, set())] == ["48", "1", "0", *"11100"]
-    assert len(faults(bad, set())) == 8
+    assert [fault.split()[0] for fault in faults(bad, set())] == ["48", "1", "0", *"111100"]
+    assert len(faults(bad, set())) == 9
     good.name = "another"
     assert faults(good, set()) == []
 
@@ -235,6 +237,9 @@ LISTING = """\
         /*0000*/                   STL [R1+0x8], R12 ;
         /*0010*/               @P0 LDL.64 R12, [R1] ;
         /*0020*/                   LD.E R4, [R2] ;
+        /*0028*/              @!P0 VIMNMX.RELU R0, P1, P1, R2, 0x8, PT ;
+        /*002c*/                   VIMNMX.RELU R0, R2, 0x8, PT ;
+        /*002e*/                   VIMNMX3.U32 R0, R2, R3, R4, !PT ;
         /*0030*/                   BRA `(.L_x_1);
 """
 
@@ -251,12 +256,13 @@ def test_what_compilers_print_is_read(capsys: pytest.CaptureFixture[str]) -> Non
     assert good.code == {**loop, "others": 4, "instructions": 7}
     assert (bad.stack, bad.spill_stores, bad.spill_loads, bad.registers) == (208, 44, 48, 255)
     assert (bad.threads, bad.asked, bad.fused, bad.calls) == (512, 1, 1, 1)
-    assert bad.code == {"local": 2, "generic": 1, "others": 1, "instructions": 4}
+    assert (bad.code["others"], bad.code["instructions"]) == (3, 7)
+    assert [bad.code[name] for name in ("local", "generic", "clamp tests")] == [2, 1, 1]
     assert not bad.loops
     good.name, bad.name = "good", "bad"
     kernel_report.show([good, bad])
     shown = capsys.readouterr().out
-    assert "good\t62\t0/0\t0\t384\t8/8\t7\t1\t1\t1\t0\t0\t0\n  loop" in shown
+    assert "good\t62\t0/0\t0\t384\t8/8\t7\t1\t1\t1\t0\t0\t0\t0\n  loop" in shown
     assert "44/48" in shown
 
 
