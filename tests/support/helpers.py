@@ -16,6 +16,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 RAGGED = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 4097, 1_000_003)
 
 
+def is_gpu(device: str | torch.device) -> bool:
+    """Whether tests on this device run on a real GPU, whose torch has kernels of its own."""
+    return torch.device(device).type == "cuda" and not PRETEND_GPU
+
+
 def random(size: int, seed: int, spread: float = 1.0, special: bool = False) -> NDArray[np.float32]:
     """float32 numbers over many binades; `special` adds zeros, infinities, NaN and subnormals."""
     generator = np.random.default_rng(seed)

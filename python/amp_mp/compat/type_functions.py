@@ -1,14 +1,13 @@
 """Autograd functions whose values, gradients and arithmetic have types of their own."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from amp_mp.dtypes import rounded
 from amp_mp.nn.float32_layers import autocast_off
@@ -213,8 +212,8 @@ Compute = Callable[[list[Tensor], bool], list[Tensor]]
 class _Recomputed(torch.autograd.Function):
     """Any layer in these types, whose backward pass runs it again in types.backward_math.
 
-    inputs: how many of the tensors are; the others are weights. random: whether the layer draws
-    random numbers, which are then the same in both.
+    inputs: how many of the tensors are; the others are weights. random: whether the layer may draw
+    random numbers on the CPU, which are then the same in both.
     """
 
     @staticmethod
@@ -224,7 +223,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.compute = compute
         ctx.types = types
         ctx.inputs = inputs
-        ctx.random = (torch.get_rng_state(), get_device_states(*tensors)) if random else None
+        ctx.random = torch.get_rng_state() if random else None
         kept = [t.to(types.forward) for t in tensors[:inputs]]
         weights = [converted(t, types.forward, saturate=True) for t in tensors[inputs:]]
         math = types.forward_math
@@ -253,7 +252,7 @@ class _Recomputed(torch.autograd.Function):
         leaves = [t.to(math).detach() for t in (*saved[:n], *weights)]
         for leaf, needed in zip(leaves, ctx.needs_input_grad[4:], strict=True):
             leaf.requires_grad_(needed)
-        with torch.enable_grad(), _random_state(*ctx.random) if ctx.random else nullcontext():
+        with torch.enable_grad(), _random_state(ctx.random):
             outputs = ctx.compute(leaves, True)
         pairs = zip(outputs, grads, strict=True)
         given = [(y, converted(g, types.backward, math)) for y, g in pairs if g is not None]
@@ -272,8 +271,11 @@ recomputed: Callable[..., Any] = _Recomputed.apply
 
 
 @contextmanager
-def _random_state(cpu: Tensor, devices: Any) -> Iterator[None]:
-    with torch.random.fork_rng(devices[0]):
-        torch.set_rng_state(cpu)
-        set_device_states(*devices)
+def _random_state(state: Tensor | None) -> Iterator[None]:
+    """A block that begins with this state of the CPU's generator, which is then as before."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng([]):
+        torch.set_rng_state(state)
         yield

@@ -3,7 +3,8 @@
 looks up rows         as it is, with its result rounded
 Linear, convolution   `product`, whose derivatives are written out
 one math type         as autograd records it, between a border before it and one after it; so does
-                      what selects values, in a dtype that its gradients can have
+                      what selects values, in a dtype that its gradients can have, and what draws
+                      random numbers, in the wider of its math types
 two math types        `recomputed`: the backward pass runs it again in its own math type
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
 from torch.nn import functional
+from torch.utils.checkpoint import get_device_states
 
 from amp_mp.compat.type_functions import Types, border, product, recomputed
 from amp_mp.dtypes import LOW_PRECISION
@@ -137,9 +139,21 @@ class TypedForward:
             return _product(self.module, args[0], types)
         if self.kind == SELECTS:
             return self._in_one_math(args, kwargs, types.visible)
-        if types.forward_math == types.backward_math:
-            return self._in_one_math(args, kwargs, types.forward_math)
+        if types.forward_math == types.backward_math or self._draws():
+            wider = torch.promote_types(types.forward_math, types.backward_math)
+            return self._in_one_math(args, kwargs, wider)
         return self._in_two_maths(args, kwargs)
+
+    def _draws(self) -> bool:
+        """Whether it is one of torch's layers that draw random numbers now.
+
+        A second run in another dtype would draw others on a GPU: how many elements a thread of
+        torch's dropout handles, and which attention kernel runs, depend on the dtype.
+        """
+        parts = self.module.modules()
+        return self.module.training and any(
+            isinstance(part, RANDOM) or bool(getattr(part, "dropout", 0)) for part in parts
+        )
 
     def _is_product(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether it is a product of which autograd would keep more than the forward type."""
@@ -211,9 +225,16 @@ class TypedForward:
                 results.append(result)
             return tensors_in(result, results=True)
 
-        random = trains and any(map(_may_draw, module.modules()))
+        random = trains and any(map(_is_of_others, module.modules()))
         tensors = (*inputs, *weights.values())
+        before = get_device_states(*tensors) if random else None
         outputs = iter(recomputed(compute, self.types, len(inputs), random, *tensors))
+        if before and not all(map(torch.equal, before[1], get_device_states(*tensors)[1])):
+            raise RuntimeError(
+                f"{type(module).__name__} has two math types and has drawn random numbers on a "
+                "GPU, where its backward pass, which runs it again in another dtype, may draw "
+                "others: give it one math type"
+            )
         return map_tensors(lambda _: next(outputs), results.pop(), results=True)
 
     def _leave(self, output: Any) -> Any:
@@ -276,10 +297,9 @@ def _mapped(change: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> t
     return tuple(map_tensors(once, value) for value in args), named
 
 
-def _may_draw(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers: dropout, and any that is not torch's."""
-    own = type(module).__module__.startswith("torch.nn.")
-    return not own or isinstance(module, RANDOM) or bool(getattr(module, "dropout", 0))
+def _is_of_others(module: nn.Module) -> bool:
+    """Whether a module is not torch's, so that it may draw random numbers."""
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def _product(module: Any, input: Tensor, types: Types) -> Tensor:
