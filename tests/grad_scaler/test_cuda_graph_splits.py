@@ -236,6 +236,7 @@ def of_host(training: Iteration, what: str, start: Callable[..., Any]) -> Callab
     "what",
     ["scaler", "FP16_Optimizer", "FP16_Optimizer fused", "scale_loss", "scale_loss fused"],
 )
+@pytest.mark.parametrize("device", ["cuda"])  # of `start`, whose handle scales on that device
 def test_what_asks_on_the_host_is_refused_in_a_capture(
     what: str, start: Callable[..., Any]
 ) -> None:

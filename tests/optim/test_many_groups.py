@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,8 @@ def groups_of(device: str, count: int, dtype: torch.dtype = torch.float32) -> li
 
 def instructions(act: Any) -> int:
     """How many instructions of amp_mp's Python functions an act runs."""
+    # Python 3.12 traces instructions only where some frame had asked for it before settrace.
+    sys._getframe().f_trace_opcodes = True
     counted = 0
 
     def count(frame: FrameType, event: str, _: Any) -> Any:

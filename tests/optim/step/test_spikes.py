@@ -249,11 +249,17 @@ def test_a_run_that_stands_still_ends(device: str) -> None:
             set_norm(params, 2.0, step)
             optimizer.step()
             finish(device)
-    with pytest.raises(RuntimeError, match=r"skipped 4 steps in a row, since step 5.*now [12]"):
+    seen = "4" if device == "cpu" else "[45]"  # a GPU may have decided the step that looks, too
+    words = rf"skipped {seen} steps in a row, since step 5.*now [12]"
+    with pytest.raises(RuntimeError, match=words):
         step_twice(optimizer, device)
     params[0].grad.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="gradients are inf or NaN"):
-        step_twice(optimizer, device)
+    finish(device)
+    with pytest.raises(RuntimeError, match="in a row, since step 5"):
+        optimizer.step()  # on a GPU for the step before
+    finish(device)
+    with pytest.raises(RuntimeError, match="since step 5.*gradients are inf or NaN"):
+        optimizer.step()
 
 
 def test_without_an_end_it_is_told_once(device: str) -> None:
