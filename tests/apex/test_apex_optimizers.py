@@ -24,7 +24,15 @@ from apex_reference import (
     sgd,
     start,
 )
-from helpers import DTYPES, PRETEND_GPU, array, assert_same, random, through_a_file
+from helpers import (
+    DTYPES,
+    PRETEND_GPU,
+    array,
+    assert_same,
+    random,
+    skip_unless_torch_unscales,
+    through_a_file,
+)
 from tiers import paired, pairs, tiered
 from torch import nn
 
@@ -309,6 +317,8 @@ def test_gradients_are_true_after_a_step_of_a_grad_scaler(
     device: str, kind: str, dtype: str, larc: bool, scaler: Any
 ) -> None:
     """As with Apex's: its scaler's step leaves them unscaled, its capturable step unscales."""
+    if scaler is torch.amp.GradScaler:
+        skip_unless_torch_unscales(device, DTYPES[dtype])
     kept: dict[str, Any] = {"weight_decay": 0.0}  # which LARC adds to gradients
     kept |= {"max_grad_norm": None} if larc and "max_grad_norm" in all_of(kind, {}) else {}
     for options in ({}, {"capturable": True}) if kind == "FusedAdam" else ({},):

@@ -10,6 +10,7 @@ import casting_lists as lists
 import pytest
 import torch
 from casts import computed, each, products_in_low_precision
+from helpers import is_gpu
 from torch import Tensor
 from torch.nn import functional
 
@@ -194,4 +195,10 @@ def test_out_follows_what_is_written(
         return
     found = computed(call, {**apex, "out": out})
     assert found.given == {written}
+    if written == LOW and "cum" in expression and is_gpu(apex["device"]):
+        # torch's kernels round every partial sum to what they write there: as without casts.
+        with torch.autocast(apex["device"], enabled=False):
+            eval(call, {**apex, "out": (alone := torch.empty_like(out))})
+        assert torch.equal(out, alone)
+        return
     torch.testing.assert_close(out.float(), wanted, rtol=0.05, atol=0.05)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import is_gpu
 from tiers import paired
 from torch import Tensor, nn
 
@@ -210,4 +211,7 @@ def test_recurrent_layers_of_any_size_give_low_precision(
 ) -> None:
     with amp.init(device_type=device, dtype=dtype, loss_scale=1.0):
         outputs, _ = run(name, device)
-    assert {output.dtype for output in outputs} == {dtype}
+    # torch casts cuDNN's block of weights to float16, whatever dtype its autocast has.
+    of_cudnn = is_gpu(device) and "Cell" not in name
+    wanted = torch.float16 if of_cudnn else dtype
+    assert {output.dtype for output in outputs} == {wanted}

@@ -53,7 +53,8 @@ def tensors(device: str, low: torch.dtype) -> dict[str, Any]:
         "pixels": torch.randint(0, 4, (2, 6, 6), device=device),
         "index": target.unsqueeze(1).expand(size, size),
         "multi": torch.zeros(size, size, dtype=torch.int64, device=device),
-        "lengths": (torch.full((4,), 4), torch.full((4,), 2)),
+        # On the device, as torch's ctc_loss wants them on a GPU below a dispatch mode (Computed).
+        "lengths": tuple(torch.full((4,), n, device=device) for n in (4, 2)),
         "labels": torch.ones(4, 2, dtype=torch.int64, device=device),
         "hseq": torch.rand(4, 4, 8, device=device).log_softmax(-1).to(low),
         "torch": torch, "F": functional, "nn": nn, "device": device, "low": low,

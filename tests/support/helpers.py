@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +21,23 @@ RAGGED = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 4097, 1_000_003)
 def is_gpu(device: str | torch.device) -> bool:
     """Whether tests on this device run on a real GPU, whose torch has kernels of its own."""
     return torch.device(device).type == "cuda" and not PRETEND_GPU
+
+
+def skip_unless_torch_unscales(device: str, dtype: torch.dtype) -> None:
+    """For tests of torch's own GradScaler, which has no kernel for bfloat16 on a GPU (2.11)."""
+    if not _torch_unscales(device, dtype):
+        pytest.skip(f"torch's own GradScaler cannot unscale {dtype} on {device}")
+
+
+@functools.cache
+def _torch_unscales(device: str, dtype: torch.dtype) -> bool:
+    grad = torch.ones(1, dtype=dtype, device=device)
+    found_inf, inverse = torch.zeros(1, device=device), torch.ones(1, device=device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def random(size: int, seed: int, spread: float = 1.0, special: bool = False) -> NDArray[np.float32]:
@@ -72,6 +91,13 @@ def assert_same(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
             f"{what}: {different.sum()} of {found.size} differ, first at {at}: "
             f"{found[at]!r} instead of {wanted[at]!r}"
         )
+
+
+def assert_same_bits(found: NDArray[Any], wanted: NDArray[Any], device: str, what: str) -> None:
+    """Equal bit for bit; on a GPU, whose every product of a NaN is 0x7FFFFFFF, but for NaNs."""
+    assert_same(found, wanted, what)
+    if not is_gpu(device):
+        assert found.tobytes() == wanted.tobytes(), f"{what}: other NaNs"
 
 
 def raw_bytes(value: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference_formats as formats
 import torch
-from helpers import array
+from helpers import array, assert_same_bits
 from rules import raw
 from torch import nn
 
@@ -42,7 +42,7 @@ def decoded(codes: Floats, scales: Floats, format: str, device: str) -> Floats:
     rest = torch.from_numpy(signed).to(device).view(kinds[1])
     found = array(amp.formats.decode((data, rest), format))
     wanted = formats.decode([codes, scales], format)
-    assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
+    assert_same_bits(found, wanted, device, format)
     return found
 
 

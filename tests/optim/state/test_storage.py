@@ -11,7 +11,7 @@ import pytest
 import reference
 import reference_formats as formats
 import torch
-from helpers import DTYPES, RAGGED, array, assert_same, interesting_floats, random
+from helpers import DTYPES, RAGGED, array, assert_same, assert_same_bits, interesting_floats, random
 from rules import (
     WITHOUT_ROWS,
     raw,
@@ -64,7 +64,7 @@ def test_split32_of_bfloat16_loses_nothing_but_what_rounds_to_0(device: str) -> 
         x = np.where(is_infinite(x), np.copysign(np.float32(np.inf), x), x)
         x = np.where(np.abs(x) < np.float32(2.0**-134), np.copysign(np.float32(0), x), x)
         bits = np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
-        assert np.array_equal(found.view(np.uint32), bits)
+        assert_same_bits(found, bits.view(np.float32), device, "split32")
         assert np.array_equal(weight.isnan().cpu().numpy(), np.isnan(x))
 
 

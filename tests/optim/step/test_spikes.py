@@ -258,7 +258,7 @@ def test_a_run_that_stands_still_ends(device: str) -> None:
     with pytest.raises(RuntimeError, match="in a row, since step 5"):
         optimizer.step()  # on a GPU for the step before
     finish(device)
-    with pytest.raises(RuntimeError, match="since step 5.*gradients are inf or NaN"):
+    with pytest.raises(RuntimeError, match=r"since step 5.*gradients are inf or NaN"):
         optimizer.step()
 
 
