@@ -46,7 +46,8 @@ from build_tools.generated import facts_unit, torch_units
 
 CSRC = ROOT / "csrc"
 KERNELS = "amp_mp.native.libamp_mp_kernels"
-LONGEST = ("apply", "torch_folders", "loops", "torch_ops", "decide")  # of the sources to compile
+# Of the sources to compile.
+LONGEST = ("apply", "apply_noting", "torch_folders", "loops", "torch_ops", "decide")
 IS_X86 = machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 

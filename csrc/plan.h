@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/average.h"
+#include "core/changes.h"
 #include "core/decide.h"
 #include "core/formats.h"
 #include "core/groups.h"
@@ -35,6 +36,7 @@ struct Slot {
   uint32_t tensor_index;  // for random bits: which tensor this is
   Origin origin;          // for random bits: where its elements are in the whole tensor
   int64_t row;            // its row in NormInputs::grads, ::weights and ::gathered
+  Changes changes;        // of the weight; mostly none
 };
 
 // One pair in a copy pass: to = from * multiplier. In an averaging pass `to` is the average and
@@ -45,6 +47,14 @@ struct Transfer {
   bool saturate;        // clamp to +-65504 where `to` is float16
   RandomStream random;  // for a stochastic `to`
   Origin origin = {};
+};
+
+// One pair in a comparing pass: notes in `changes` which weights are others than before. Without
+// `before` (null) no bit is set, and all of the weights are added to the sum.
+struct Comparison {
+  int64_t size;
+  Array before, after;  // of one format: float32, float16 or bfloat16
+  Changes changes;
 };
 
 // A matrix in low precision: element (i, j) is at data + i * row + j * column.

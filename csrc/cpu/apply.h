@@ -1,6 +1,7 @@
 #pragma once
 // The apply loop of a rule: opens a tile of every array, updates it, stores it. Included by
 // loops.cpp.
+#include "cpu/changes.h"
 #include "cpu/pairs.h"
 
 namespace amp_mp::cpu {
@@ -64,8 +65,10 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   const bool draw_weights = is_stochastic(slot.master.format);
   Drawn bytes(random_stream(seed, step, slot.tensor_index, false), slot.origin);
   Drawn weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.origin);
+  Noting noting(slot.changes, slot.master);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
+    if (noting.is_wanted()) noting.before(i, n);
     const G g = open<G>(slot.grad, i, tile, n);
     const W w = open<W>(slot.master, i, master, n);
     const S0 s0 = open<S0>(slot.state[0], i, state[0], n);
@@ -82,7 +85,21 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
       close(s1, slot.state[1], i, state[1], tile, random, n);
       close(s2, slot.state[2], i, state[2], tile, random, n);
     }
+    if (noting.is_wanted()) noting.after(i, n);
   }
+  noting.add();
+}
+
+// Updates the last element of a slot as apply_pairs does, where it is alone.
+template <class Rule, Format F0, Format F1>
+AMP_MP_BOTH void apply_one(const Slot& slot, int64_t at, const Rule& rule, float multiplier,
+                           uint8_t random) {
+  using S0 = choose<(state_count<Rule> > 0), Low<F0>, Nothing>;
+  using S1 = choose<(state_count<Rule> > 1), Low<F1>, Nothing>;
+  update<Rule, true>(rule, multiplier, open<LowGrad>(slot.grad, at, nullptr, 1),
+                     open<Joined<Split24>>(slot.master, at, nullptr, 1),
+                     open<S0>(slot.state[0], at, nullptr, 1),
+                     open<S1>(slot.state[1], at, nullptr, 1), Nothing{}, &random, 1);
 }
 
 // By pairs, for bfloat16 gradients and bfloat16_split24 masters whose states have the
@@ -94,9 +111,12 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   // memory would wait while a long step is encoded.
   constexpr int kStep = is_grouped<F0> || is_grouped<F1> ? kTile : 4 * kTile;
   Halves halves[2];
+  Noting noting(slot.changes, slot.master);
+  const int step = noting.is_wanted() ? kTile : kStep;
   Bytes<kStep> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
-  for (int64_t i = begin; i < end; i += kStep) {
-    const int n = int(end - i < kStep ? end - i : kStep);
+  for (int64_t i = begin; i < end; i += step) {
+    const int n = int(end - i < step ? end - i : step);
+    if (noting.is_wanted()) noting.before(i, n);
     const uint8_t* random = bytes.of(i, n);
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
     const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
@@ -106,17 +126,11 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
     update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random), n / 2);
     close_pairs<F0>(slot.state[0], i, halves[0], random, n);
     close_pairs<F1>(slot.state[1], i, halves[1], random, n);
-    if constexpr (!is_grouped<F0> && !is_grouped<F1>) {  // groups are whole pairs
-      if (n % 2 == 0) continue;
-      using S0 = choose<(state_count<Rule> > 0), Low<F0>, Nothing>;
-      using S1 = choose<(state_count<Rule> > 1), Low<F1>, Nothing>;
-      const int64_t last = i + n - 1;
-      update<Rule, true>(rule, multiplier, open<LowGrad>(slot.grad, last, nullptr, 1),
-                         open<Joined<Split24>>(slot.master, last, nullptr, 1),
-                         open<S0>(slot.state[0], last, nullptr, 1),
-                         open<S1>(slot.state[1], last, nullptr, 1), Nothing{}, random + n - 1, 1);
-    }
+    if constexpr (!is_grouped<F0> && !is_grouped<F1>)  // groups are whole pairs
+      if (n % 2 == 1) apply_one<Rule, F0, F1>(slot, i + n - 1, rule, multiplier, random[n - 1]);
+    if (noting.is_wanted()) noting.after(i, n);
   }
+  noting.add();
 }
 
 // Calls f.operator()<F0, F1>() for the formats of the states if apply_pairs has them; returns

@@ -20,6 +20,7 @@ struct Kernels {
   Statistics (*measure)(const Reading& reading, int64_t begin, int64_t end);  // at most one kSpan
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
   void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
+  void (*compare)(const Comparison& comparison, int64_t begin, int64_t end);  // from whole tiles on
   void (*multiply)(const Product& product, int64_t begin, int64_t end);  // columns of the result
   void (*widen_transposed)(const Transposed& transposed);                // wide from low
   void (*round_transposed)(const Transposed& transposed);                // low from wide

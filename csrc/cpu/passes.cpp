@@ -141,6 +141,12 @@ void average(const Transfer* transfers, int64_t count, double decay, int threads
   });
 }
 
+void compare(const Comparison* comparisons, int64_t count, int threads) {
+  const auto loop = kernels()->compare;
+  for_each_range(comparisons, count, kBlock, threads,
+                 [&](const Range& r) { loop(comparisons[r.item], r.begin, r.end); });
+}
+
 namespace {
 
 // Ticks the clock of slot i. The slot before it is mostly of the same group and step: computing the

@@ -16,6 +16,9 @@ void copy(const Transfer* transfers, int64_t count, double multiplier, int threa
 // Moves each average towards its next value; decay 0 copies, decay 1 changes nothing.
 void average(const Transfer* transfers, int64_t count, double decay, int threads);
 
+// Notes which weights are others than before.
+void compare(const Comparison* comparisons, int64_t count, int threads);
+
 // Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
 // this step is not skipped. `rules` is scratch for `count` rules.
 template <class Rule>

@@ -13,6 +13,7 @@ const char* combine(const SpanSums&, void*) { return kAbsent; }
 const char* decide(const Statistics*, const DecideInputs&, Verdict*, void*) { return kAbsent; }
 const char* copy(const Transfer*, int64_t, const Verdict*, double, void*) { return kAbsent; }
 const char* average(const Transfer*, int64_t, double, void*) { return kAbsent; }
+const char* compare(const Comparison*, int64_t, void*) { return kAbsent; }
 int chunk_of(const Slot*, int64_t) { return 1; }
 bool is_short(const StepPlan&) { return true; }
 int64_t table_bytes(int64_t, int64_t) { return 0; }

@@ -2,7 +2,8 @@
 // The formats that the apply kernel is compiled for besides the one way that takes any: those of
 // the `memory` settings of the common optimizers.
 //
-// A slot's tag has five bits for the format of each array. A layout is a tag, in which the digit
+// A slot's tag has five bits for the format of each array, and one that says how its weights are
+// compared. A layout is a tag, in which the digit
 // kAnyDigit leaves a format open.
 #include "core/rules.h"
 #include "cuda/gpu.h"
@@ -17,7 +18,8 @@ enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 constexpr int kFormatBits = 5;
 constexpr uint32_t kAnyDigit = (1u << kFormatBits) - 1;
 constexpr uint32_t kAnyTag = ~0u;
-static_assert(kFormatCount <= int(kAnyDigit) && (kState0 + kMaxStates) * kFormatBits <= 32);
+constexpr uint32_t kComparedAsFloat16 = 1u << 30;
+static_assert(kFormatCount <= int(kAnyDigit) && (kState0 + kMaxStates) * kFormatBits <= 30);
 
 __device__ __forceinline__ constexpr Format format_of(uint32_t tag, int array) {
   return Format(tag >> (array * kFormatBits) & kAnyDigit);

@@ -33,6 +33,9 @@ const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdic
 // Moves each average towards its next value, which may be stored in any format of a master.
 const char* average(const Transfer* transfers, int64_t count, double decay, void* stream);
 
+// Notes which weights are others than before.
+const char* compare(const Comparison* comparisons, int64_t count, void* stream);
+
 // The slots of a step and the numbers of their param_groups.
 struct StepPlan {
   const Slot* slots;

@@ -83,6 +83,10 @@ struct View {
   __device__ __forceinline__ bool draws() const {
     return is_stochastic(state[0].format) || is_stochastic(state[1].format);
   }
+  __device__ __forceinline__ Changes changes() const {
+    return {static_cast<uint64_t*>(to_global(entry.changes)),
+            entry.tag & kComparedAsFloat16 ? Format::float16 : Format::bfloat16};
+  }
   __device__ __forceinline__ bool draws_weights() const { return is_stochastic(master.format); }
   __device__ __forceinline__ Randomness randomness() const {
     return {random_stream(slot_rule.seed, slot_rule.step, entry.tensor_index, false), entry.first,

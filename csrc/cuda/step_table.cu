@@ -83,22 +83,11 @@ SlotEntry entry_of(const Slot& s) {
   uint32_t tag = 0;
   for (int a = 0; a < kState0 + kMaxStates; ++a)
     tag |= uint32_t(arrays[a].format) << (a * kFormatBits);
-  return {s.master.data,
-          second.data,
-          s.state[0].data,
-          s.state[0].rest,
-          s.state[1].data,
-          s.state[1].rest,
-          s.state[2].data,
-          s.clock,
-          s.size,
-          tag,
-          s.tensor_index,
-          s.group,
-          int32_t(s.row),
-          s.origin.first,
-          Rows::of(s.origin),
-          0};
+  if (s.changes.format == Format::float16) tag |= kComparedAsFloat16;
+  return {s.master.data,   second.data,     s.state[0].data, s.state[0].rest, s.state[1].data,
+          s.state[1].rest, s.state[2].data, s.clock,         s.size,          tag,
+          s.tensor_index,  s.group,         int32_t(s.row),  s.origin.first,  Rows::of(s.origin),
+          s.changes.sum};
 }
 
 bool is_short(const StepPlan& plan) {

@@ -24,7 +24,7 @@ struct alignas(16) SlotEntry {
   int32_t group, row;     // index of its Hyper, and Slot::row
   int64_t first;
   Rows rows;
-  int64_t unused;
+  uint64_t* changes;  // Changes::sum
 };
 static_assert(sizeof(SlotEntry) == 128);
 SlotEntry entry_of(const Slot& s);

@@ -16,6 +16,7 @@ void bind_stepper(py::module_& m);  // the door above them
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
 void bind_low_bits(py::module_& m);
+void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edited_masters(py::module_& m);
 namespace muon {

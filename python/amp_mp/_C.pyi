@@ -343,6 +343,33 @@ def low_bits_of(param: Tensor) -> LowBits | None:
 def make_low_bits(param: Tensor, owner: Any = None) -> LowBits:
     """The same, made where it has none. owner: the module of a DTensor."""
 
+class WeightChanges:
+    """Notes of which of a parameter's weights change: csrc/torch/state/weight_changes.h."""
+
+    memory: Tensor  # int64: the sum, then the bits
+    dtype: torch.dtype
+    def __init__(self, param: Tensor, dtype: torch.dtype) -> None: ...
+    def fits(self, param: Tensor) -> bool: ...
+    def places(self) -> Tensor:
+        """Where bits are set, int64, ascending, in the order of the weights' memory."""
+
+def watch(param: Tensor, owner: Any, changes: WeightChanges) -> None:
+    """Has steps note the parameter's changes from now on, for as long as `changes` lives."""
+
+def changes_of(param: Tensor) -> WeightChanges | None:
+    """The notes that steps of the parameter make; None for none."""
+
+def watched(params: Iterable[Tensor]) -> list[tuple[Tensor, WeightChanges]]:
+    """Those of the parameters that have notes, with these."""
+
+def compare(
+    after: Sequence[Tensor],
+    before: Sequence[Tensor | None],
+    memory: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Notes in each memory which weights are others; without `before` adds all to the sum."""
+
 def let_go(param: Tensor) -> None:
     """Lets go of a plain parameter, which then may be swapped."""
 

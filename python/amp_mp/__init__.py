@@ -55,6 +55,7 @@ from amp_mp.casting.autocast import autocast
 from amp_mp.casting.op_table import explain, policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
 from amp_mp.model.averaged_model import AveragedModel
+from amp_mp.model.changes import Changes, apply_changes
 from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
 from amp_mp.model.selection import keep_fp32
@@ -69,10 +70,11 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "AveragedModel", "FP16_Optimizer", "GradScaler", "__version__", "apex", "attach_main_grads",
-    "autocast", "build_info", "casting", "checkpoint", "compat", "diagnose", "drop_low_bits",
-    "explain", "float32_state_dict", "formats", "init", "integrations", "keep_fp32",
-    "load_float32_state_dict", "nn", "optim", "policies", "prepare", "scaling", "set_policy",
+    "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "__version__", "apex",
+    "apply_changes", "attach_main_grads", "autocast", "build_info", "casting", "checkpoint",
+    "compat", "diagnose", "drop_low_bits", "explain", "float32_state_dict", "formats", "init",
+    "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim", "policies", "prepare",
+    "scaling", "set_policy",
 ]
 # Where the names are that one may look for at the top.
 _PLACES = (

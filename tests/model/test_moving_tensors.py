@@ -283,6 +283,16 @@ def test_averages_of_ours_are_not_named() -> None:
         train(model, 40, after=after)
 
 
+def test_a_model_that_is_given_changes_is_not_named() -> None:
+    """It gets weights whose masters are elsewhere, and loses nothing."""
+    model = amp.prepare(nn.Linear(8, 8), BF16)
+    sampler = copy.deepcopy(model).requires_grad_(False)
+    changes = amp.Changes(model)
+    with named():
+        train(model, 40, after=lambda: amp.apply_changes(sampler, changes.take()))
+    assert torch.equal(model.weight, sampler.weight)
+
+
 def test_loading_is_not_counting() -> None:
     model = amp.prepare(Momentum(lambda *_: None), BF16)
     saved = copy.deepcopy(model.state_dict())

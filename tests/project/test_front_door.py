@@ -36,6 +36,8 @@ NAMES = {
     "GradScaler",
     "FP16_Optimizer",
     "AveragedModel",
+    "Changes",
+    "apply_changes",
     "float32_state_dict",
     "load_float32_state_dict",
     "drop_low_bits",

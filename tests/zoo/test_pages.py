@@ -12,11 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES = [page for page in WRITTEN if packages_of(page.read_text())]
 SCRIPT = """
-import pathlib, sys
+import os, pathlib, sys
+import torch.distributed as dist
 import torchvision_ops
 torchvision_ops.install()
 import pages
 pages.run_page(pathlib.Path({page!r}), pathlib.Path({folder!r}), everything=True)
+if dist.is_initialized():  # gloo's threads abort some processes that end tidily
+    dist.barrier()
+    os._exit(0)
 """
 
 

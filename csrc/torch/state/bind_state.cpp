@@ -107,6 +107,7 @@ void bind_state(py::module_& m) {
   bind_saved(m);
   bind_arrays(m);
   bind_low_bits(m);
+  bind_weight_changes(m);
 }
 
 }  // namespace amp_mp

@@ -13,6 +13,7 @@
 #include "torch/bind.h"
 #include "torch/device.h"
 #include "torch/state/live_state.h"
+#include "torch/state/weight_changes.h"
 
 namespace amp_mp {
 namespace {
@@ -82,6 +83,7 @@ struct Weight {
   py::object end;                         // a weak reference whose callback drops this entry
   py::object dtensor;                     // the DTensor, where its module stands for it
   const at::TensorImpl* local = nullptr;  // where its local tensor does
+  std::weak_ptr<WeightChanges> changes;   // what notes them
 };
 
 // Never destroyed: at the end of the process Python may be gone already.
@@ -107,19 +109,36 @@ py::object end_of(py::handle anchor, PyObject* key) {
 
 }  // namespace
 
-Bits low_bits_of(py::handle param) {
+// Null where the table has no such parameter.
+static Weight* found_weight(py::handle param) {
   const auto found = weights.find(param.ptr());
   if (found == weights.end()) return nullptr;
-  const Weight& weight = found->second;
-  if (!weight.local || weight.local == local_of(param).unsafeGetTensorImpl()) return weight.bits;
+  Weight& weight = found->second;
+  if (!weight.local || weight.local == local_of(param).unsafeGetTensorImpl()) return &weight;
   erase(param.ptr());  // of an earlier DTensor at this address, or with another local tensor
   return nullptr;
+}
+
+Bits low_bits_of(py::handle param) {
+  const Weight* found = found_weight(param);
+  return found ? found->bits : nullptr;
+}
+
+std::shared_ptr<WeightChanges> changes_of(py::handle param) {
+  const Weight* found = found_weight(param);
+  return found ? found->changes.lock() : nullptr;
+}
+
+std::weak_ptr<WeightChanges>& place_of_changes(py::handle param, py::handle owner) {
+  make_low_bits(param, owner);
+  return found_weight(param)->changes;
 }
 
 Bits make_low_bits(py::handle param, py::handle owner) {
   if (Bits found = low_bits_of(param)) return found;
   const at::Tensor local = local_of(param);
-  Weight made = {std::make_shared<LowBits>(), {}, {}};
+  Weight made;
+  made.bits = std::make_shared<LowBits>();
   if (!is_dtensor(param)) {
     made.end = end_of(param, param.ptr());
   } else if (owner && !owner.is_none()) {

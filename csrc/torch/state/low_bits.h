@@ -20,6 +20,7 @@ namespace py = pybind11;
 namespace amp_mp {
 
 struct MasterEntry;
+class WeightChanges;
 
 class LowBits {
  public:
@@ -111,6 +112,8 @@ Bits low_bits_of(py::handle param);
 // The same, made where it has none. owner: the parameter's module, through which a DTensor is found
 // after model.to() and to_empty() have exchanged its insides; without it, until then.
 Bits make_low_bits(py::handle param, py::handle owner = {});
+// Where the table has who notes the parameter's changes; made where it has none.
+std::weak_ptr<WeightChanges>& place_of_changes(py::handle param, py::handle owner);
 // A float32 tensor for a master in param_groups: the one that is there, or a new one.
 at::Tensor first_master(py::handle param);
 // Lets go of a plain parameter, which then may be swapped (torch.utils.swap_tensors). Bits that no

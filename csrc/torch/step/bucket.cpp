@@ -104,6 +104,7 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     own.group = kinds[i];
     own.tensor_index = member.tensor_index;
     own.name = member.label;
+    own.changes = changes_of(member.param);
     if (!member.is_dtensor) continue;
     own.dtensor = member.param;
     own.origin = origin_of(member.param);

@@ -24,7 +24,7 @@ Array written(const ArrayTensors& t) {
 }  // namespace
 
 Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
-    : own_(std::move(own)), device_(device) {
+    : own_(std::move(own)), device_(device), watched_(watched_so_far()) {
   std::vector<Shard> shards;
   for (const SlotTensors& each : own_) {
     params_.push_back(each.param);
@@ -109,6 +109,7 @@ Tensors Slots::grads() const {
 }
 
 bool Slots::fit() const {
+  if (watched_ != watched_so_far()) return false;
   constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < size(); ++i) {
     if (i + kAhead < size()) {
@@ -155,11 +156,26 @@ void Slots::find_copies(bool captured) {
     if (shards_.has(i)) copies_[i].reset();  // DTensors are never cached
 }
 
+void Slots::find_changes(bool captured) {
+  noted_.clear();
+  if (watched_ == 0) return;
+  for (size_t i = 0; i < own_.size(); ++i) {
+    slots_[i].changes = {};
+    const std::shared_ptr<WeightChanges> changes = own_[i].changes.lock();
+    if (!changes || !changes->fits(params_[i])) continue;
+    if (captured) changes->keep();
+    used_on_current_stream(changes->memory());
+    slots_[i].changes = changes->changes();
+    noted_.push_back(changes);
+  }
+}
+
 const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readings) {
   shards_.check_found();
   follow_memory();
   const bool captured = is_capturing(device_);
   find_copies(captured);
+  find_changes(captured);
   if (readings) readings->assign(own_.size(), Reading{});
   has_gradient_.assign(own_.size(), true);
   kept.reserve(3 * own_.size());  // pointers into it stay good
@@ -216,6 +232,7 @@ void Slots::finish(bool written) {
   shards_.drop_gradients();
   casting::copies_written(params_, copies_);
   copies_.clear();  // now only the cache holds them
+  noted_.clear();
 }
 
 }  // namespace amp_mp

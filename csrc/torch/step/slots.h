@@ -7,6 +7,7 @@
 #include "plan.h"
 #include "torch/checks.h"
 #include "torch/state/low_bits.h"
+#include "torch/state/weight_changes.h"
 #include "torch/step/shards.h"
 #include "torch/step/table_memory.h"
 
@@ -27,6 +28,7 @@ struct SlotTensors {
   std::string name;                  // for messages
   py::object dtensor = {};           // whose shard the parameter is; null for a plain parameter
   Bits bits = {};                    // whose second tensor the master is; null without a master
+  std::weak_ptr<WeightChanges> changes = {};  // that each step notes
 };
 
 class Slots {
@@ -86,6 +88,7 @@ class Slots {
   void follow_memory();
   void remember();
   void find_copies(bool captured);
+  void find_changes(bool captured);
   bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
   void prefetch(int64_t near, int64_t far) const;
   static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
@@ -105,6 +108,8 @@ class Slots {
   std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
   std::vector<bool> has_gradient_;   // of every parameter, in the current step
   Tensors copies_;                   // cached casts that the current step writes
+  uint64_t watched_;                 // watched_so_far() when the parameters' notes were looked up
+  std::vector<std::shared_ptr<WeightChanges>> noted_;  // those that the current step writes
   TableMemory table_memory_;
   int64_t moves_ = 0;
 };

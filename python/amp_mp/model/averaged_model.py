@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.model.changes import noting
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.formats import split_name
@@ -257,8 +258,12 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
+        refuse_swapped(self._tensors(model)[1], "an update")
+        with noting(self.module.parameters()):
+            self._move_averages(model, decay)
+
+    def _move_averages(self, model: nn.Module, decay: float) -> None:
         averages, live, moving = self._tensors(model)
-        refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "

@@ -121,6 +121,15 @@ def look() -> None:
     watches[:] = [watch for watch in list(watches) if watch.step()]
 
 
+def leave_out(modules: Iterable[nn.Module]) -> None:
+    """Follows these no longer: they are given weights that somebody else has stepped."""
+    own = list(modules)
+    low_bits.unwatched.difference_update(own)
+    for watch in watches:
+        for module in own:
+            watch.seen.pop(module, None)
+
+
 def _watched(module: nn.Module) -> dict[str, Tensor]:
     """The module's own low-precision buffers and frozen parameters, by name.
 

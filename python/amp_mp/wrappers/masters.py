@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.model.changes import noting
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.formats import MASTER_ENTRIES
@@ -245,7 +246,8 @@ class Masters:
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
         pairs = self.pairs()
-        gradients.copy_all_(pairs, saturate=True)
+        with noting(param for param, _ in pairs):
+            gradients.copy_all_(pairs, saturate=True)
         self._stamp(pairs)
         self.stale = False
 

@@ -1,0 +1,180 @@
+#pragma once
+// Notes which weights of a tile an update has changed (core/changes.h). Included by loops.cpp.
+#include "cpu/convert.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace amp_mp::cpu {
+namespace {
+
+static_assert(kTile == kChangesTile);
+
+// Of a tile: the numbers' coefficients, and the bit of each in its byte.
+struct Coefficients {
+  alignas(64) int16_t at[kTile];
+  alignas(64) uint16_t bit[kTile];
+  constexpr Coefficients() : at(), bit() {
+    for (int i = 0; i < kTile; ++i) at[i] = coefficient_in_tile(i);
+    for (int i = 0; i < kTile; ++i) bit[i] = uint16_t(1 << i % 8);
+  }
+};
+constexpr Coefficients kCoefficients;
+
+// The numbers by which n weights are compared: the memory of weights in low precision, which may be
+// the second array of their master, or `made`, with the rounded values of float32 ones.
+AMP_MP_BOTH const uint16_t* numbers_of(const Array& weights, Format format, int64_t at,
+                                       uint16_t* __restrict made, int n) {
+  if (weights.format == Format::float32) {
+    const float* x = at_element<float>(weights.data, at);
+    if (format == Format::bfloat16) {
+      for (int i = 0; i < n; ++i) made[i] = compared(x[i], Format::bfloat16);
+    } else {
+      for (int i = 0; i < n; ++i) made[i] = compared(x[i], Format::float16);
+    }
+    return made;
+  }
+  const bool is_second = width_of(weights.format) == 4;
+  return at_element<uint16_t>(is_second ? weights.rest : weights.data, at);
+}
+
+// Sums side by side, of which the total counts: adding them up at each tile would take as long as
+// the tile.
+struct PartialSums {
+  alignas(64) uint32_t lane[16] = {};
+  uint32_t total() const {
+    uint32_t sum = 0;
+    for (uint32_t each : lane) sum += each;
+    return sum;
+  }
+};
+
+// Sets the bits of numbers that are not those of before, and adds what they add to the sum. bits:
+// of the tile; null to set none. These are the two loops of compare_tile in one.
+#if defined(__AVX512BW__)
+#define AMP_MP_WHOLE_TILES
+AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint16_t* after,
+                               int64_t tile, PartialSums& sums) {
+  __m512i sum = _mm512_setzero_si512();
+  for (int i = 0; i < kTile; i += 32) {
+    const __m512i old = _mm512_loadu_si512(before + i), now = _mm512_loadu_si512(after + i);
+    const __m512i coefficients = _mm512_load_si512(kCoefficients.at + i);
+    if (bits) {
+      uint32_t own;
+      memcpy(&own, bits + i / 8, sizeof own);
+      own |= _mm512_cmpneq_epi16_mask(old, now);
+      memcpy(bits + i / 8, &own, sizeof own);
+    }
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(now, coefficients));
+    sum = _mm512_sub_epi32(sum, _mm512_madd_epi16(old, coefficients));
+  }
+  const __m512i factor = _mm512_set1_epi32(int(coefficient_of_tile(tile)));
+  const __m512i all = _mm512_load_si512(sums.lane);
+  _mm512_store_si512(sums.lane, _mm512_add_epi32(all, _mm512_mullo_epi32(sum, factor)));
+}
+#elif defined(__AVX2__)
+#define AMP_MP_WHOLE_TILES
+AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint16_t* after,
+                               int64_t tile, PartialSums& sums) {
+  const auto load = [](const void* x) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(x));
+  };
+  __m256i sum = _mm256_setzero_si256();
+  for (int i = 0; i < kTile; i += 32) {
+    __m256i same[2];
+    for (int half = 0; half < 2; ++half) {
+      const int at = i + 16 * half;
+      const __m256i old = load(before + at), now = load(after + at);
+      const __m256i coefficients = load(kCoefficients.at + at);
+      same[half] = _mm256_cmpeq_epi16(old, now);
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(now, coefficients));
+      sum = _mm256_sub_epi32(sum, _mm256_madd_epi16(old, coefficients));
+    }
+    if (!bits) continue;
+    const __m256i bytes = _mm256_packs_epi16(same[0], same[1]);  // eights in the order 0, 2, 1, 3
+    uint32_t own;
+    memcpy(&own, bits + i / 8, sizeof own);
+    own |= ~uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xD8)));
+    memcpy(bits + i / 8, &own, sizeof own);
+  }
+  const __m256i factor = _mm256_set1_epi32(int(coefficient_of_tile(tile)));
+  const __m256i all = load(sums.lane);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(sums.lane),
+                     _mm256_add_epi32(all, _mm256_mullo_epi32(sum, factor)));
+}
+#endif
+
+AMP_MP_BOTH void compare_tile(uint8_t* bits, const uint16_t* before, const uint16_t* after,
+                              int64_t tile, int n, PartialSums& sums) {
+#ifdef AMP_MP_WHOLE_TILES
+  if (n == kTile) return compare_whole(bits, before, after, tile, sums);
+#endif
+  if (bits) {
+    alignas(64) uint8_t differ[kTile] = {};
+    for (int i = 0; i < n; ++i)
+      differ[i] = uint8_t(kCoefficients.bit[i] & (before[i] != after[i] ? 0xFFFFu : 0u));
+    for (int i = 0; i < n; i += 8) {
+      uint64_t eight;  // each has a bit of its own, so the product's highest byte has all of them
+      memcpy(&eight, differ + i, sizeof eight);
+      bits[i / 8] |= uint8_t(eight * 0x0101010101010101u >> 56);
+    }
+  }
+  uint32_t sum = 0;
+  for (int i = 0; i < n; ++i) sum += uint32_t(int32_t(int16_t(after[i])) * kCoefficients.at[i]);
+  for (int i = 0; i < n; ++i) sum -= uint32_t(int32_t(int16_t(before[i])) * kCoefficients.at[i]);
+  sums.lane[0] += sum * coefficient_of_tile(tile);
+}
+
+AMP_MP_BOTH void add_to_sum(const Changes& changes, const PartialSums& sums) {
+  if (changes.sum)  // other threads add their parts
+    __atomic_fetch_add(reinterpret_cast<uint32_t*>(changes.sum), sums.total(), __ATOMIC_RELAXED);
+}
+
+// Notes the update of a tile: `before` and `after` are called around it.
+class Noting {
+ public:
+  Noting(const Changes& changes, const Array& weights) : changes_(changes), weights_(weights) {}
+
+  bool is_wanted() const { return changes_.sum; }
+
+  AMP_MP_OWN void before(int64_t at, int n) {
+    const uint16_t* found = numbers_of(weights_, changes_.format, at, before_, n);
+    if (found == before_) return;
+    if (n == kTile)  // a constant size needs no call
+      memcpy(before_, found, sizeof before_);
+    else
+      memcpy(before_, found, size_t(n) * sizeof *found);
+  }
+
+  AMP_MP_OWN void after(int64_t at, int n) {
+    alignas(64) uint16_t made[kTile];
+    const uint16_t* now = numbers_of(weights_, changes_.format, at, made, n);
+    compare_tile(changes_.bits() + at / 8, before_, now, at / kTile, n, sums_);
+  }
+
+  // Once, when all is updated.
+  void add() const { add_to_sum(changes_, sums_); }
+
+ private:
+  alignas(64) uint16_t before_[kTile];
+  const Changes changes_;
+  const Array weights_;
+  PartialSums sums_;
+};
+
+void compare(const Comparison& c, int64_t begin, int64_t end) {
+  alignas(64) uint16_t old[kTile] = {}, now[kTile];
+  PartialSums sums;
+  for (int64_t i = begin; i < end; i += kTile) {
+    const int n = int(end - i < kTile ? end - i : kTile);
+    const uint16_t* before =
+        c.before.data ? numbers_of(c.before, c.changes.format, i, old, n) : old;
+    const uint16_t* after = numbers_of(c.after, c.changes.format, i, now, n);
+    uint8_t* bits = c.before.data ? c.changes.bits() + i / 8 : nullptr;
+    compare_tile(bits, before, after, i / kTile, n, sums);
+  }
+  add_to_sum(c.changes, sums);
+}
+
+}  // namespace
+}  // namespace amp_mp::cpu
