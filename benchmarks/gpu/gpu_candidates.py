@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from gpu_lists import ShapeList, parameters
+from torch import nn
 
 import amp_mp as amp
 
@@ -31,10 +32,11 @@ Verify = Callable[[], str]
 
 @dataclass(frozen=True)
 class Copy:
-    """A model with its optimizer: a step, and what is wrong after some of them ("" if nothing)."""
+    """A model with its optimizer: a step, what is wrong after some ("" if nothing), the weights."""
 
     run: Run
     verify: Verify = lambda: ""
+    params: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Candidate:
 # AdamW by foreach: decay 8, lerp 12, mul 8, addcmul 12, sqrt 8, div 8, add 8, addcdiv 16; the fused
 # one moves 28 of TORCH_BYTES.
 TORCH_FOREACH_BYTES = TORCH_BYTES - 28 + (8 + 12 + 8 + 12 + 8 + 8 + 8 + 16)
+CHANGES_BYTES = 2 / 8  # a bit a weight, read and written
 CLIP = 2 + 4  # clip_grad_norm_ of bfloat16 gradients: norm, multiplication
 TORCH_BFLOAT16 = 2 + 4 + 8 + CLIP  # gradient; weight; both moments in bfloat16
 
@@ -70,7 +73,7 @@ def each(bytes_: float) -> Callable[[ShapeList], float]:
 # ---- amp_mp --------------------------------------------------------------------------------------
 
 
-def moves(params: list[torch.nn.Parameter], wanted: bool = True) -> Verify:
+def moves(params: list[nn.Parameter], wanted: bool = True) -> Verify:
     """Whether the weights have changed since now, as wanted, and are finite."""
     watched = params[len(params) // 2].detach().flatten()[:4096]
     before = watched.clone()
@@ -110,7 +113,7 @@ def our_copy(
             return "a step was skipped" if not overflow else "an overflow was not skipped"
         return moved()
 
-    return Copy(step, verify)
+    return Copy(step, verify, tuple(params))
 
 
 def graph_copy(memory: str, shapes: ShapeList, device: str) -> Copy:
@@ -128,6 +131,20 @@ def graph_copy(memory: str, shapes: ShapeList, device: str) -> Copy:
     return Copy(graph.replay, copy.verify)
 
 
+def watched_copy(memory: str, shapes: ShapeList, device: str) -> Copy:
+    """The same step while an amp.Changes watches the weights."""
+    copy = our_copy(memory, shapes, device)
+    changes = amp.Changes(nn.ParameterList(copy.params))
+
+    def verify() -> str:
+        wrong = [watched.name for watched, is_all in changes._look() if is_all]
+        if wrong:
+            return f"{len(wrong)} sums are not those of the weights, the first of {wrong[0]}"
+        return copy.verify() or ("" if changes.count() else "no change was noted")
+
+    return Copy(copy.run, verify)
+
+
 def measure_copy(dtype: torch.dtype, shapes: ShapeList, device: str) -> Copy:
     grads = [p.grad.to(dtype) for p in parameters(shapes, device, SCALE) if p.grad is not None]
     counted = amp._C.measure(grads)[-1]
@@ -140,25 +157,33 @@ def measure_copy(dtype: torch.dtype, shapes: ShapeList, device: str) -> Copy:
 
 
 def ours() -> list[Candidate]:
-    """amp_mp's, those that targets speak of first."""
+    """amp_mp's, those that targets speak of first; then while changes are noted."""
     order: tuple[str, ...] = ("exact", "tiny", "lean", "micro", "float32")
-    found = [
-        Candidate(
-            f"amp_mp {memory}",
-            functools.partial(our_copy, memory),
-            each(MEASURE_BYTES + STEP_BYTES[memory]),
+    found = []
+    for memory in order:
+        moved = MEASURE_BYTES + STEP_BYTES[memory]
+        found.append(
+            Candidate(f"amp_mp {memory}", functools.partial(our_copy, memory), each(moved))
         )
-        for memory in order
-    ]
+    for at, memory in ((2, "exact"), (4, "lean")):
+        found.insert(
+            at,
+            Candidate(
+                f"amp_mp {memory}, changes",
+                functools.partial(watched_copy, memory),
+                each(MEASURE_BYTES + STEP_BYTES[memory] + CHANGES_BYTES),
+                large_only=True,
+            ),
+        )
     for dtype, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
         name = f"amp_mp measure {str(dtype).removeprefix('torch.')}"
         found.append(Candidate(name, functools.partial(measure_copy, dtype), each(width)))
     skipped = functools.partial(our_copy, "exact", overflow=True)
     found.append(Candidate("amp_mp exact, overflow", skipped, each(MEASURE_BYTES)))
     for memory in ("exact", "tiny"):
-        moved = each(MEASURE_BYTES + STEP_BYTES[memory])
+        bytes_ = each(MEASURE_BYTES + STEP_BYTES[memory])
         build = functools.partial(graph_copy, memory)
-        found.append(Candidate(f"amp_mp {memory}, graph", build, moved, small_only=True))
+        found.append(Candidate(f"amp_mp {memory}, graph", build, bytes_, small_only=True))
     for memory in ("lean", "exact"):
         found.append(
             Candidate(
@@ -178,7 +203,7 @@ def ours() -> list[Candidate]:
 def torch_copy(options: dict[str, bool], shapes: ShapeList, device: str) -> Copy:
     """Cast, unscale, clip, AdamW on float32 masters, cast back, with torch's GradScaler."""
     model = parameters(shapes, device, SCALE)
-    masters = [torch.nn.Parameter(p.detach().float()) for p in model]
+    masters = [nn.Parameter(p.detach().float()) for p in model]
     optimizer = torch.optim.AdamW(masters, lr=LR, **options)
     scaler = torch.amp.GradScaler(device, init_scale=SCALE)
     scaler.scale(torch.ones((), device=device))

@@ -159,10 +159,21 @@ def list_table(content: dict[str, Any]) -> str:
             lines.append(f"    us: {', '.join(each)}"[:110])
         if "error" in found:
             lines.append(f"    {found['error'][:90]}")
+    lines += changes_lines(content)
     lines += offload_lines(content)
     if content.get("error"):
         lines.append(content["error"])
     return "\n".join(lines)
+
+
+def changes_lines(content: dict[str, Any]) -> Iterator[str]:
+    """What a step takes while changes are noted, by the same step's time without."""
+    lists = {"this": content}
+    for name in content["candidates"]:
+        plain = name.removesuffix(", changes")
+        against = speed(entry(lists, "this", name), entry(lists, "this", plain))
+        if plain != name and against:
+            yield f"    {name}: {1 / against:.3f} times the time of {plain}"
 
 
 def offload_lines(content: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import gpu_report  # noqa: E402
 import gpu_syncs  # noqa: E402
 from gpu_counts import LABEL, count, counted  # noqa: E402
 from gpu_lists import ShapeList, llama_shapes, parameters, shape_lists  # noqa: E402
-from gpu_peers import candidates  # noqa: E402
+from gpu_peers import KEY, candidates  # noqa: E402
 from gpu_timing import copies_needed  # noqa: E402
 
 # ---- the whole, quickly --------------------------------------------------------------------------
@@ -138,6 +138,30 @@ def test_graphs_are_for_small_lists_on_a_gpu_only() -> None:
         return sum("graph" in c.name for c in candidates(shapes, device, others=True))
 
     assert (graphs("many", "cuda"), graphs("one", "cuda"), graphs("many", "cpu")) == (2, 0, 0)
+
+
+def test_steps_that_note_changes_come_early_and_say_what_it_costs() -> None:
+    """A bit a weight more, each way; on large lists alone."""
+
+    def found(key: str) -> list[tuple[str, float]]:
+        shapes = next(s for s in shape_lists(quick=True) if s.key == key)
+        every = [c for c in candidates(shapes, "cuda", others=True) if c.name not in KEY]
+        return [(c.name, c.moved(shapes) / shapes.elements) for c in every[:3]]
+
+    assert found("llama") == [
+        ("amp_mp exact, changes", 28.25),
+        ("amp_mp lean", 18),
+        ("amp_mp lean, changes", 18.25),
+    ]
+    assert not any("changes" in name for name, _ in found("many"))
+    figures = {"copy_gb_s": 2000.0}
+    entries = {
+        "amp_mp exact": {"ms": 10.0, **figures},
+        "amp_mp exact, changes": {"ms": 10.2, **figures},
+        "amp_mp lean, changes": {"ms": 7.0, **figures},  # of which there is no step without
+    }
+    (line,) = gpu_report.changes_lines({"candidates": entries})
+    assert line.endswith("amp_mp exact, changes: 1.020 times the time of amp_mp exact")
 
 
 def test_offloaded_steps_say_whether_staging_is_worth_building() -> None:
