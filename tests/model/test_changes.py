@@ -484,7 +484,7 @@ def test_any_order_of_calls(
     optimizer: Any = None
     changes, receiver = amp.Changes(model), copy.deepcopy(model)
     stepped = {n: torch.zeros(p.numel(), dtype=torch.bool) for n, p in model.named_parameters()}
-    net = {n: torch.zeros(p.shape, dtype=torch.int16) for n, p in model.named_parameters()}
+    net = {n: torch.zeros(p.shape, dtype=torch.int32) for n, p in model.named_parameters()}
     everything = False
 
     def wanted() -> dict[str, Tensor]:
@@ -535,11 +535,11 @@ def test_any_order_of_calls(
         elif action == "place":
             with torch.no_grad():
                 param.view(-1)[: number + 1].add_(number)
-        # Writes that take each other back are none.
+        # Writes that take each other back are none, as the integers that their bits are.
         after = {n: t.cpu() for n, t in snapshot(model).items()}
         if action != "take":
             for n in names:
-                net[n] += bits(after[n]) - bits(before[n])
+                net[n] += bits(after[n]).int() - bits(before[n]).int()
 
 
 # What is refused, and when it ends.
