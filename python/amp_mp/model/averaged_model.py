@@ -258,17 +258,18 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
-        refuse_swapped(self._tensors(model)[1], "an update")
-        with noting(self.module.parameters()):
-            self._move_averages(model, decay)
-
-    def _move_averages(self, model: nn.Module, decay: float) -> None:
         averages, live, moving = self._tensors(model)
+        refuse_swapped(live, "an update")
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "
                 "update after each replay"
             )
+        with noting(self.module.parameters()):
+            self._write(averages, live, moving, decay)
+
+    def _write(self, averages: list[Tensor], live: list[Tensor], moving: int, decay: float) -> None:
+        """Moves the first `moving` averages towards the live tensors, and copies the others."""
         remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
         beside = _C.rests_of(live, self._goes_on)  # remainders or float32 masters
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)

@@ -77,10 +77,10 @@ class Changes:
                 "dtype that the receiver has, as in Changes(model, torch.bfloat16)"
             )
         for name, (_, param) in present.items():
-            if (others := _C.changes_of(param)) is not None:
+            if _C.changes_of(param) is not None:
                 raise ValueError(
-                    f"{name} is watched by another amp.Changes ({others.memory.numel()} words); "
-                    "take from that one and send to every receiver, or delete it first"
+                    f"{name} is watched by another amp.Changes; take from that one and send to "
+                    "every receiver, or delete it first"
                 )
         for name, (owner, param) in present.items():
             self._watched[name] = _Watched(name, owner, param, dtype)

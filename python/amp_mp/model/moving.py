@@ -122,7 +122,7 @@ def look() -> None:
 
 
 def leave_out(modules: Iterable[nn.Module]) -> None:
-    """Follows these no longer: they are given weights that somebody else has stepped."""
+    """Ends the watch over these modules, whose weights come from another model."""
     own = list(modules)
     low_bits.unwatched.difference_update(own)
     for watch in watches:
