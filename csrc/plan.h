@@ -101,19 +101,24 @@ struct Reading {
 };
 
 // The norms a rule may need. grads, weights: Statistics of every gradient and master, one row for
-// each Slot::row. The other members are scratch for rules that need the norm of their update:
-// Statistics of every span, then count + 1 Statistics (the last is the total); on CUDA also what
-// cuda/passes.h's SpanSums needs.
+// each Slot::row. The other members are scratch for rules that need the norm of their update. Each
+// number of UpdateSums is the sum_squares of Statistics: first `update` of all slots, then `along`,
+// then `weight`; update_spans has them of every span, `updates` of every slot. On CUDA a total is
+// behind these, and there is what cuda/passes.h's SpanSums needs.
 //
 // A slot may be a shard, and other processes may hold the rest. Then grads and weights are those of
 // whole tensors already, and `gather`, which a pass calls once `updates` are there, makes whole
-// rows of them; on CUDA it only queues work. Of a rule with directions `gather` is called once
-// these are stored, and turns them into updates in place.
+// rows of them; on CUDA it only queues work.
+//
+// A pass of a rule with directions calls make_updates once these are stored, which turns them into
+// updates in place.
 struct NormInputs {
   const Statistics *grads = nullptr, *weights = nullptr;
   const Statistics* (*gather)(void* context) = nullptr;
   void* context = nullptr;
-  const Statistics* gathered = nullptr;  // what `gather` has returned: a row for each Slot::row
+  const Statistics* gathered = nullptr;  // what `gather` has returned: three for each Slot::row
+  void (*make_updates)(void* context) = nullptr;
+  void* directions = nullptr;  // the context of make_updates
   Statistics *update_spans = nullptr, *updates = nullptr;
   int64_t* first_span = nullptr;
   unsigned* ticket = nullptr;

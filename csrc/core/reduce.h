@@ -17,8 +17,12 @@
 // 15,259 spans of a tensor of 10^9 elements one after the other would take a GPU longer than
 // reading the tensor.
 //
-// A block with a non-finite element, or whose sum of squares is infinite or under 2^-100 (where
-// float squares lose digits), is summed again in double over its finite elements.
+// An update that is measured itself (UpdateSums) is added up in the same order, but in double from
+// the first: where a matrix is split over processes its shards end elsewhere, and in double that
+// leaves nothing in a float.
+//
+// A block of gradients with a non-finite element, or whose sum of squares is infinite or under
+// 2^-100 (where float squares lose digits), is summed again in double over its finite elements.
 #include <cstdint>
 
 #include "core/macros.h"
@@ -40,6 +44,15 @@ struct Statistics {
   double non_finite;   // number of inf and NaN
 };
 
+// Sums over an update u and the weights w that it is for, of a block or a span. An element of which
+// either is inf or NaN adds nothing.
+struct UpdateSums {
+  double update;  // u u
+  double along;   // u w
+  double weight;  // w w
+};
+constexpr int kUpdateSums = 3;  // its numbers; each has Statistics of its own in a list
+
 // Whether a block has to be summed again in double.
 AMP_MP_BOTH bool needs_care(double sum_squares, float max_abs, bool has_non_finite) {
   return has_non_finite || !(sum_squares <= 1.7976931348623157e308) ||
@@ -57,6 +70,12 @@ AMP_MP_BOTH void add_to(Statistics& total, const Statistics& part) {
   total.sum_squares += part.sum_squares;
   total.max_abs = part.max_abs > total.max_abs ? part.max_abs : total.max_abs;
   total.non_finite += part.non_finite;
+}
+
+AMP_MP_BOTH void add_to(UpdateSums& total, const UpdateSums& part) {
+  total.update += part.update;
+  total.along += part.along;
+  total.weight += part.weight;
 }
 
 // Adds the spans of a tensor, or the tensors of a call, on one thread. cuda/combine.h does the same

@@ -12,6 +12,7 @@
 #include "core/rules/adadelta.h"
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
+#include "core/rules/hyperball.h"
 #include "core/rules/layerwise.h"
 #include "core/rules/muon.h"
 #include "core/rules/sgd.h"
@@ -39,7 +40,9 @@ namespace amp_mp {
   X(Lion, lion_)                        \
   X(LAMB, lamb_)                        \
   X(NovoGrad, novograd_)                \
-  X(Muon, muon_)
+  X(AdamH, adamh_)                      \
+  X(Muon, muon_)                        \
+  X(MuonH, muonh_)
 
 template <class Rule>
 constexpr bool is_declared() {

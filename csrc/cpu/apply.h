@@ -174,7 +174,7 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
   if (slot.origin.row_length > 0 && (random || is_stochastic(slot.master.format)))
     return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
         slot, begin, end, rule, multiplier, seed);
-  if constexpr (!needs_norms<Rule>) {
+  if constexpr (!is_layerwise<Rule>) {
     const bool done = with_pairs<Rule>(slot, [&]<Format F0, Format F1>() {
       apply_pairs<Rule, F0, F1>(slot, begin, end, rule, multiplier, seed);
     });
@@ -189,7 +189,7 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
       return run.template operator()<Random, LowGrad, W, S0, S1>();
     run.template operator()<Random, Floats, W, S0, S1>();
   };
-  if constexpr (!needs_norms<Rule>) {  // LARS, LAMB and NovoGrad are rare: tiles only
+  if constexpr (!is_layerwise<Rule>) {  // these are rare: tiles only
     using Low0 =
         choose<(state_count<Rule> == 0), Nothing, choose<is_square<Rule, 0>, LowSquare, LowMoment>>;
     using Low1 = choose<(state_count<Rule> < 2), Nothing, LowSquare>;

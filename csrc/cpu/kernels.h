@@ -9,8 +9,10 @@ template <class Rule>
 struct Loops {
   void (*apply)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
                 uint64_t seed);
-  // First pass of rules that have two: cpu/moments.h; at most one kSpan.
-  Statistics (*moments)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+  // First passes of rules that have two: cpu/moments.h; of updates at most one kSpan.
+  void (*directions)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+                     float multiplier, uint64_t seed);
+  UpdateSums (*updates)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                         float multiplier, uint64_t seed);
 };
 

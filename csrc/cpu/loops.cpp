@@ -6,6 +6,7 @@
 // symbol, and the linker could keep the AVX-512 copy for all instruction sets.
 #include "cpu/average.h"
 #include "cpu/kernels.h"
+#include "cpu/measure.h"
 #include "cpu/moments.h"
 #include "cpu/norm.h"
 
@@ -81,7 +82,7 @@ void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, fl
 
 #define AMP_MP_NAME2(isa) #isa
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
-#define AMP_MP_LOOPS(Rule, op) {apply<Rule>, moments<Rule>},
+#define AMP_MP_LOOPS(Rule, op) {apply<Rule>, directions<Rule>, updates<Rule>},
 
 // Of multiply.cpp.
 void multiply(const Product& product, int64_t begin, int64_t end);

@@ -67,22 +67,30 @@ void prefetch(const Slot& slot) {
   for (const Array& state : slot.state) array(state);
 }
 
-// Fills `spans` with f(item, begin, end) of every span, `tensors` with the sum of each item and, in
-// the last element, of all.
+// Calls f(item, begin, end, span) for every span; `span` counts those of the whole list.
 template <class Item, class F>
-void sum_spans(const Item* items, int64_t count, Statistics* spans, Statistics* tensors,
-               int threads, const F& f) {
+void for_each_span(const Item* items, int64_t count, int threads, const F& f) {
   for_each_range(items, count, kSpan, threads, [&](Range r) {
-    Statistics* out = spans + r.unit;
     for (; r.begin < r.end; r.begin += kSpan)
-      *out++ = f(r.item, r.begin, r.end < r.begin + kSpan ? r.end : r.begin + kSpan);
+      f(r.item, r.begin, r.end < r.begin + kSpan ? r.end : r.begin + kSpan, r.unit++);
   });
+}
+
+template <class Item>
+int64_t count_spans_of(const Item* items, int64_t count) {
+  int64_t spans = 0;
+  for (int64_t i = 0; i < count; ++i) spans += ceil_divide(items[i].size, kSpan);
+  return spans;
+}
+
+// Fills `tensors` with the sum of each item's spans.
+template <class Item>
+void add_spans(const Item* items, int64_t count, const Statistics* spans, Statistics* tensors) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t n = ceil_divide(items[i].size, kSpan);
     tensors[i] = combine(spans, n);
     spans += n;
   }
-  tensors[count] = combine(tensors, count);
 }
 
 // Norms of the gradient as the rule sees it, and of the weights.
@@ -91,6 +99,15 @@ Norms norms_of(const NormInputs& inputs, int64_t row, double multiplier) {
   if (inputs.grads) norms.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
   if (inputs.weights) norms.weight = sqrt(inputs.weights[row].sum_squares);
   return norms;
+}
+
+// What a rule that needs its update's norm is made with. `sums`: its UpdateSums, each `stride`
+// Statistics behind the one before.
+Norms norms_of_update(const Statistics* sums, int64_t stride) {
+  return {.grad = 0,
+          .weight = sqrt(sums[2 * stride].sum_squares),
+          .update = sqrt(sums[0].sum_squares),
+          .along = sums[stride].sum_squares};
 }
 
 // The loops of a rule for this processor.
@@ -115,16 +132,17 @@ float* workspace() {
 }
 
 int64_t count_spans(const Reading* readings, int64_t count) {
-  int64_t spans = 0;
-  for (int64_t i = 0; i < count; ++i) spans += ceil_divide(readings[i].size, kSpan);
-  return spans;
+  return count_spans_of(readings, count);
 }
 
 void measure(const Reading* readings, int64_t count, Statistics* spans, Statistics* tensors,
              int threads) {
   const auto loop = kernels()->measure;
-  sum_spans(readings, count, spans, tensors, threads,
-            [&](int64_t i, int64_t begin, int64_t end) { return loop(readings[i], begin, end); });
+  for_each_span(readings, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t span) {
+    spans[span] = loop(readings[i], begin, end);
+  });
+  add_spans(readings, count, spans, tensors);
+  tensors[count] = combine(tensors, count);
 }
 
 void copy(const Transfer* transfers, int64_t count, double multiplier, int threads) {
@@ -176,25 +194,31 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
     rules[i] = make_rule<Rule>(hyper, *slots[i].clock, norms_of(inputs, slots[i].row, multiplier));
   }
   const Loops<Rule> loops = Loop<Rule>::get();
-  if constexpr (needs_update_norm<Rule>) {
-    sum_spans(slots, count, inputs.update_spans, inputs.updates, threads,
-              [&](int64_t i, int64_t begin, int64_t end) {
-                const Slot& s = slots[i];
-                return loops.moments(s, begin, end, rules[i], factor(s), seed(s));
-              });
-    const Statistics* gathered = inputs.gather ? inputs.gather(inputs.context) : nullptr;
-    for (int64_t i = 0; i < count; ++i) {
-      Norms norms = norms_of(inputs, slots[i].row, multiplier);
-      norms.update = sqrt((gathered ? gathered[slots[i].row] : inputs.updates[i]).sum_squares);
-      rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
-    }
-  }
   if constexpr (has_direction<Rule>) {
     for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
       const Slot& slot = slots[r.item];
-      loops.moments(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
+      loops.directions(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
     });
-    if (inputs.gather) inputs.gather(inputs.context);
+    if (inputs.make_updates) inputs.make_updates(inputs.directions);
+  }
+  if constexpr (needs_update_norm<Rule>) {
+    const int64_t spans = count_spans_of(slots, count);
+    for_each_span(slots, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t span) {
+      const Slot& s = slots[i];
+      const UpdateSums sums = loops.updates(s, begin, end, rules[i], factor(s), seed(s));
+      Statistics* const to = inputs.update_spans + span;
+      to[0] = {sums.update, 0, 0};
+      to[spans] = {sums.along, 0, 0};
+      to[2 * spans] = {sums.weight, 0, 0};
+    });
+    for (int k = 0; k < kUpdateSums; ++k)
+      add_spans(slots, count, inputs.update_spans + k * spans, inputs.updates + k * count);
+    const Statistics* gathered = inputs.gather ? inputs.gather(inputs.context) : nullptr;
+    for (int64_t i = 0; i < count; ++i) {
+      const Norms norms = gathered ? norms_of_update(gathered + kUpdateSums * slots[i].row, 1)
+                                   : norms_of_update(inputs.updates + i, count);
+      rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
+    }
   }
   for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
     const Slot& slot = slots[r.item];

@@ -32,17 +32,23 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
   const int64_t blocks = blocks_of(plan, table, false);
   StepList list = list_of(plan, table, false);
   // A block of apply writes the report, since a write to the host's memory takes longer than all of
-  // decide. Not if `gather` might raise an error, and there were no apply.
-  const bool has_report = inputs && inputs->report_buffer.reports && blocks > 0 && !norms.gather;
+  // decide. Not if a callback might raise an error, and there were no apply.
+  const bool has_report =
+      inputs && inputs->report_buffer.reports && blocks > 0 && !norms.gather && !norms.make_updates;
   list.first_block = has_report;
   if (const char* error = decide_step<Rule>(plan, table, inputs, verdict, grads, weights,
                                             slot_rules, norms, false, !has_report, stream))
     return error;
+  if constexpr (has_direction<Rule>) {
+    if (const char* error = directions<Rule>(plan, table, verdict, slot_rules, stream))
+      return error;
+    if (norms.make_updates) norms.make_updates(norms.directions);
+  }
   if constexpr (needs_update_norm<Rule>) {
     if (const char* error = moments<Rule>(plan, table, verdict, slot_rules, norms, stream))
       return error;
     SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
-                        plan.count};
+                        kUpdateSums * plan.count};
     NormInputs known = norms;
     if (norms.gather) {
       if (const char* error = combine(updates, stream)) return error;
@@ -52,11 +58,6 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
     if (const char* error = decide_step<Rule>(plan, table, nullptr, verdict, updates, SpanSums{},
                                               slot_rules, known, true, false, stream))
       return error;
-  }
-  if constexpr (has_direction<Rule>) {
-    if (const char* error = directions<Rule>(plan, table, verdict, slot_rules, stream))
-      return error;
-    if (norms.gather) norms.gather(norms.context);
   }
   if (blocks == 0) return nullptr;
   const StepReportBuffer report = has_report ? inputs->report_buffer : StepReportBuffer{};

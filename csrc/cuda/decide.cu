@@ -12,16 +12,19 @@
 namespace amp_mp::cuda {
 namespace {
 
+// Of the slot in a row, which is number `index` of `count`.
 __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row, int64_t index,
-                                          double multiplier) {
+                                          int64_t count, double multiplier) {
   Norms n = {};
   if (inputs.grads) n.grad = sqrt(inputs.grads[row].sum_squares) * multiplier;
   if (inputs.weights) n.weight = sqrt(inputs.weights[row].sum_squares);
-  if (inputs.gathered) {
-    n.update = sqrt(inputs.gathered[row].sum_squares);
-  } else if (inputs.updates) {
-    n.update = sqrt(inputs.updates[index].sum_squares);
-  }
+  if (!inputs.gathered && !inputs.updates) return n;
+  const Statistics* const sums =
+      inputs.gathered ? inputs.gathered + kUpdateSums * row : inputs.updates + index;
+  const int64_t stride = inputs.gathered ? 1 : count;
+  n.update = sqrt(sums[0].sum_squares);
+  n.along = sums[stride].sum_squares;
+  n.weight = sqrt(sums[2 * stride].sum_squares);
   return n;
 }
 
@@ -56,7 +59,7 @@ __device__ __forceinline__ void make_rules(const Plan& plan, int first,
                                            const Inputs<Plan::kAtOnce>& known, bool has_ticked,
                                            double multiplier, const NormInputs& norms,
                                            MadeRules& made, void* slot_rules) {
-  constexpr bool kLead = Plan::kAtOnce > 1 && !needs_norms<Rule>;
+  constexpr bool kLead = Plan::kAtOnce > 1 && !is_layerwise<Rule>;
   if constexpr (kLead) {
     made.clear();
     for (int k = 0; k < Plan::kAtOnce; ++k)
@@ -81,7 +84,7 @@ __device__ __forceinline__ void make_rules(const Plan& plan, int first,
       hyper.lr = mine.rate;
       read_decay(hyper);
       found = make_slot_rule<Rule>(hyper, clock, has_ticked, multiplier,
-                                   norms_of(norms, mine.slot.row, t, multiplier));
+                                   norms_of(norms, mine.slot.row, t, plan.count, multiplier));
     }
     if (leads) made.keep(group, mine.clock, clock, found);
     *mine.slot.clock = clock;

@@ -55,5 +55,7 @@ const char* directions(const StepPlan& plan, const StepTable& table, const Verdi
 
 template const char* directions<Muon>(const StepPlan&, const StepTable&, const Verdict*,
                                       const SlotRule<Muon>*, void*);
+template const char* directions<MuonH>(const StepPlan&, const StepTable&, const Verdict*,
+                                       const SlotRule<MuonH>*, void*);
 
 }  // namespace amp_mp::cuda

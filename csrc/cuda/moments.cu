@@ -1,5 +1,6 @@
-// The first pass of rules that need their update's norm (LAMB): advances the moments and sums the
-// squares of the update in the order of core/reduce.h. span_threads.h has the layout of threads.
+// Of rules that need their update's norm: adds up squares of the update and the weights in the
+// order of core/reduce.h. Without directions (LAMB) it first advances the moments; with them
+// (MuonH) the update has been made of the directions. span_threads.h has the layout of threads.
 #include "cuda/passes.h"
 #include "cuda/slot_table.h"
 #include "cuda/span_threads.h"
@@ -7,23 +8,49 @@
 namespace amp_mp::cuda {
 namespace {
 
+// The update of eight elements with the weights w.
+template <class Rule>
+__device__ __forceinline__ void update_of(const View<Rule>& slot, const Rule& rule,
+                                          float multiplier, bool draws, const float (&w)[kPack],
+                                          int64_t at, int n, bool whole, float (&u)[kPack]) {
+  if constexpr (has_direction<Rule>) {
+    load<kFormatsOfState<Rule, 1>>(u, slot.state[1], at, n, whole);
+  } else {
+    float g[kPack] = {}, m[kPack] = {}, v[kPack] = {};
+    load<kGradFormats>(g, slot.grad, at, n, whole);
+    load<kFormatsOfState<Rule, 0>>(m, slot.state[0], at, n, whole);
+    load<kFormatsOfState<Rule, 1>>(v, slot.state[1], at, n, whole);
+    for (int k = 0; k < kPack; ++k) rule.moments(g[k] * multiplier, w[k], m[k], v[k]);
+    const uint64_t random = draws ? slot.again().randomness().eight(false, at) : 0;
+    // The apply pass makes the update of what is stored.
+    store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random)
+        .decode(slot.state[0].format, m);
+    store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random)
+        .decode(slot.state[1].format, v);
+    for (int k = 0; k < kPack; ++k) u[k] = rule.direction(w[k], m[k], v[k]);
+  }
+}
+
 template <class Rule>
 __global__ void __launch_bounds__(kSpanThreads)
     moments_kernel(const StepList __grid_constant__ table, int blocks_in_list,
                    const Verdict* __restrict__ verdict,
                    const SlotRule<Rule>* __restrict__ slot_rules, Statistics* __restrict__ spans,
                    int64_t* __restrict__ first_span, unsigned* ticket) {
-  __shared__ Statistics blocks[kSpanBlocks];
+  __shared__ UpdateSums blocks[kSpanBlocks];
   if (blockIdx.x == 0) {
-    for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
-      first_span[t] = table.starts[t].first_chunk;
+    for (int j = 0; j < kUpdateSums; ++j)
+      for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
+        first_span[j * table.count + t] = j * blocks_in_list + table.starts[t].first_chunk;
     if (threadIdx.x == 0) *ticket = 0;
   }
   if (int(blockIdx.x) >= blocks_in_list) return;  // all tensors are empty
   const double found_inf = verdict->found_inf;    // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
+  Statistics* const to = spans + blockIdx.x;
   if (found_inf != 0) {
-    if (threadIdx.x == 0) spans[blockIdx.x] = {};  // others may gather them
+    if (int(threadIdx.x) < kUpdateSums)  // others may gather them
+      to[int(threadIdx.x) * blocks_in_list] = {};
     return;
   }
 
@@ -34,46 +61,32 @@ __global__ void __launch_bounds__(kSpanThreads)
   const bool draws = slot.draws();
   const int block = int(threadIdx.x) / kBlockThreads,
             lane0 = int(threadIdx.x) % kBlockThreads * kPack;
-  float sum[kPack] = {};
-  double careful[kPack] = {};  // made in any case: the old moments cannot be read again
-  float largest = 0;
-  double bad = 0;
+  double update[kPack] = {}, along[kPack] = {}, weight[kPack] = {};
   // Every thread reads as many rows, because groups exchange numbers within whole warps.
   for (int row = 0; row < kBlock && row < chunk.size; row += kLanes) {
     const int i = block * kBlock + row + lane0, n = chunk.size - i;
     const int64_t at = chunk.begin + i;
     const bool whole = slot.wide && has_eight(n);
-    float g[kPack] = {}, w[kPack] = {}, m[kPack] = {}, v[kPack] = {};
-    load<kGradFormats>(g, slot.grad, at, n, whole);
+    float w[kPack] = {}, u[kPack] = {};
     load<kMasterFormats>(w, slot.master, at, n, whole);
-    load<kFormatsOfState<Rule, 0>>(m, slot.state[0], at, n, whole);
-    load<kFormatsOfState<Rule, 1>>(v, slot.state[1], at, n, whole);
+    update_of(slot, rule, multiplier, draws, w, at, n, whole, u);
     for (int k = 0; k < kPack; ++k) {
-      rule.moments(g[k] * multiplier, w[k], m[k], v[k]);
-      if (k >= n) continue;
-      const float d = rule.direction(w[k], m[k], v[k]), magnitude = fabsf(d);
-      sum[k] += d * d;
-      if (is_finite(d)) {
-        careful[k] += double(magnitude) * double(magnitude);
-        largest = magnitude > largest ? magnitude : largest;
-      } else {
-        bad += 1;
-      }
+      if (k >= n || !is_finite(u[k]) || !is_finite(w[k])) continue;
+      const double a = u[k], b = w[k];
+      update[k] += a * a;
+      along[k] += a * b;
+      weight[k] += b * b;
     }
-    const uint64_t random = draws ? slot.again().randomness().eight(false, at) : 0;
-    store_history<kFormatsOfState<Rule, 0>>(slot.state[0], m, at, n, whole, random);
-    store_history<kFormatsOfState<Rule, 1>>(slot.state[1], v, at, n, whole, random);
   }
-  double lane[kPack];
-  for (int k = 0; k < kPack; ++k) lane[k] = sum[k];
-  for (int d = kBlockThreads / 2; d > 0; d /= 2) {
-    const float other = __shfl_xor_sync(kWarp, largest, d, kBlockThreads);
-    largest = other > largest ? other : largest;
-    bad += __shfl_xor_sync(kWarp, bad, d, kBlockThreads);
-  }
-  const double quick = add_block_lanes(lane), slow = add_block_lanes(careful);
-  const bool care = needs_care(quick, largest, bad > 0);
-  add_blocks(blocks, {care ? slow : quick, largest, bad}, chunk.size, spans + blockIdx.x);
+  const UpdateSums own = {add_block_lanes(update), add_block_lanes(along), add_block_lanes(weight)};
+  if (threadIdx.x % kBlockThreads == 0) blocks[block] = own;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  UpdateSums total = {};
+  for (int b = 0; b < kSpanBlocks && b * kBlock < chunk.size; ++b) add_to(total, blocks[b]);
+  to[0] = {total.update, 0, 0};
+  to[blocks_in_list] = {total.along, 0, 0};
+  to[2 * blocks_in_list] = {total.weight, 0, 0};
 }
 
 }  // namespace
@@ -87,7 +100,11 @@ const char* moments(const StepPlan& plan, const StepTable& table, const Verdict*
                         verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket));
 }
 
-template const char* moments<LAMB>(const StepPlan&, const StepTable&, const Verdict*,
-                                   const SlotRule<LAMB>*, const NormInputs&, void*);
+#define AMP_MP_INSTANTIATE(Rule)                                                        \
+  template const char* moments<Rule>(const StepPlan&, const StepTable&, const Verdict*, \
+                                     const SlotRule<Rule>*, const NormInputs&, void*);
+AMP_MP_INSTANTIATE(LAMB)
+AMP_MP_INSTANTIATE(AdamH)
+AMP_MP_INSTANTIATE(MuonH)
 
 }  // namespace amp_mp::cuda

@@ -82,8 +82,8 @@ const char* apply(const StepPlan& plan, const StepTable& table, const DecideInpu
 
 // The kernels that apply launches first. decide_step: all that has to be known before tensors are
 // touched; `updates_measured`: called again after `moments`, because only the updates' norms are
-// new; `reports`: apply will not write the report. moments: the first pass of rules that need their
-// update's norm. directions: that of rules with directions.
+// new; `reports`: apply will not write the report. moments: that of rules that need their update's
+// norm. directions: that of rules with directions.
 template <class Rule>
 const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
                         Verdict* verdict, const SpanSums& grads, const SpanSums& weights,

@@ -159,7 +159,7 @@ def kinds_of(rules: Iterable[Any]) -> dict[str, str]:
     always, "row" is float32, one number for each row of the parameter's matrices.
     """
 
-def needs_norms(rule: Any) -> bool:
+def is_layerwise(rule: Any) -> bool:
     """Whether the rule uses the gradients' norms."""
 
 def number_keys(rule: Any) -> set[str]:

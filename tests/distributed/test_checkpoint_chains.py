@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import Bag, differences, disagreements, local, placed_as, set_grads, shard
+from layouts import (
+    REPLICATED,
+    Bag,
+    differences,
+    disagreements,
+    local,
+    placed_as,
+    set_grads,
+    shard,
+)
 from layouts import digests as digests_of
 from ranks import LARGE, on_ranks
 from rules import RULES
@@ -78,7 +87,7 @@ def run(rule: str, memory: str, dtype: torch.dtype, layout: str, number: int, pa
     steps(model, optimizer, range(2 * number, 2 * number + 2))
     amp.checkpoint.save(f"{path}{number}", model, optimizer)
     params = list(model.parameters())
-    if stepper_of(optimizer).group_rules()[0].needs_norms:  # sums of shards are rounded otherwise
+    if stepper_of(optimizer).group_rules()[0].is_layerwise:  # sums of shards are rounded otherwise
         return [], digests_of(params, optimizer)
     plain, plain_optimizer = made(rule, memory, dtype)
     steps(plain, plain_optimizer, range(2 * number + 2))
@@ -208,10 +217,10 @@ def templates(path: str, layout: str) -> list[str]:
             assert isinstance(value, Tensor)
             count = local(param).numel() // (32 if entry.endswith("_scale") else 1)
             count *= 2 if entry.endswith("_ue8m8") else 1  # bytes
-            if entry not in ("step", "layer", "mu_product") and local(value).numel() != count:
+            if entry not in REPLICATED and local(value).numel() != count:
                 found.append(f"{name} {entry}")
             assert is_dtensor(value) == (local(value).numel() == count and is_dtensor(param)) or (
-                entry in ("step", "layer", "mu_product")
+                entry in REPLICATED
             )
     return found
 

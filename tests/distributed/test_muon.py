@@ -59,6 +59,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"ns_dtype": torch.float16, "split": (32, 16, 16, 32), "adjust_lr_fn": "sqrt"},
         {"ns_dtype": torch.float32, "ns_steps": 2, "eps": 1e-7, "ns_gram": True},
     ),
+    "hyperball": (
+        {"hyperball": True},
+        {"hyperball": True, "split": 3},
+        {"hyperball": True, "momentum": 0.5},
+    ),
 }
 
 
@@ -104,12 +109,13 @@ CASES = [  # NorMuon needs whole rows
     for options in OTHERS
     if "rows" not in layout[0] or options != "normalised blocks"
 ]
-NORMUON = [("hsdp", 4, "normalised blocks"), ("columns", 2, "normalised blocks")]
+ALWAYS = [("hsdp", 4, "normalised blocks"), ("columns", 2, "normalised blocks")]
+ALWAYS += [("fsdp", world, "hyperball") for world in (1, 2, 4)]
 
 
 @pytest.mark.parametrize(
     ("layout", "world", "options"),
-    [*(CASES if LARGE else tiered(CASES, [CASES[1], CASES[3], CASES[7]])), *NORMUON],
+    [*(CASES if LARGE else tiered(CASES, [CASES[1], CASES[4], CASES[9]])), *ALWAYS],
 )
 def test_every_option_has_the_bits_of_one_process(layout: str, world: int, options: str) -> None:
     for rank in on_ranks(world, compare, layout, ["exact"], options, limit_s=200):

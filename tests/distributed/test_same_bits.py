@@ -20,7 +20,7 @@ from layouts import (
     shard,
 )
 from ranks import LARGE, on_ranks
-from rules import RULES, STORAGES
+from rules import OF_MATRICES, RULES, STORAGES
 from tiers import pairs, tiered
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -40,8 +40,9 @@ SPLITS = [
 ]
 if LARGE:
     SPLITS += [("fsdp", 1), ("rows", 4), ("columns", 4)]
-LAYERWISE = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].needs_norms]
-BY_ELEMENT = [name for name in RULES if name not in LAYERWISE]
+LAYERWISE = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].is_layerwise]
+# LAMB sums in double, so its norms are the same however a tensor is split.
+BY_ELEMENT = [name for name in RULES if name not in LAYERWISE or name.startswith("lamb")]
 BY_LAYER = LAYERWISE if LARGE else LAYERWISE[::2]
 SOME_RULES = BY_ELEMENT if LARGE else BY_ELEMENT[::2]
 SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro"]
@@ -70,7 +71,7 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
 
     Returns the optimizer and the parameters of each, and the norm that each step found.
     """
-    kind, numbers = RULES[rule]
+    kind, numbers = (RULES | OF_MATRICES)[rule]
     split, whole = list(shard(Bag(SHAPES, dtype), layout).parameters()), Bag(SHAPES, dtype)
     groups = [{"params": [p]} for p in split]
     kinds = _C.kinds_of(rules_of(kind))
@@ -80,6 +81,8 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
     for group, param in zip(plain_groups, split, strict=True):
         if preset in ("tiny", "micro") and not has_groups(param):
             group.update({name: UNGROUPED[k] for name, k in kinds.items() if k in UNGROUPED})
+    for group in (*groups, *plain_groups) if rule == "hyperball" else ():
+        group["hyperball"] = group["params"][0].dim() > 1
     found: list[Any] = []
     for made in (groups, plain_groups):
         optimizer = kind(made, **numbers, **STORAGES[preset], **more)
@@ -114,6 +117,14 @@ def test_adamw_has_the_bits_of_one_process(layout: str, world: int) -> None:
 )
 def test_every_rule_has_the_bits_of_one_process(layout: str, world: int) -> None:
     for rank in on_ranks(world, compare, layout, SOME_RULES, SOME_PRESETS, limit_s=250):
+        assert rank == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [*SPLITS, ("fsdp", 1)] if LARGE else [("fsdp", n) for n in (1, 2, 4)]
+)
+def test_hyperball_has_the_bits_of_one_process(layout: str, world: int) -> None:
+    for rank in on_ranks(world, compare, layout, ["hyperball"], list(STORAGES), limit_s=200):
         assert rank == []
 
 

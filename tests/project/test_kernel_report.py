@@ -22,7 +22,7 @@ LIST = (ROOT / "csrc/core/rules.h").read_text()
 STATES = {
     rule: len(Rule(operator).names) for rule, operator in re.findall(r"X\((\w+), (\w+)\)", LIST)
 }
-STATES |= {"Amsgrad": STATES["AmsgradAdamW"], "Muon": 2, "MuonStep": 0}  # with Muon's direction
+STATES |= {"Amsgrad": STATES["AmsgradAdamW"]}
 _HEADERS = "".join(path.read_text() for path in (ROOT / "csrc/core/rules").glob("*.h"))
 _TEXTS = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", _HEADERS, re.MULTILINE | re.DOTALL))
 # Loops of an apply kernel: one for each layout of csrc/cuda/layouts.h, the presets of `memory=`,
@@ -50,7 +50,7 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
     """The 16-byte loads and stores that a kernel's arrays take, at the least.
 
     `two_pass` are the rules whose states were advanced by another kernel: apply_kernel then needs
-    no gradient and stores no state. Muon's, with directions_kernel, reads the update alone.
+    no gradient and stores no state. After directions_kernel (Muon) both read the update alone.
     """
     kind, _, rule = name.removesuffix(">").partition("<")
     if kind == "measure_kernel":  # four rows in flight of float32, float16 and bfloat16
@@ -66,11 +66,13 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
         return 0, 0
     states = STATES[rule.split("<")[0]] * ARRAY
     gradient, master, weight = ARRAY, ARRAY + REST, ARRAY
+    if rule.startswith("Muon") and kind == "moments_kernel":
+        return DIRECTION + master, 0
     if kind == "moments_kernel":
         return gradient + master + states, states
     if kind == "directions_kernel":
         return gradient + ARRAY, ARRAY + DIRECTION
-    if rule == "Muon":
+    if rule.startswith("Muon"):
         return DIRECTION + master, master + weight
     if rule in two_pass:
         return master + states, master + weight

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from layouts import REPLICATED
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -78,7 +79,7 @@ def stepped(
 def put_in(found: dict[str, np.ndarray], name: str, value: Tensor, part: tuple[slice, ...]) -> None:
     """A rank's part among those of the others; what every rank has must be the same."""
     own = bytes_of(value)
-    if name in ("step", "layer", "mu_product"):
+    if name in REPLICATED:
         assert np.array_equal(found.setdefault(name, own), own), name
         return
     group = 32 if name.endswith("_scale") else 1

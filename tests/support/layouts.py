@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import amp_mp as amp
 
-REPLICATED = ("step", "layer", "mu_product")  # states that every rank holds whole
+REPLICATED = ("step", "layer", "mu_product", "radius")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
 # themselves. docs/sharded_steps.md has it for normal gradients, as these tests have;
 # tests/optim/step/test_norm_error.py has the bound for all.

@@ -89,6 +89,7 @@ class Clock:
     beta2_power: float = 1.0
     layer: float = 0.0
     mu_product: float = 1.0  # NAdam's
+    radius: float = 0.0  # of hyperball, 0 before the first step
 
     def tick(self, beta1: float, beta2: float) -> None:
         self.step += 1
@@ -311,23 +312,54 @@ def lamb(
     n: Numbers,
     stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
 ) -> tuple[Floats, Floats, Floats]:
-    """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`.
-
-    The direction is measured before its moments are stored, and followed after.
-    """
-
-    def direction() -> Floats:
-        r = m * F32(1 / (1 - clock.beta1_power))
-        r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
-        decays = (r * w >= 0) | (not n.cautious)
-        return np.where(decays, add_decay(r, n.weight_decay, w), r + F32(0))
-
+    """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`."""
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
     v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
-    weight, update = norm(w), norm(direction())
-    adapts = weight > 0 and update > 0 and (n.always_adapt or n.weight_decay != 0)
     m, v = stored(m, v)
-    return w - F32(n.lr * (weight / update if adapts else 1.0)) * direction(), m, v
+    r = m * F32(1 / (1 - clock.beta1_power))
+    r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
+    decays = (r * w >= 0) | (not n.cautious)
+    direction = np.where(decays, add_decay(r, n.weight_decay, w), r + F32(0))
+    weight, update, _ = update_norms(direction, w)
+    adapts = weight > 0 and update > 0 and (n.always_adapt or n.weight_decay != 0)
+    return w - F32(n.lr * (weight / update if adapts else 1.0)) * direction, m, v
+
+
+def update_norms(u: Floats, w: Floats) -> tuple[float, float, float]:
+    """The 2-norms of weights and update, and the sum of their products, without any rounding.
+
+    Elements of which either is inf or NaN do not count.
+    """
+    finite = np.isfinite(u) & np.isfinite(w)
+    a, b = u[finite].astype(np.float64), w[finite].astype(np.float64)
+    return math.sqrt(math.fsum(b * b)), math.sqrt(math.fsum(a * a)), math.fsum(a * b)
+
+
+def hyperball(u: Floats, w: Floats, clock: Clock, lr: float) -> Floats:
+    """Wen et al. 2026: R Normalize(w - lr R Normalize(u)), R the norm of the first w."""
+    weight, update, along = update_norms(u, w)
+    clock.radius = clock.radius or float(F32(weight))
+    rate = lr * clock.radius / update if update > 0 else 0.0
+    moved = math.sqrt(weight * weight - 2 * rate * along + rate * rate * (update * update))
+    keep = clock.radius / moved if moved > 0 else 1.0
+    return F32(keep) * w - F32(keep * rate) * u
+
+
+def adamh(
+    g: Floats,
+    w: Floats,
+    m: Floats,
+    v: Floats,
+    clock: Clock,
+    n: Numbers,
+    stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
+) -> tuple[Floats, Floats, Floats]:
+    """Adam's update by hyperball. Returns w, m, v as `stored`."""
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    m, v = stored(m, v)
+    u = m / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
+    return hyperball(u, w, clock, n.lr), m, v
 
 
 def novograd(g: Floats, w: Floats, m: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:

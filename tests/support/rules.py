@@ -70,6 +70,10 @@ RULES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
     "novograd averaging": (amp.optim.NovoGrad, {**NOVOGRAD, "grad_averaging": True}),
     "novograd outside": (amp.optim.NovoGrad, {**NOVOGRAD, **OUTSIDE}),
 }
+# Rules for matrices alone.
+OF_MATRICES: dict[str, tuple[type[amp.optim.FusedOptimizer], dict[str, Any]]] = {
+    "hyperball": (amp.optim.AdamW, {**ADAM, "lr": 0.05, "hyperball": True}),
+}
 # Every optimizer by its name, with arguments for which it keeps most of its states.
 KINDS: dict[str, dict[str, Any]] = {
     "Adam": {},
@@ -179,7 +183,7 @@ class Expected:
         **storage: Any,
     ) -> None:
         self.rule, self.number, self.maximize, self.storage = rule, number, maximize, storage
-        self.numbers = RULES[rule][1] if rule in RULES else {}
+        self.kind, self.numbers = (RULES | OF_MATRICES).get(rule, (None, {}))
         rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
         self.formats = formats_of(rule, states, rows, storage)
         self.dtype = str(weight.dtype).removeprefix("torch.")
@@ -189,14 +193,16 @@ class Expected:
         self.clock = reference.Clock()
 
     def step(self, grad: np.ndarray, multiplier: np.float32) -> None:
-        kind, numbers = RULES[self.rule][0], self.numbers
+        kind, numbers = self.kind, self.numbers
+        assert kind is not None
         self.clock.tick(*numbers.get("betas", (0, 0)))
         with np.errstate(all="ignore"):
             g = grad.reshape(-1) * (-multiplier if self.maximize else multiplier)
             master, *states = self._stepped(kind, numbers, g)
             for name, values in zip(self.states, states, strict=True):
-                # LAMB's moments have been stored already
-                self.states[name] = values if kind is amp.optim.LAMB else self._kept(name, values)
+                # Where the update is measured the moments have been stored already.
+                measured = kind is amp.optim.LAMB or numbers.get("hyperball", False)
+                self.states[name] = values if measured else self._kept(name, values)
             self._store(master)
 
     def write(self, weight: np.ndarray) -> None:
@@ -217,8 +223,15 @@ class Expected:
 
     def _stepped(self, kind: type, given: dict[str, Any], g: np.ndarray) -> tuple[Any, ...]:
         w, states, clock = self.master, [*self.states.values()], self.clock
-        in_other_words = ("amsgrad", "centered", "momentum_form")
+        in_other_words = ("amsgrad", "centered", "momentum_form", "hyperball")
         numbers = Numbers(**{k: n for k, n in given.items() if k not in in_other_words})
+        if kind is amp.optim.LAMB or given.get("hyperball"):
+
+            def stored(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+                return self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
+
+            rule = reference.lamb if kind is amp.optim.LAMB else reference.adamh
+            return rule(g, w, *states, clock, numbers, stored=stored)
         if issubclass(kind, amp.optim.AdamW):
             states += [None] * (3 - len(states))
             decoupled = kind is amp.optim.AdamW
@@ -235,12 +248,6 @@ class Expected:
             return reference.sgd(g, w, buffer, clock, numbers)[: 1 + len(states)]
         if kind is amp.optim.Lion:
             return reference.lion(g, w, *states, numbers)
-        if kind is amp.optim.LAMB:
-
-            def stored(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-                return self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
-
-            return reference.lamb(g, w, *states, clock, numbers, stored=stored)
         rules = {
             amp.optim.Adadelta: reference.adadelta,
             amp.optim.NAdam: reference.nadam,

@@ -94,9 +94,10 @@ struct Clock {
 };
 
 // L2 norms of one tensor: of the unscaled and clipped gradient, of the weights before the step, of
-// LAMB's update before it is multiplied with the learning rate.
+// the update before it is multiplied with the learning rate; and how far the update goes along the
+// weights, the sum of update * weight.
 struct Norms {
-  double grad, weight, update;
+  double grad, weight, update, along;
 };
 
 // The update of Adam and its relatives before it is divided: numerator and square.
@@ -177,10 +178,14 @@ constexpr bool is_square = Rule::kKept.of[K].kind == Kind::square;
 
 template <class Rule>
 constexpr bool divides_by_root = requires(Rule rule) { rule.divide; };
+// Whether a rule is made with the norms of the gradient and the weights.
 template <class Rule>
 constexpr bool needs_norms = requires { Rule::kNorms; };
+// Whether it is made again with those of its update and the weights, once the moments are advanced.
 template <class Rule>
 constexpr bool needs_update_norm = requires { Rule::kUpdateNorm; };
+template <class Rule>
+constexpr bool is_layerwise = needs_norms<Rule> || needs_update_norm<Rule>;
 // Whether the last of a rule's states is the direction of its update, which others turn into the
 // update between its two passes (Muon).
 template <class Rule>
@@ -193,7 +198,7 @@ constexpr bool has_own_number = requires { Rule::kOwn; };
 
 template <class Rule>
 AMP_MP_BOTH Rule make_rule(const Hyper& h, Clock& c, [[maybe_unused]] const Norms& n) {
-  if constexpr (needs_norms<Rule>) {
+  if constexpr (is_layerwise<Rule>) {
     return Rule::at(h, c, n);
   } else {
     return Rule::at(h, c);

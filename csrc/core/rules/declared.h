@@ -39,6 +39,7 @@ struct Number {
 struct OwnNumber {
   const char* name;
   double start;
+  bool late = false;  // as RuleState's
 };
 
 // A list that a rule declares.

@@ -14,7 +14,7 @@ struct LAMB {
                                           .with({"use_nvlamb", "always_adapt"})
                                           .with("grad_averaging")
                                           .with("adam_w_mode");
-  static constexpr bool kNorms = true, kUpdateNorm = true;
+  static constexpr bool kUpdateNorm = true;
   AdamMoments average;
   float eps;
   float penalty;  // weight_decay of the L2 penalty, 0 if it is decoupled

@@ -1,6 +1,6 @@
 #pragma once
 // Muon, whose update is a whole matrix: a momentum, made orthogonal by matrix products.
-#include "core/rules/base.h"
+#include "core/rules/hyperball.h"
 
 namespace amp_mp {
 
@@ -13,23 +13,15 @@ struct MuonStep {
   AMP_MP_BOTH void operator()(float o, float& w) const { w = w * decay(o, w) - rate * o; }
 };
 
-// Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), in torch's form.
-// It takes two passes: `advance` over all elements, which stores the direction; then, when others
-// have made each matrix of directions orthogonal, `step` with the result in the gradient's place.
-// States: m = momentum_buffer, and the direction, bfloat16, which lives for one step.
-struct Muon {
+// The first half: the momentum, and the direction that others make orthogonal.
+struct MuonMomentum {
   static constexpr States kKept = {{"momentum_buffer", Kind::moment}};
-  static constexpr Numbers kNumbers = {"lr", "weight_decay", "momentum", "nesterov", "cautious"};
-  static constexpr bool kDirection = true;
+  static constexpr Numbers kNumbers = {"lr", "momentum", "nesterov"};
   float momentum, gain;  // gain: 1 - momentum
   bool nesterov;
-  MuonStep step;
 
-  static AMP_MP_BOTH Muon at(const Hyper& h, const Clock&) {
-    return {.momentum = float(h.momentum),
-            .gain = float(1 - h.momentum),
-            .nesterov = h.nesterov,
-            .step = {.decay = Decay::at(h), .rate = float(h.lr * h.trust)}};
+  static AMP_MP_BOTH MuonMomentum at(const Hyper& h) {
+    return {.momentum = float(h.momentum), .gain = float(1 - h.momentum), .nesterov = h.nesterov};
   }
 
   // Returns the direction.
@@ -44,6 +36,41 @@ struct Muon {
   AMP_MP_BOTH float towards(float g, float m) const {
     return select(gain < .5f, m + gain * (g - m), g - momentum * (g - m));
   }
+};
+
+// Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), in torch's form.
+// It takes two passes: `advance` over all elements, which stores the direction; then, when others
+// have made each matrix of directions orthogonal, `step` with the result in the gradient's place.
+// States: m = momentum_buffer, and the direction, bfloat16, which lives for one step.
+struct Muon {
+  static constexpr States kKept = MuonMomentum::kKept;
+  static constexpr Numbers kNumbers = MuonMomentum::kNumbers.with("weight_decay").with("cautious");
+  static constexpr bool kDirection = true;
+  MuonMomentum average;
+  MuonStep step;
+
+  static AMP_MP_BOTH Muon at(const Hyper& h, const Clock&) {
+    return {.average = MuonMomentum::at(h),
+            .step = {.decay = Decay::at(h), .rate = float(h.lr * h.trust)}};
+  }
+
+  AMP_MP_BOTH float advance(float g, float& m) const { return average.advance(g, m); }
+};
+
+// Muon on a sphere (core/rules/hyperball.h). States as Muon's.
+struct MuonH {
+  static constexpr States kKept = MuonMomentum::kKept;
+  static constexpr Numbers kNumbers = MuonMomentum::kNumbers;
+  static constexpr OwnNumber kOwn = Hyperball::kOwn;
+  static constexpr bool kDirection = true, kUpdateNorm = true;
+  MuonMomentum average;
+  Hyperball step;
+
+  static AMP_MP_BOTH MuonH at(const Hyper& h, Clock& c, const Norms& n) {
+    return {.average = MuonMomentum::at(h), .step = Hyperball::at(h, c, n)};
+  }
+
+  AMP_MP_BOTH float advance(float g, float& m) const { return average.advance(g, m); }
 };
 
 }  // namespace amp_mp

@@ -66,7 +66,7 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
   Slots slots(std::move(own), verdict.device());
   const py::gil_scoped_release release;
   // Rules that need norms measure; for the others the verdict says everything.
-  apply_<Rule>(slots, {numbers}, verdict, {.measures = needs_norms<Rule>});
+  apply_<Rule>(slots, {numbers}, verdict, {.measures = is_layerwise<Rule>});
 }
 
 constexpr const char* kAdam = R"(amp_mp.optim.Adam's step, in a mode other than 0 AdamW's.

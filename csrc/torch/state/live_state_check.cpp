@@ -57,7 +57,7 @@ void check_state(const Member& member) {
     }
     if (!first && !kept.late) missing.push_back(repr_of(kept.name));
   }
-  if (layout.own_is_kept && !item_of(state, layout.own)) missing.push_back(repr_of(layout.own));
+  if (!layout.own_is_late && !item_of(state, layout.own)) missing.push_back(repr_of(layout.own));
   const py::handle step = item_of(state, layout.step);
   if (missing.empty() || !step || !(number_in(step) > 0)) return;
   TORCH_CHECK_VALUE(false, "the state of ", member.label, " has no ",

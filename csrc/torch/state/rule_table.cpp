@@ -64,14 +64,16 @@ RuleLayout declared(const char* op) {
   layout.op = op;
   for (const RuleState& state : Rule::kKept)
     layout.states.push_back(kept_state(state.name, state.kind, state.late, state.initial));
-  OwnNumber own = {"layer", 0};  // of a rule without: what the clock's fourth number is called
+  OwnNumber own = {"layer", 0, true};  // of a rule without: the clock's fourth number
   if constexpr (has_own_number<Rule>) own = Rule::kOwn;
   layout.step = interned("step");
   layout.own = interned(own.name);
   layout.own_start = own.start;
   layout.own_is_kept = has_own_number<Rule>;
+  layout.own_is_late = own.late;
   for (const Number& number : Rule::kNumbers) layout.numbers.push_back(hyper_number(number));
   layout.needs_norms = needs_norms<Rule>;
+  layout.needs_update_norm = needs_update_norm<Rule>;
   return layout;
 }
 
@@ -190,7 +192,7 @@ void bind_rule_table(py::module_& m) {
       },
       py::arg("rules"));
   m.def(
-      "needs_norms", [](const py::object& rule) { return layout_of(rule)->needs_norms; },
+      "is_layerwise", [](const py::object& rule) { return layout_of(rule)->is_layerwise(); },
       py::arg("rule"));
   m.def(
       "number_keys",

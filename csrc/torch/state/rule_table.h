@@ -65,10 +65,13 @@ struct RuleLayout {
   py::object step, own;  // the clock's entries
   double own_start = 0;
   bool own_is_kept = false;  // a rule's number of its own, which no step loses
+  bool own_is_late = false;  // which a parameter that has taken steps may lack
   std::vector<HyperNumber> numbers;
-  std::vector<py::object> options;  // entries of a group that the slots depend on
-  py::object directions;            // optim/rule.py, Directions, or None
-  bool needs_norms;
+  std::vector<py::object> options;      // entries of a group that the slots depend on
+  py::object directions;                // optim/rule.py, Directions, or None
+  bool needs_norms, needs_update_norm;  // core/rules/base.h
+
+  bool is_layerwise() const { return needs_norms || needs_update_norm; }
 
   // The entries that may hold a state, master or clock tensor of the slots.
   std::vector<py::object> keys() const;

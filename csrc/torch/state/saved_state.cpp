@@ -91,7 +91,7 @@ std::set<std::string> needed_under(const py::iterable& rules) {
   for (const py::handle rule : rules) {
     const Layout layout = layout_of(rule);
     std::set<std::string> needed, both;
-    if (layout->own_is_kept) needed.insert(text_of(layout->own));
+    if (!layout->own_is_late) needed.insert(text_of(layout->own));
     for (const KeptState& kept : layout->states)
       if (!kept.late) needed.insert(text_of(kept.name));
     for (const std::string& name : needed)

@@ -41,11 +41,8 @@ class Directions<Rule> {
 
   void add_to(NormInputs& inputs) {
     if (!callbacks_.make_updates) return;
-    inputs.gather = [](void* self) -> const Statistics* {
-      static_cast<Directions*>(self)->update();
-      return nullptr;
-    };
-    inputs.context = this;
+    inputs.make_updates = [](void* self) { static_cast<Directions*>(self)->update(); };
+    inputs.directions = this;
   }
 
  private:

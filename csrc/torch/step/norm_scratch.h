@@ -26,12 +26,12 @@ class NormScratch {
       inputs.weights = weights->of_tensors();
     }
     if constexpr (needs_update_norm<Rule>) {
-      const auto count = int64_t(plan.size());
+      const int64_t count = kUpdateSums * int64_t(plan.size());
       int64_t spans = 0;
-      for (const Slot& slot : plan) spans += ceil_divide(slot.size, kSpan);
+      for (const Slot& slot : plan) spans += kUpdateSums * ceil_divide(slot.size, kSpan);
       updates_ = at::empty({count + 1, 3}, at::TensorOptions().dtype(at::kDouble).device(device));
       inputs.updates = data_of<Statistics>(updates_);
-      // The ticket, the index of each slot's first span, the sums of spans.
+      // The ticket, the index of each sum's first span, the sums of spans.
       const int64_t head = 8 * (count + 2);
       spans_ = scratch(head + spans * int64_t(sizeof(Statistics)), device);
       char* memory = data_of<char>(spans_);
@@ -59,26 +59,30 @@ class NormScratch {
     gathered_ = sum_updates_(rows_of_slots());
     check_device(gathered_, updates_.device(), {"the result of sum_updates"});
     TORCH_CHECK_VALUE(
-        gathered_.dim() == 2 && gathered_.size(0) == slot_count_ && gathered_.size(1) == 3,
+        gathered_.dim() == 2 && gathered_.size(0) == slot_count_ && gathered_.size(1) == kColumns,
         "amp_mp: the result of sum_updates (", describe(gathered_), ") must have shape [",
-        slot_count_, ", 3]");
+        slot_count_, ", ", kColumns, "]");
     gathered_ = gathered_.contiguous();
     return check_doubles<Statistics>(gathered_, "the result of sum_updates", 0);
   }
 
-  // The updates' statistics, one row for each slot: zeros without a gradient. Where every slot has
-  // one this is memory that exists already.
+  // The updates' sums, one row for each slot: zeros without a gradient.
   at::Tensor rows_of_slots() const {
     const auto count = int64_t(plan_.size());
-    if (count == slot_count_) return updates_.narrow(0, 0, count);
-    const at::Tensor rows = at::zeros({slot_count_, 3}, updates_.options());
+    const at::Tensor sums =
+        updates_.narrow(0, 0, kUpdateSums * count).view({kUpdateSums, count, 3});
+    const at::Tensor found = sums.transpose(0, 1).reshape({count, kColumns});
+    if (count == slot_count_) return found;
+    const at::Tensor rows = at::zeros({slot_count_, kColumns}, updates_.options());
     for (int64_t i = 0, end = 0; i < count; i = end) {  // slots without a gap between them
       const int64_t first = plan_[size_t(i)].row;
       for (end = i + 1; end < count && plan_[size_t(end)].row == first + (end - i);) ++end;
-      rows.narrow(0, first, end - i).copy_(updates_.narrow(0, i, end - i));
+      rows.narrow(0, first, end - i).copy_(found.narrow(0, i, end - i));
     }
     return rows;
   }
+
+  static constexpr int64_t kColumns = 3 * kUpdateSums;
 
   int64_t slot_count_;
   const std::vector<Slot>& plan_;

@@ -42,8 +42,9 @@ at::Tensor decide_on(const at::Device& device, const Tensors& totals, const Deci
 
 // What a step calls between its two halves.
 struct StepCallbacks {
-  // LAMB: takes the float64 [n, 3] statistics of the updates of n slots, zeros for a slot without a
-  // gradient, and returns the same of whole tensors, of which slots may be shards.
+  // LAMB: takes float64 [n, 9], three statistics of the updates of n slots (plan.h, NormInputs),
+  // zeros for a slot without a gradient, and returns the same of whole tensors, of which slots may
+  // be shards.
   std::function<at::Tensor(const at::Tensor& rows)> sum_updates;
   // A rule with directions (Muon): takes these, bfloat16 [elements of all slots], slot after slot,
   // each in its weight's order in memory, zeros for a slot without a gradient. Returns the updates

@@ -181,7 +181,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                                       [&](const auto& each) { return each->device() == device; });
   const bool measures = given.measure || given.checks || given.norm_to_clip_to() > 0 ||
                         std::any_of(layouts.begin(), layouts.end(),
-                                    [](const Layout& each) { return each->needs_norms; });
+                                    [](const Layout& each) { return each->is_layerwise(); });
   std::shared_ptr<Measured> known = given.measured;
   // Masters may have been written since another call has read them.
   const bool stale = !whole.is_none() && gathered->needs_norms();
@@ -221,7 +221,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                         .found = known ? known->found[i].get() : nullptr};
     step.measures = one_bucket && measures && !step.found;
     if (known && !known->weights.empty()) step.weights = known->weights[i].get();
-    const bool sums = !whole.is_none() && bucket.layout().needs_norms;
+    const bool sums = !whole.is_none() && bucket.layout().needs_update_norm;
     const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
     apply_bucket(bucket, hypers[i], local, std::move(step), sum_updates, kept);
   }

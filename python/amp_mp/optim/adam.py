@@ -1,12 +1,14 @@
-"""Adam, AdamW, NAdam and RAdam; their rules are csrc/core/rules/adam.h."""
+"""Adam, AdamW, NAdam and RAdam; their rules are csrc/core/rules/adam.h and hyperball.h."""
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule, same_in_all_groups
+
+ADAMH = Rule("adamh_")
 
 
 class AdamW(FusedOptimizer):
@@ -26,11 +28,21 @@ class AdamW(FusedOptimizer):
         amsgrad: use the largest v so far in the last line (Reddi et al. 2018). Default False.
         cautious: decay only where update * weight >= 0, by the float32 master (Chen et al.,
             "Cautious weight decay", 2025, algorithm 1). Default False.
+        hyperball: keep the 2-norm R that each matrix begins with, in place of weight_decay, which
+            is not read (Wen et al., "Hyperball optimization", 2026): docs/muon.md. With u for
+            m / (sqrt(v / (1 - beta2^t)) + eps) the last line is then
 
-    State: exp_avg (m), exp_avg_sq (v), and max_exp_avg_sq with amsgrad.
+                w = w - lr R u / |u|
+                w = R w / |w|
+
+            of the float32 master, so lr is relative: 0.01 turns a matrix by about 0.01 radian. For
+            parameters of two and more dimensions; give others a param_group with hyperball=False.
+            Default False.
+
+    State: exp_avg (m), exp_avg_sq (v), max_exp_avg_sq with amsgrad, radius (R) with hyperball.
     """
 
-    _rules = (Rule("adamw_"), Rule("amsgrad_adamw_"))
+    _rules: ClassVar[tuple[Rule, ...]] = (Rule("adamw_"), Rule("amsgrad_adamw_"), ADAMH)
 
     def __init__(
         self,
@@ -42,6 +54,7 @@ class AdamW(FusedOptimizer):
         amsgrad: bool = False,
         *,
         cautious: bool = False,
+        hyperball: bool = False,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, locals(), options)
@@ -49,6 +62,13 @@ class AdamW(FusedOptimizer):
     def _rule(self, groups: list[Group]) -> Rule:
         """With or without amsgrad, which must be the same in all groups (ValueError)."""
         return self._rules[same_in_all_groups(groups, "amsgrad")]
+
+    def _group_rules(self) -> list[Rule]:
+        rules = [self._rule(self.param_groups)] * len(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            if group.get("hyperball") and ADAMH in self._rules:
+                rules[index] = ADAMH
+        return rules
 
 
 class Adam(AdamW):

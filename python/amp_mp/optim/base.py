@@ -29,7 +29,13 @@ from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.optim.step.params import drop_repeats, labelled, refuse_param, refuse_zero
+from amp_mp.optim.step.params import (
+    drop_repeats,
+    labelled,
+    refuse_param,
+    refuse_sphere,
+    refuse_zero,
+)
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.scaling.overflows import NormSpike
 from amp_mp.sharding.reduction import checked_groups
@@ -242,6 +248,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     refuse_param(param, label)
                 if (directions := self._rules_of(group)[0].directions) is not None:
                     directions.refuse(group, param, label)
+                if group.get("hyperball"):
+                    refuse_sphere(param, label, True)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

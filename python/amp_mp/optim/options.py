@@ -102,7 +102,8 @@ DEFAULTS |= {"rounding": "nearest", "seed": 0}
 # What the entries of param_groups may be, by name: a flag, or a number that is any, not negative or
 # of an interval. Those that rules read are declared in csrc/core/rules, the others choose a rule or
 # are Muon's.
-ALLOWED = _C.allowed_numbers() | {"amsgrad": "flag", "centered": "flag", "beta2": "[0, 1)"}
+CHOICES = dict.fromkeys(("amsgrad", "centered", "hyperball"), "flag")
+ALLOWED = _C.allowed_numbers() | CHOICES | {"beta2": "[0, 1)"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
 
 
@@ -143,6 +144,9 @@ def check_group(group: Mapping[str, Any]) -> None:
             _check_allowed(name, given[name], allowed)
     if group.get("cautious") and not group.get("decoupled_weight_decay", True):
         raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
+    for name in ("amsgrad", "cautious") if group.get("hyperball") else ():
+        if group.get(name):
+            raise ValueError(f"hyperball goes without {name}; set one of them to False")
     decays = {name: float(given.get(name, 0.0)) for name in ("betas[1]", "alpha", "rho")}
     name = max(decays, key=lambda each: decays[each])
     squares = map(group.get, ("exp_avg_sq", "square_avg", "acc_delta"))

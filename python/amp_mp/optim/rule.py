@@ -54,9 +54,9 @@ class Rule(NamedTuple):
         return tuple(_C.kinds_of([self]))
 
     @property
-    def needs_norms(self) -> bool:
-        """Whether the rule uses the gradients' norms."""
-        return _C.needs_norms(self)
+    def is_layerwise(self) -> bool:
+        """Whether a step depends on norms of whole tensors."""
+        return _C.is_layerwise(self)
 
 
 NO_STATES = Rule("plain_sgd_")

@@ -245,7 +245,7 @@ class WholeStatistics:
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
-        """A function that makes the rows [n, 3] of a bucket's whole tensors of its shards'."""
+        """A function that makes the rows [n, 3 k] of a bucket's whole tensors of its shards'."""
         place = self._buckets[bucket][1]
 
         def updates(rows: Tensor) -> Tensor:
@@ -257,7 +257,9 @@ class WholeStatistics:
     def _spread(self, rows: Tensor, place: Tensor | None) -> Tensor:
         """A bucket's rows as rows of all parameters, 0 for the others."""
         rows = rows.to(self._device)
-        return rows if place is None else rows.new_zeros(self._count, 3).index_copy(0, place, rows)
+        if place is None:
+            return rows
+        return rows.new_zeros(self._count, rows.shape[1]).index_copy(0, place, rows)
 
     def _all(self, found: list[_C.Measurement]) -> Tensor:
         own = zip(found, self._buckets, strict=True)

@@ -44,10 +44,10 @@ int main(int argc, char** argv) {
     step_both(rule, presets());
     if (!std::strcmp(rule.name, "AdamW")) {
       refuses_other_kinds(rule);
-      lengths_of_lists<AdamW>(rule, quick && !lists);
+      lengths_of_lists(rule, quick && !lists);
     }
     if (rule.needs_update_norm) {
-      lengths_of_lists<LAMB>(rule, quick);
+      lengths_of_lists(rule, quick);
       for (const bool bad : {false, true})
         step_both(rule, repeated(kEdges, 37, 5), bad, false, true);
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raw_bytes
-from layouts import made_once, whole
+from layouts import REPLICATED, made_once, whole
 from ranks import LARGE, on_ranks
 from tiers import tiered
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def check_placing(optimizer: torch.optim.Optimizer) -> None:
     """Everything but the clock is a DTensor that is split as its parameter is."""
     for param, state in optimizer.state.items():
         for name, value in state.items():
-            if name in ("step", "layer", "mu_product"):
+            if name in REPLICATED:
                 assert type(value) is Tensor, name
                 continue
             assert isinstance(value, DTensor), name
@@ -223,7 +223,7 @@ def first_state(layout: str, preset: str) -> None:
         local_of(t).untyped_storage().nbytes()
         for p, state in found[1].state.items()
         for n, t in state.items()
-        if n not in ("step", "layer", "mu_product")
+        if n not in REPLICATED
     )
     report = found[1].memory_report()
     assert sum(n for k, n in report.bytes.items() if k not in ("weight", "step")) == held

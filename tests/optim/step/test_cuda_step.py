@@ -6,6 +6,7 @@ Runs where there is a GPU, and in any case on the pretend one (test_pretend_gpu.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,12 @@ def test_a_step_without_scale_and_clip_is_two_launches() -> None:
     assert (seen.kernels, seen.others, seen.waits) == (2, 0, 0)
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [(amp.optim.LARS, 4), (amp.optim.LAMB, 6)])
+HYPERBALL = partial(amp.optim.AdamW, hyperball=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [(amp.optim.LARS, 4), (amp.optim.LAMB, 5), (HYPERBALL, 5)]
+)
 def test_rules_that_look_at_norms_launch_a_few_more(kind: Any, kernels: int) -> None:
     param = nn.Parameter(torch.ones(50, 40, device=DEVICE))
     param.grad = torch.ones_like(param)

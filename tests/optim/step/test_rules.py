@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes, state_names
-from rules import RULES, STORAGES, Expected, found_master, found_state
+from rules import OF_MATRICES, RULES, STORAGES, Expected, found_master, found_state
 from tiers import in_turn, paired, tiered
 
 import amp_mp as amp
@@ -48,7 +48,7 @@ def check(
         for n in (math.prod(shape),)
     ]
     params = [torch.nn.Parameter(w) for w in weights]
-    kind, numbers = RULES[rule]
+    kind, numbers = (RULES | OF_MATRICES)[rule]
     optimizer = kind(params, **numbers, **storage)
     states = state_names(optimizer)
     expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
@@ -73,6 +73,8 @@ def check(
         assert state["step"].item() == steps
         if kind is amp.optim.NAdam:
             assert state["mu_product"].item() == pytest.approx(want.clock.mu_product, rel=1e-14)
+        if rule in OF_MATRICES:
+            assert state["radius"].item() == pytest.approx(want.clock.radius, rel=1e-14)
 
 
 @pytest.mark.parametrize(("rule", "weight", "grad", "place"), paired(RULES, DTYPES, DTYPES, PLACES))

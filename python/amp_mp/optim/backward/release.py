@@ -337,7 +337,7 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
         wrong = "scaler= checks each gradient for overflow"
     elif optimizer.check_overflow:
         wrong = "check_overflow=True checks each gradient"
-    elif any(rule.needs_norms for rule in rules):
+    elif any(rule.is_layerwise for rule in rules):
         wrong = f"{type(optimizer).__name__} needs the norms of whole tensors"
     elif any(rule.directions is not None for rule in rules):
         wrong = f"{type(optimizer).__name__} needs whole matrices"

@@ -1,4 +1,4 @@
-"""Muon, with AdamW for what is no matrix; the rules are csrc/core/rules/muon.h and adam.h."""
+"""Muon, with AdamW for what is no matrix; the rules are in csrc/core/rules, muon.h and adam.h."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Unpack
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
+from amp_mp.optim.adam import ADAMH
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.muon.matrices import (
     blocks_of,
@@ -37,6 +38,7 @@ MUON = Rule(
     ),
 )
 NORMUON = MUON._replace(row_state="second_momentum_buffer")
+MUONH, NORMUONH = (rule._replace(operator="muonh_") for rule in (MUON, NORMUON))
 ADAMW = Rule("adamw_")
 
 
@@ -77,6 +79,8 @@ class Muon(FusedOptimizer):
             and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
         beta2: decay rate of these mean squares. Default 0.95.
         cautious: of both rules, as AdamW's. Default False.
+        hyperball: as AdamW's, of Muon's groups: u is NewtonSchulz(d), lr relative, and neither
+            weight_decay nor adjust_lr_fn counts. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
         matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
             to update whatever their modules are. Default None.
@@ -87,10 +91,10 @@ class Muon(FusedOptimizer):
     A param_group may have use_muon, split (as above) and flatten (True makes one matrix of more
     dimensions). params may be a torch.nn.Module.
     State: momentum_buffer (m); with normalize second_momentum_buffer, float32, a number for each
-    row; with use_muon=False exp_avg and exp_avg_sq as AdamW's.
+    row; with hyperball radius; with use_muon=False exp_avg and exp_avg_sq as AdamW's.
     """
 
-    _rules = (MUON, NORMUON, ADAMW)
+    _rules = (MUON, NORMUON, MUONH, NORMUONH, ADAMW, ADAMH)
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Muon(FusedOptimizer):
         normalize: str | None = None,
         beta2: float = 0.95,
         cautious: bool = False,
+        hyperball: bool = False,
         others: Mapping[str, Any] | None = None,
         matrices: Iterable[str] | None = None,
         not_matrices: Iterable[str] | None = None,
@@ -144,8 +149,11 @@ class Muon(FusedOptimizer):
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        own = NORMUON if group.get("normalize") else MUON
-        return (own if group.get("use_muon", True) else ADAMW,)
+        on_sphere = bool(group.get("hyperball"))
+        if not group.get("use_muon", True):
+            return (ADAMH if on_sphere else ADAMW,)
+        kinds = (NORMUON, NORMUONH) if group.get("normalize") else (MUON, MUONH)
+        return (kinds[on_sphere],)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of every fused optimizer; ValueError, by name, for what is no matrix.
@@ -163,7 +171,7 @@ class Muon(FusedOptimizer):
                 listed = [(f"{start}.{i}", param) for i, param in enumerate(listed)]
             own["params"] = listed
         if not own.get("use_muon", True):
-            own = {**self._others, **own}
+            own = {"hyperball": False, **self._others, **own}
         super().add_param_group(own)
 
     def _complete(self, group: Group) -> None:

@@ -80,6 +80,25 @@ def refuse_param(param: Tensor, label: str) -> None:
         raise TypeError(f"{label} {wrong}")
 
 
+def refuse_sphere(param: Tensor, label: str, is_new: bool) -> None:
+    """Raises ValueError, by name, for a parameter whose norm hyperball=True cannot keep.
+
+    One that is no matrix; if it is new also one of zeros, which would stay zeros: waits for it.
+    """
+    wrong = ""
+    if param.dim() < 2:
+        wrong = "is no matrix"
+    elif is_new and param.numel():
+        norm: Any = param.detach().norm()
+        if not (norm.full_tensor() if is_dtensor(norm) else norm):
+            wrong = "is 0, and would stay 0"
+    if wrong:
+        raise ValueError(
+            f"{label} of shape {tuple(param.shape)} {wrong} with hyperball=True, which keeps norms "
+            "of matrices; give it a param_group with hyperball=False"
+        )
+
+
 def refuse_zero(optimizer: Any, process_groups: tuple[Any, ...]) -> None:
     """Raises ValueError where ZeroRedundancyOptimizer makes the optimizer without process_groups.
 

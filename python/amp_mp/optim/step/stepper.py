@@ -16,7 +16,7 @@ from amp_mp.optim.state.formats import KINDS
 from amp_mp.optim.state.masters import MasterBlocks
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
-from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import NormSpike, OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
@@ -67,6 +67,8 @@ class Hooks:
                     check_choice(name, group[name], KINDS[kind])
                 if rule.directions is not None:
                     rule.directions.check(group)
+                for param, label in labelled(group, index) if group.get("hyperball") else ():
+                    refuse_sphere(param, label, False)
             except ValueError as error:
                 raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
@@ -236,7 +238,7 @@ class Stepper:
         optimizer = self.optimizer
         limits = optimizer.max_grad_norm, optimizer.skip_norm_above
         checks = optimizer.check_overflow or limits != (None, None)
-        return checks or any(r.needs_norms for r in self.group_rules())
+        return checks or any(r.is_layerwise for r in self.group_rules())
 
     def measure(self) -> _C.Measured:
         """Reads the gradients once, for a step that is handed the result."""
