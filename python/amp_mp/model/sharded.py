@@ -1,18 +1,19 @@
 """Sharded models while they are converted: what FSDP2 allows, and when."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_mp.sharding.shards import is_dtensor
+from amp_mp.sharding.units import units_of, units_with
 
 
 def update_units(model: nn.Module) -> None:
     """Tells FSDP2 that its parameters have new local tensors, as model.to() does."""
     with torch.no_grad():
-        for _, _, group in _groups(model):
+        for _, _, group in units_of(model):
             for fsdp_param in group.fsdp_params:
                 fsdp_param.reset_sharded_param()
 
@@ -22,27 +23,8 @@ def check_units(
 ) -> None:
     """Raises ValueError where FSDP2 could not go on with the new dtypes, given by tensors' ids."""
     names = {id(module): name for name, module in model.named_modules()}
-    owned: set[int] = set()
-    for name, state, group in _groups(model):
-        owned |= {id(p.sharded_param) for p in group.fsdp_params}
-        infos = [p._module_info for p in group.fsdp_params]
-        if not any(id(getattr(i.module, i.param_name)) in targets for i in infos):
-            continue
-        if state._is_root is not None or group._reset_sharded_params:
-            now = "" if group.is_sharded else ", and its parameters are gathered now"
-            raise ValueError(
-                f"model{name} has run a forward or unshard(){now}. fully_shard fixes the dtypes of "
-                f"its communication there; call {function} before, right after fully_shard"
-            )
+    for name, group in units_with(function, model, targets):
         _check_uniform(function, names, name, group, targets)
-    for name, module in model.named_modules():
-        managed = getattr(module, "_is_fsdp_managed_module", False)
-        for key, param in module.named_parameters(recurse=False):
-            if managed and id(param) in targets and is_dtensor(param) and id(param) not in owned:
-                raise ValueError(
-                    f"model.{name + '.' if name else ''}{key} belongs to a fully_shard unit "
-                    f"that is not in the given model; call {function} with the whole model, once"
-                )
 
 
 def _check_uniform(
@@ -79,23 +61,6 @@ def _access(name: str) -> str:
     """The Python expression for a module of the variable `model`: model.blocks[0].norm."""
     parts = name.split(".") if name else []
     return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
-
-
-def _groups(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Each unit of fully_shard once: the module's name as an attribute, FSDP's state and group."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        get_state = getattr(module, "_get_fsdp_state", None)
-        if get_state is None:
-            continue
-        state = get_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.13 has at most one
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        for group in groups:
-            if id(group) not in seen:
-                seen.add(id(group))
-                yield name and "." + name, state, group
 
 
 def refuse_sharded(model: nn.Module, what: str) -> None:

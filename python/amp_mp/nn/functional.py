@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.nn.float32_layers import autocast_off
+from amp_mp.sharding.shards import local_of
+from amp_mp.sharding.units import units_of, units_with
 
 # For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
 _lock = threading.Lock()
@@ -181,6 +183,7 @@ class MainGrads(AbstractContextManager["MainGrads"]):
 
     def __init__(self, model: nn.Module) -> None:
         low = [p for p in model.parameters() if p.dtype in LOW_PRECISION]
+        self._model = model
         self._params = [(p, p.grad_dtype) for p in low if p.grad_dtype != torch.float32]
         self._modules = [module for module in model.modules() if _is_linear(module)]
         for param, _ in self._params:
@@ -189,7 +192,11 @@ class MainGrads(AbstractContextManager["MainGrads"]):
             module.forward = MethodType(forward, module)
 
     def remove(self) -> None:
-        """Gives the parameters gradients of their own dtypes again, and rounds the present ones."""
+        """Gives the parameters gradients of their own dtypes again, and rounds the present ones.
+
+        ValueError where fully_shard has fixed the gradients' dtypes, in the first forward.
+        """
+        list(units_with("remove()", self._model, {id(param) for param, _ in self._params}))
         for module in self._modules:
             if _forward_of(module) is forward:
                 del module.forward
@@ -213,6 +220,10 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     - Other low-precision parameters, and those of a Linear whose forward is not called: each
       micro-batch's gradient is rounded once to the parameter's dtype, and added in float32.
     - float32 parameters: nothing changes.
+    - Shards of fully_shard, from torch 2.15 on: all of this on the gathered parameters, and summed
+      over the processes in the policy's reduce_dtype, float32 by default. Attach after `prepare`
+      and before the first forward, which fixes the dtypes for good.
+    - Other DTensors (parallelize_module): as other parameters; sums over the processes are float32.
 
     Under torch.compile a Linear's weight is treated as any other parameter. A copy or pickle of the
     model is not attached, because torch copies no grad_dtype: attach it, too. torch's
@@ -223,9 +234,10 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     end of a `with` block undoes it all.
 
     Raises TypeError if model is not a module; ValueError if it is or contains a
-    DistributedDataParallel or FSDP wrapper, or if a low-precision parameter is a tensor subclass
-    (FSDP2's DTensor), lazy, or not on a CPU or a GPU; RuntimeError if it is attached already. Its
-    forward raises RuntimeError if it is wrapped in a DistributedDataParallel later.
+    DistributedDataParallel or FSDP1 wrapper, if a low-precision parameter is another tensor
+    subclass, lazy, or not on a CPU or a GPU, if it is a shard of fully_shard and torch is older
+    than 2.15 or has run a forward; RuntimeError if it is attached already. Its forward raises
+    RuntimeError if it is wrapped in a DistributedDataParallel later.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
@@ -239,12 +251,31 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
         if _is_attached(module):
             raise RuntimeError("model is attached already; remove() that attachment first")
     for name, param in model.named_parameters():
-        if param.dtype in LOW_PRECISION and not is_plain(param):
+        if param.dtype in LOW_PRECISION and not is_plain(local_of(param)):
             raise ValueError(
                 f"model.{name} is a {type(param).__name__} on {param.device}; only plain dense "
-                "parameters on a CPU or a CUDA device can have float32 gradients"
+                "parameters and DTensors on a CPU or a CUDA device can have float32 gradients"
             )
+    _check_units(model)
     return MainGrads(model)
+
+
+def _check_units(model: nn.Module) -> None:
+    """Raises ValueError where FSDP2 rounds gradients, or has fixed their dtypes."""
+    low = {id(p): p.dtype for p in model.parameters() if p.dtype in LOW_PRECISION}
+    for name, _, group in units_of(model):
+        for each in group.fsdp_params:
+            # Under this name FSDP2 keeps a shard's grad_dtype, from torch 2.15 on.
+            if id(each.sharded_param) in low and not hasattr(each, "sharded_grad_dtype"):
+                raise ValueError(
+                    f"model{name} is a fully_shard unit with {each.sharded_param.dtype} shards, "
+                    "and torch rounds their gradients to that dtype before torch 2.15, found "
+                    f"torch {torch.__version__}. Instead of attaching give fully_shard a "
+                    "MixedPrecisionPolicy(reduce_dtype=torch.float32), which sums gradients in "
+                    "float32 and rounds once; float32 shards, with param_dtype in the policy and "
+                    "without prepare, have float32 gradients"
+                )
+    list(units_with("attach_main_grads", model, low))
 
 
 def is_wrapper(module: nn.Module) -> bool:
