@@ -106,6 +106,11 @@ def refusals() -> dict[str, str]:
     backward(ran, 1.0)
     amp.prepare(unit, BF16)
     found = {"ran": error(lambda: amp.attach_main_grads(ran))}
+    early = amp.prepare(Net(), BF16)
+    amp.attach_main_grads(early)
+    fully_shard(early)
+    found["early"] = error(lambda: backward(early, 1.0))
+    found["early dtypes"] = str({p.grad.dtype for p in early.parameters() if p.grad is not None})
     found["part"] = error(lambda: amp.attach_main_grads(unit[0]))
     if KEPT:
         with amp.attach_main_grads(undone):
@@ -123,6 +128,10 @@ def refusals() -> dict[str, str]:
 
 def test_the_first_forward_fixes_what_the_gradients_are() -> None:
     for found in on_ranks(2, refusals):
+        if not KEPT:
+            assert "attach after fully_shard and prepare" in found["early"]
+        else:
+            assert found["early dtypes"] == "{torch.float32}", found["early"]
         assert "model.shift belongs to a fully_shard unit that is not" in found["part"]
         if not KEPT:
             assert ROUNDS in found["ran"]

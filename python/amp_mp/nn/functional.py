@@ -237,7 +237,8 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     DistributedDataParallel or FSDP1 wrapper, if a low-precision parameter is another tensor
     subclass, lazy, or not on a CPU or a GPU, if it is a shard of fully_shard and torch is older
     than 2.15 or has run a forward; RuntimeError if it is attached already. Its forward raises
-    RuntimeError if it is wrapped in a DistributedDataParallel later.
+    RuntimeError if it is wrapped in a DistributedDataParallel later, or
+    if fully_shard replaces its parameters and torch drops the gradients' dtypes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
@@ -291,6 +292,12 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
         raise RuntimeError(
             "attach_main_grads: DistributedDataParallel has buckets of the parameters' dtypes and "
             "takes no float32 gradients; call the model itself and average .grad yourself"
+        )
+    sharded = "_is_fsdp_managed_module" in self.__dict__
+    if sharded and self.weight.grad_dtype != torch.float32 and torch.is_grad_enabled():
+        raise RuntimeError(
+            "attach_main_grads: fully_shard has replaced the parameters, and the new ones have "
+            "gradients of their own dtypes; attach after fully_shard and prepare"
         )
     return accumulating_linear(input, self.weight, self.bias)
 
