@@ -168,9 +168,10 @@ $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
 	  --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
-$(ZOO)/tools: tests/zoo/requirements.txt
+$(ZOO)/tools: tests/zoo/requirements.txt tests/zoo/requirements_no_deps.txt
 	"$(PYTHON)" -m venv $(ZOO)
 	$(ZOO)/bin/python -m pip install --quiet -r tests/zoo/requirements.txt
+	$(ZOO)/bin/python -m pip install --quiet --no-deps -r tests/zoo/requirements_no_deps.txt
 	touch $@
 
 $(SITE)/tools: build_tools/site_requirements.txt

@@ -135,7 +135,8 @@ def test_the_recipes_of_the_readme_run(recipe: str, code: str) -> None:
 
 def test_what_pages_need_is_what_the_zoo_installs() -> None:
     """Its tests run the blocks that are left out below."""
-    pinned = re.findall(r"^([\w-]+)==", (ROOT / "tests/zoo/requirements.txt").read_text(), re.M)
+    files = (ROOT / "tests/zoo").glob("requirements*.txt")
+    pinned = re.findall(r"^([\w-]+)==", "\n".join(file.read_text() for file in files), re.M)
     needed = {name for page in RUN.values() for name in packages_of(page.read_text())}
     assert needed
     assert needed <= set(pinned)

@@ -369,9 +369,17 @@ def rules_of(kind: type[FusedOptimizer]) -> tuple[Rule, ...]:
 def forget(optimizer: FusedOptimizer) -> None:
     """Drops what an optimizer derives from its param_groups and state, and its last report.
 
-    Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does.
+    Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does; and
+    after a script has put other tensors into the state (on the CPU, say), to free those of before
+    at once and not at the next step.
     """
     optimizer._stepper.forget()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            _C.let_go(param)
+    groups, state = optimizer.param_groups, optimizer.state
+    params = [param for group in groups for param in group["params"]]
+    _C.renew_masters(groups, state)
+    _C.show_masters(params, [state.get(param) for param in params])
+    for param in params:
+        bits = _C.low_bits_of(param)
+        _C.let_go(param)
+        if bits is not None and _C.low_bits_of(param) is None:
+            bits.drop()  # a prepared module holds them; the state has what they were

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers import raw_bytes
 from torch import nn
 
 import amp_mp as amp
@@ -97,3 +100,33 @@ def test_after_forget_a_model_is_loaded_and_converted(device: str) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("memory", ["float32", "exact", "micro"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_forget_frees_what_a_script_has_moved_away(
+    device: str, dtype: torch.dtype, memory: Any
+) -> None:
+    """As trainers do that lend the GPU to a sampler: states go to the CPU, and come back."""
+    model = nn.Sequential(nn.Linear(64, 64, device=device))
+    if dtype != torch.float32:
+        amp.prepare(model, dtype)
+    optimizer = amp.optim.AdamW(model.parameters(), 0.1, (0.9, 0.99), memory=memory)
+    stays, other = copy.deepcopy((model, optimizer))
+    for step in range(3):
+        for param, twin in zip(model.parameters(), stays.parameters(), strict=True):
+            param.grad = torch.full_like(param, 2.0**-step)
+            twin.grad = param.grad.clone()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        for to in ("cpu", device):
+            were = []
+            for state in optimizer.state.values():
+                were += [weakref.ref(value) for value in state.values()]
+                state.update({key: value.to(to, copy=True) for key, value in state.items()})
+            amp.optim.forget(optimizer)
+            gc.collect()
+            assert not any(ref() is not None for ref in were)
+    assert raw_bytes(optimizer.state_dict()) == raw_bytes(other.state_dict())
+    assert raw_bytes(model.state_dict()) == raw_bytes(stays.state_dict())
