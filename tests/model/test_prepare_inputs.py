@@ -12,6 +12,7 @@ import torch
 from converting import converters
 from helpers import raw_bytes
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_mp as amp
 
@@ -47,6 +48,20 @@ def test_wrong_arguments_are_named_and_nothing_is_converted(convert: Any) -> Non
         with pytest.raises(TypeError, match=words):
             convert(model, BF16, keep_fp32=["0", wrong])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@converters
+def test_a_tensor_whose_memory_is_others_is_refused_by_name(convert: Any) -> None:
+    """As the weights that torchao gathers in float8, and quantised ones."""
+    model = network()
+    model.append(nn.Linear(8, 8))
+    model[2].weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    words = r" is a TwoTensor, whose memory other tensors have; pass plain tensors or DTensors$"
+    with pytest.raises(TypeError, match=r"^model\.2\.weight" + words):
+        convert(model, BF16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with pytest.raises(TypeError, match=r"^parameter 4 of group 0" + words):
+        amp.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("source", "target"), [("bfloat16", "float16"), ("float16", "bfloat16")])

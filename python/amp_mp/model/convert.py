@@ -19,7 +19,7 @@ from amp_mp.model.sharded import check_units, update_units
 from amp_mp.nn.functional import is_wrapper
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
-from amp_mp.sharding.shards import is_dtensor, local_of, set_local
+from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
 from amp_mp.text_table import warn
 
@@ -63,7 +63,8 @@ def prepare(
         ValueError: dtype or products is another one; a pattern or module is not in the model; the
             model is or contains a wrapper; a parameter is lazy or an inference tensor; a
             fully_shard unit has run a forward, or would have parameters of two dtypes.
-        TypeError: model is not a module; keep_fp32 holds none of these.
+        TypeError: model is not a module; keep_fp32 holds none of these; a parameter or buffer is of
+            a tensor subclass without memory of its own.
         RuntimeError: called under torch.inference_mode().
     """
     check_dtype(dtype, LOW_PRECISION)
@@ -130,11 +131,13 @@ def _convert(
     prepares = function == "prepare"
     kept = select(model, *keep)
     targets: dict[int, tuple[Tensor, torch.dtype]] = {}
-    for tensor in named_tensors(model).values():
+    for name, tensor in named_tensors(model).items():
         converts = tensor.dtype in NATIVE if prepares else tensor.is_floating_point()
         keeps = id(tensor) in kept.tensors
         target = torch.promote_types(tensor.dtype, torch.float32) if keeps else dtype
         if converts and tensor.dtype != target:
+            if wrong := why_without_memory(tensor):
+                raise TypeError(f"model.{name} {wrong}")
             targets[id(tensor)] = tensor, target
     check_units(function, model, targets)
     if not enabled:

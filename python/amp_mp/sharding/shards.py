@@ -92,8 +92,22 @@ def origin_of(tensor: Any) -> Origin:
     return Origin(first, prod(shape[last:]), tensor.shape[last] * strides[last])
 
 
+def why_without_memory(tensor: Any) -> str:
+    """Why a tensor, or its shard, has no memory to be written, in words; empty if it has."""
+    local = local_of(tensor)
+    if not hasattr(local, "__tensor_flatten__"):
+        return ""
+    kind = type(local.data)
+    found = f"is a {kind.__name__}, whose memory other tensors have; pass plain tensors or DTensors"
+    if kind.__module__.startswith("torchao.float8"):
+        found += ": make Float8LinearConfig with enable_fsdp_float8_all_gather=False"
+    return found
+
+
 def why_unusable(tensor: Any) -> str:
     """Why a parameter's shard cannot be stepped by itself, in words; empty if it can."""
+    if without_memory := why_without_memory(tensor):
+        return without_memory
     if not is_dtensor(tensor):
         return ""
     partial = [p for p in tensor.placements if not p.is_replicate() and not hasattr(p, "dim")]

@@ -57,10 +57,8 @@ def refuse_param(param: Tensor, label: str) -> None:
     wrong = ""
     if param.device.type == "meta":
         wrong = "is on the meta device; give it memory first, with model.to_empty(device=...)"
-    elif is_dtensor(param):
-        wrong = why_unusable(param)
-    elif hasattr(param, "__tensor_flatten__"):  # a subclass without memory of its own
-        wrong = f"is a {type(param.data).__name__}; pass plain tensors or DTensors"
+    elif unusable := why_unusable(param):
+        wrong = unusable
     elif is_gathered(param):
         wrong = (
             "belongs to a module of fully_shard that is gathered now, and will not be the module's "
