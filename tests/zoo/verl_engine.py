@@ -22,11 +22,13 @@ import verl
 from helpers import raw_bytes
 from language import ENDS, HALF, LENGTH, SIZES
 from pages import blocks
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 import amp_mp as amp
+from amp_mp.sharding.shards import local_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rl.md").read_text()
 
@@ -56,6 +58,16 @@ names: dict[str, Any] = {}
 exec(next(block for block in blocks(PAGE) if "EngineRegistry" in block), names)
 
 
+class FSDP1(FullyShardedDataParallel):
+    """As verl makes it, but for what needs a GPU: each process has made the same model itself."""
+
+    def __init__(self, *args: Any, sync_module_states: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+transformer_impl.FSDP = FSDP1
+
+
 class Tried:
     """A model of its own, and overflows on one process."""
 
@@ -73,8 +85,8 @@ class Tried:
 
     def optimizer_step(self) -> float:
         if self.overflows and dist.get_rank() == 1:
-            last = [p for p in self.module.parameters() if p.grad.to_local().numel()][-1]
-            last.grad.to_local().view(-1)[-1] = float("inf")
+            grads = [local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
+            [grad for grad in grads if grad.numel()][-1].view(-1)[-1] = float("inf")
         return super().optimizer_step()
 
 
@@ -99,6 +111,7 @@ def engine_of(
     optimizer: str = "amp_mp.optim",
     scaler: Any = None,
     prepares: Any = None,
+    strategy: str = "fsdp2",
     **more: Any,
 ) -> Any:
     """scaler: in place of verl's, which wants a GPU. more: of verl's override_optimizer_config."""
@@ -114,7 +127,7 @@ def engine_of(
     )
     precision = {"param_dtype": dtype}
     sharding = verl_config.FSDPEngineConfig(
-        strategy="fsdp2", use_torch_compile=False, mixed_precision=precision
+        strategy=strategy, use_torch_compile=False, mixed_precision=precision
     )
     numbers = verl_config.FSDPOptimizerConfig(
         optimizer_impl=optimizer,
@@ -179,7 +192,7 @@ def local_tensors(engine: Any) -> list[torch.Tensor]:
 
 
 def bits_of(engine: Any) -> Any:
-    weights = [param.to_local() for param in engine.module.parameters()]
+    weights = [local_of(param) for param in engine.module.parameters()]
     return raw_bytes([weights, local_tensors(engine)])
 
 
@@ -197,7 +210,7 @@ def train(engine: Any, steps: range, overflows: Any = ()) -> list[tuple[Any, ...
 
 
 def beside_torch(dtype: str) -> dict[str, Any]:
-    """Steps with amp_mp's AdamW, once with amp.GradScaler, and with torch's.
+    """Steps with amp_mp's AdamW, with FSDP1 and amp.GradScaler too, and with torch's.
 
     "handed over": at each step the share of float16 or bfloat16 weights that a sampler gets.
     """
@@ -210,6 +223,8 @@ def beside_torch(dtype: str) -> dict[str, Any]:
         handed_over.append(changes.share())
         changes.take()
     found = {"amp_mp": rows, "handed over": handed_over}
+    fsdp1 = engine_of(dtype, strategy="fsdp", memory="exact")
+    found["FSDP1"] = train(fsdp1, steps, overflows)
     if dtype == "fp16":
         scaler = amp.GradScaler("cpu", 2.0**14, growth_interval=400)
         scaled = engine_of(dtype, scaler=scaler, memory="exact")
