@@ -72,6 +72,8 @@ def train(tied: bool, dtype: torch.dtype | None, folder: str) -> float:
 # gloo's threads abort a process that ends tidily after FSDP2, one run of four without amp_mp too.
 SCRIPT = """
 import os, torch, torch.distributed as dist
+import torchvision_ops
+torchvision_ops.install()
 from test_weight_changes import train
 dist.init_process_group("gloo")
 print("SHARE", train({tied}, {dtype}, {folder!r}), flush=True)
