@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import Candidate, medians
+from timing import Candidate, quartiles, samples
 from torch_pipeline import SCALE, pipeline, scaled
 
 import amp_mp as amp
@@ -93,24 +94,26 @@ def compare(layers: int, width: int, rounds: int, device: str) -> None:
     alone_on_cpu = device == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone_on_cpu else time.perf_counter
     candidates = [Candidate(name, run, 0) for name, run in runs.items()]
-    seconds = medians(candidates, rounds, device, clock=clock)
-    base, of_products, of_one = (
-        seconds[name] for name in (next(iter(runs)), "  the products alone", "  one product")
-    )
+    times = samples(candidates, rounds, device, clock=clock)
+    seconds = {name: statistics.median(each) for name, each in times.items()}
+    base = times[next(iter(runs))]
+    of_products, of_one = seconds["  the products alone"], seconds["  one product"]
     rates = {
         "  the products alone": operations / of_products,
         "  one product": 2 * side**3 / of_one,
     }
     title = f"{layers} blocks of width {width}: {len(shapes)} matrices, bfloat16"
     table = Table(title=title, title_justify="left")
-    for column in ("", "ms", "speed against torch", "products' share", "GFLOP/s"):
+    speed = "speed against torch (quartiles)"
+    for column in ("", "ms", speed, "products' share", "GFLOP/s"):
         table.add_column(column, justify="left" if not column else "right")
     for name, own in seconds.items():
         is_step = name not in rates
+        turns = [torchs / ours for torchs, ours in zip(base, times[name], strict=True)]
         table.add_row(
             name,
             f"{1e3 * own:.1f}",
-            f"{base / own:.2f}x" if is_step else "",
+            quartiles(turns) if is_step else "",
             f"{of_products / own:.0%}" if is_step else "",
             f"{rates[name] / 1e9:.0f}" if name in rates else "",
         )

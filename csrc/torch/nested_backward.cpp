@@ -1,11 +1,11 @@
 // Backward passes inside of another, as reentrant checkpoints start them.
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_function.h>
 
 #include <cstring>
 #include <typeinfo>
 
 #include "torch/bind.h"
+#include "torch/torch_versions.h"
 
 namespace amp_mp {
 namespace {
@@ -32,14 +32,6 @@ const GraphTask* current_pass() {
 // Its typeinfo is no symbol of libtorch_python that others see.
 bool is_python_function(const Node& node) {
   return std::strcmp(typeid(node).name(), "N5torch8autograd6PyNodeE") == 0;
-}
-
-template <class Function>
-PyObject* object_of(const Function& node) {
-  if constexpr (requires { node.obj; })  // before torch 2.13
-    return node.obj;
-  else
-    return node.pyobj();
 }
 
 // The classes of the Python functions in the graph of the backward pass that this thread works for.

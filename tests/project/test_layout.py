@@ -28,6 +28,7 @@ SHARED = {
     "amp_mp.switch",
     "amp_mp._C",
     "amp_mp.text_table",
+    "amp_mp.torch_versions",
     "amp_mp.sharding.shards",
 }  # what every room may import
 RETIRED = (

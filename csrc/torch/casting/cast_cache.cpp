@@ -2,15 +2,13 @@
 
 #include <ATen/CachedTensorUtils.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-
-#include <type_traits>
 
 #include "torch/casting/cast_table.h"
 #include "torch/casting/kept_casts.h"
 #include "torch/casting/torch_cache.h"
 #include "torch/device.h"
+#include "torch/torch_versions.h"
 
 namespace amp_mp::casting {
 namespace {
@@ -68,23 +66,11 @@ struct CastBackward : Node {
   std::string name() const override { return "AmpCastBackward"; }
 };
 
-// shared_ptr or intrusive_ptr, depending on torch's version.
-using NodePointer = decltype(torch::autograd::Edge::function);
-
-template <class Pointer>
-Pointer make_node(const CastKey& key) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new CastBackward(key), [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<CastBackward>(key);
-  }
-}
-
 // `copy` as if it had just been cast from `leaf`: same memory, but gradients go to the leaf, in
 // float32. Not by a torch::autograd::Function, which would cost five times as much, for each weight
 // in each forward pass.
 at::Tensor link(const CastKey& key, const at::Tensor& leaf, const at::Tensor& copy) {
-  NodePointer node = make_node<NodePointer>(key);
+  NodePointer node = make_node<CastBackward>(key);
   node->set_next_edges(torch::autograd::collect_next_edges(leaf));
   at::Tensor linked = copy.detach();
   torch::autograd::set_history(linked, node);

@@ -13,6 +13,7 @@ from torch.nn import functional
 from amp_mp import _C
 from amp_mp.casting import products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.torch_versions import has_autocast
 
 
 class Fp32LayerNorm(nn.LayerNorm):
@@ -137,11 +138,8 @@ def attention(
 
 def autocast_off(tensor: Tensor) -> AbstractContextManager[object]:
     """Turns autocast off on the tensor's device, if it has autocast; meta has none."""
-    # Dynamo of torch 2.11 cannot trace is_autocast_available. Of the devices it compiles for, only
-    # meta has no autocast. `assume_constant_result` would do too, but it imports all of Dynamo.
-    kind, compiling = tensor.device.type, torch.compiler.is_compiling()
-    available = kind != "meta" if compiling else torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext()
 
 
 def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

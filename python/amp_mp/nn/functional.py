@@ -18,6 +18,7 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.nn.float32_layers import autocast_off
 from amp_mp.sharding.shards import local_of
 from amp_mp.sharding.units import units_of, units_with
+from amp_mp.torch_versions import keeps_grad_dtype
 
 # For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
 _lock = threading.Lock()
@@ -266,8 +267,7 @@ def _check_units(model: nn.Module) -> None:
     low = {id(p): p.dtype for p in model.parameters() if p.dtype in LOW_PRECISION}
     for name, _, group in units_of(model):
         for each in group.fsdp_params:
-            # Under this name FSDP2 keeps a shard's grad_dtype, from torch 2.15 on.
-            if id(each.sharded_param) in low and not hasattr(each, "sharded_grad_dtype"):
+            if id(each.sharded_param) in low and not keeps_grad_dtype(each):
                 raise ValueError(
                     f"model{name} is a fully_shard unit with {each.sharded_param.dtype} shards, "
                     "and torch rounds their gradients to that dtype before torch 2.15, found "

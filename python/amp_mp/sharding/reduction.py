@@ -16,6 +16,7 @@ from amp_mp import _C
 from amp_mp.sharding.gradients import Statistics, gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
 from amp_mp.text_table import warn
+from amp_mp.torch_versions import all_gather
 
 # Sums of the same gradients on several processes differ by less: kernels that add in any order.
 ALIKE = 1e-3
@@ -442,13 +443,9 @@ def _added(rows: Tensor) -> Tensor:
 
 
 def _all_gather(rows: Tensor, group: Any) -> Tensor:
-    import torch.distributed as dist
-
     found = rows.new_empty(group.size() * rows.numel())
-    # torch 2.13 has renamed it, and warns of the old name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     try:
-        gather(found, rows.flatten(), group=group)
+        all_gather(found, rows.flatten(), group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):
             raise

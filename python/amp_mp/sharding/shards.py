@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from amp_mp.torch_versions import fsdp_groups
+
 
 class Origin(NamedTuple):
     """Where a shard's elements are in the whole tensor, both counted in row-major order.
@@ -226,7 +228,7 @@ def is_gathered(param: Tensor) -> bool:
     if states is None or is_dtensor(param):
         return False
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
+        for group in fsdp_groups(reference()):
             if any(getattr(each, "_unsharded_param", None) is param for each in group.fsdp_params):
                 return True
     return False

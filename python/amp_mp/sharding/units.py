@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from amp_mp.sharding.shards import is_dtensor
+from amp_mp.torch_versions import fsdp_groups
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -16,10 +17,7 @@ def units_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         if get_state is None:
             continue
         state = get_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.13 has at most one
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        for group in groups:
+        for group in fsdp_groups(state):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield name and "." + name, state, group
