@@ -61,7 +61,7 @@ def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
     assert found.size < wanted.size
 
 
-@pytest.mark.parametrize("arm", ["lean", "tiny", "micro"])
+@pytest.mark.parametrize("arm", ["lean", "tiny", "micro", "no master"])
 def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
     with Bar(disable=True) as bar:
         wanted, found, again = (
