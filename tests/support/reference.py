@@ -132,6 +132,12 @@ def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
     return np.where((update * w >= 0) | (not cautious), F32(1 - decay), F32(1))
 
 
+def adam_moments(g: Floats, m: Floats, v: Floats, n: Numbers) -> tuple[Floats, Floats]:
+    """Kingma & Ba 2015: the averages of the gradient and of its square."""
+    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
+    return m, F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+
+
 def adam(
     g: Floats,
     w: Floats,
@@ -146,13 +152,11 @@ def adam(
 
     With the largest v so far, Reddi et al. 2018 in torch's form; it is returned too.
     """
-    beta1, beta2 = n.betas
     step_size = F32(n.lr / (1 - clock.beta1_power))
     inverse_root = F32(1 / math.sqrt(1 - clock.beta2_power))
     if not decoupled:
         g = add_decay(g, n.weight_decay, w)
-    m = F32(beta1) * m + F32(1 - beta1) * g
-    v = F32(beta2) * v + F32(1 - beta2) * (g * g)
+    m, v = adam_moments(g, m, v, n)
     divisor = v if largest is None else np.maximum(largest, v)  # a NaN is the largest
     update = m / (np.sqrt(divisor) * inverse_root + F32(n.eps))
     factor = kept(update, w, n.lr * n.weight_decay, n.cautious) if decoupled else F32(1)
@@ -173,8 +177,7 @@ def nadam(
     of_g = F32(n.lr * (1 - mu) / (1 - clock.mu_product))
     of_m = F32(n.lr * following / (1 - clock.mu_product * following))
     g = add_decay(g, 0 if decoupled else n.weight_decay, w)
-    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
-    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    m, v = adam_moments(g, m, v, n)
     root = np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps)
     update = (of_g * g + of_m * m) / root
     return kept(update, w, n.lr * n.weight_decay if decoupled else 0, n.cautious) * w - update, m, v
@@ -195,8 +198,7 @@ def radam(
 ) -> tuple[Floats, Floats, Floats]:
     """Liu et al. 2020, algorithm 2, in torch's form. Returns w, m, v."""
     g = add_decay(g, 0 if n.decoupled_weight_decay else n.weight_decay, w)
-    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
-    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    m, v = adam_moments(g, m, v, n)
     rate, rectified = n.lr / (1 - clock.beta1_power), rectification(clock, n.betas[1])
     update = m
     if rectified is not None:
@@ -313,9 +315,7 @@ def lamb(
     stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
 ) -> tuple[Floats, Floats, Floats]:
     """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`."""
-    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
-    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
-    m, v = stored(m, v)
+    m, v = stored(*adam_moments(g, m, v, n))
     r = m * F32(1 / (1 - clock.beta1_power))
     r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
     decays = (r * w >= 0) | (not n.cautious)
@@ -355,9 +355,7 @@ def adamh(
     stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
 ) -> tuple[Floats, Floats, Floats]:
     """Adam's update by hyperball. Returns w, m, v as `stored`."""
-    m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
-    v = F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
-    m, v = stored(m, v)
+    m, v = stored(*adam_moments(g, m, v, n))
     u = m / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
     return hyperball(u, w, clock, n.lr), m, v
 
