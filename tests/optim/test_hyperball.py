@@ -257,6 +257,9 @@ def test_what_has_no_norm_to_keep_is_refused(device: str, kind: str) -> None:
     vector = nn.Parameter(torch.ones(4, device=device))
     with pytest.raises(ValueError, match="no matrix"):
         made(kind, [vector])
+    frozen = nn.Parameter(torch.zeros(4, 4, device=device), requires_grad=False)
+    made(kind, [frozen])
+    amp.optim.SGD([{"params": [vector], "hyperball": True}], lr=0.1)  # a script's own entry
     optimizer = amp.optim.AdamW([vector])
     optimizer.param_groups[0]["hyperball"] = True
     vector.grad = torch.ones_like(vector)

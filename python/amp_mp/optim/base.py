@@ -248,8 +248,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     refuse_param(param, label)
                 if (directions := self._rules_of(group)[0].directions) is not None:
                     directions.refuse(group, param, label)
-                if group.get("hyperball"):
-                    refuse_sphere(param, label, True)
+                if "hyperball" in self._own_defaults and group["hyperball"]:
+                    refuse_sphere(param, label, param.requires_grad)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

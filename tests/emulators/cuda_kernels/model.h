@@ -139,9 +139,9 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
   // CenteredRMSprop makes NaN of its own, and a sum of two has the sign of either.
   if (t % 3 == 1 && states < 3)
     for (const Role r : {kState0, kState1}) x.arrays[r].write_groups();
-  // Steps that began later, and as many steps with other betas.
+  // Steps that began later, and as many steps with another number of the rule's own.
   x.clock = t % 6 == 5   ? Clock{0, 1, 1, 0}
-            : t % 6 == 4 ? Clock{2, 0.72, 0.99, 3.5}
+            : t % 6 == 4 ? Clock{2, 0.81, 0.998, 1.5}
                          : Clock{2, 0.81, 0.998, 3.5};
   return x;
 }

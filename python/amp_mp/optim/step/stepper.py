@@ -67,8 +67,9 @@ class Hooks:
                     check_choice(name, group[name], KINDS[kind])
                 if rule.directions is not None:
                     rule.directions.check(group)
-                for param, label in labelled(group, index) if group.get("hyperball") else ():
-                    refuse_sphere(param, label, False)
+                if "hyperball" in self.own_keys and group.get("hyperball"):
+                    for param, label in labelled(group, index):
+                        refuse_sphere(param, label, False)
             except ValueError as error:
                 raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
