@@ -104,7 +104,7 @@ DEFAULTS |= {"rounding": "nearest", "seed": 0}
 # are Muon's.
 CHOICES = dict.fromkeys(("amsgrad", "centered", "hyperball"), "flag")
 ALLOWED = _C.allowed_numbers() | CHOICES | {"beta2": "[0, 1)"}
-ADJUSTMENTS = (None, "original", "match_rms_adamw", "sqrt")
+ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped", "sqrt")
 
 
 def check_options(name: str, states: tuple[str, ...], options: Options) -> None:

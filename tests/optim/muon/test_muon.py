@@ -64,7 +64,7 @@ class ExpectedMuon(Expected):
         """The learning rate for this shape."""
         rows, columns = self.shape[-2:]
         factor = math.sqrt(max(1, rows / columns))
-        if self.numbers.get("adjust_lr_fn") == "sqrt":
+        if self.numbers.get("adjust_lr_fn") in ("spectral_unclamped", "sqrt"):
             factor = math.sqrt(rows / columns)
         elif self.numbers.get("adjust_lr_fn") == "match_rms_adamw":
             factor = 0.2 * math.sqrt(max(rows, columns))
@@ -163,6 +163,7 @@ def test_weights_alone_are_rounded_stochastically(device: str, weight: str) -> N
         {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
         {"adjust_lr_fn": "original", "ns_steps": 2},
         {"adjust_lr_fn": "sqrt", "momentum": 0.4},
+        {"adjust_lr_fn": "spectral_unclamped"},
         {"momentum": 0.0, "ns_steps": 7},
         {"ns_steps": 0, "eps": 1e-7},
     ],
@@ -188,9 +189,11 @@ def new_gradients(*lists: list[nn.Parameter], spread: float = 1.0) -> None:
 # their neighbours. An element of an update is below 1.2 in size: it then differs by a few units of
 # 2^-8.
 UNIT = 2**-8
+ADJUSTMENTS = [None, "original", "match_rms_adamw"]
+ADJUSTMENTS += ["spectral_unclamped"] * (torch.__version__ >= (2, 14))
 
 
-@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torch_s_within_bfloat16(adjust: str | None, nesterov: bool) -> None:
     ours, theirs = pairs_of([*SHAPES[:5], (260, 300)])
@@ -204,9 +207,11 @@ def test_muon_is_torch_s_within_bfloat16(adjust: str | None, nesterov: bool) -> 
         stock.step()
         for p, q, old in zip(ours, theirs, before, strict=True):
             rows, columns = p.shape
-            factor = 0.2 * math.sqrt(max(p.shape)) if adjust == "match_rms_adamw" else 1.0
-            if adjust != "match_rms_adamw":
-                factor = math.sqrt(max(1, rows / columns))
+            factor = math.sqrt(max(1, rows / columns))
+            if adjust == "match_rms_adamw":
+                factor = 0.2 * math.sqrt(max(p.shape))
+            elif adjust == "spectral_unclamped":
+                factor = math.sqrt(rows / columns)
             assert (p - q).abs().max() <= 4 * UNIT * 0.02 * factor
             assert (p - q).norm() <= 0.02 * (q - old).norm()
             assert (p - old).abs().max() > 20 * UNIT * 0.02 * factor / math.sqrt(max(p.shape))

@@ -91,7 +91,8 @@ def factor_of_rate(group: Mapping[str, Any], shape: Shape) -> float:
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
     ratio = sqrt(rows / columns)
-    return ratio if group["adjust_lr_fn"] == "sqrt" else max(1.0, ratio)
+    unclamped = group["adjust_lr_fn"] in ("spectral_unclamped", "sqrt")
+    return ratio if unclamped else max(1.0, ratio)
 
 
 def make_updates(members: Members) -> MakeUpdates:

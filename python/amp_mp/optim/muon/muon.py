@@ -67,8 +67,9 @@ class Muon(FusedOptimizer):
         ns_steps: number of iterations. Default None: of "polar_express" 8, of "deepseek" 10, of a
             list its length, else 5.
         adjust_lr_fn: factor(shape) of a matrix of A rows and B columns: sqrt(max(1, A / B)) for
-            None and "original", sqrt(A / B) for "sqrt", 0.2 sqrt(max(A, B)) for "match_rms_adamw",
-            with which rates and decays of AdamW fit. Default None.
+            None and "original", sqrt(A / B) for "spectral_unclamped", also called "sqrt", and
+            0.2 sqrt(max(A, B)) for "match_rms_adamw", with which rates and decays of AdamW fit.
+            Default None.
         ns_dtype: of the products, torch.bfloat16, float16 or float32; their result is rounded to
             bfloat16. Default torch.bfloat16.
         ns_gram: True iterates on the small Gram matrix, of float32 (on a GPU float16, unless
