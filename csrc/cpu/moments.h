@@ -43,16 +43,23 @@ void directions(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, 
 struct UpdateLanes {
   alignas(64) double update[kLanes] = {}, along[kLanes] = {}, weight[kLanes] = {};
 
-  // u and w have n elements of kTile.
-  AMP_MP_BOTH void add(const float* __restrict u, const float* __restrict w, int n) {
-    for (int i = 0; i < n; i += kLanes)
-      for (int j = 0; j < kLanes; ++j) {
-        const bool counts = i + j < n && is_finite(u[i + j]) && is_finite(w[i + j]);
-        const double a = counts ? u[i + j] : 0.0f, b = counts ? w[i + j] : 0.0f;
-        update[j] += a * a;
-        along[j] += a * b;
-        weight[j] += b * b;
-      }
+  AMP_MP_BOTH void add(const float* u, const float* w, int n) {
+    const int whole = n / kLanes * kLanes;
+    for (int i = 0; i < whole; i += kLanes) add_row(u + i, w + i);
+    if (whole == n) return;
+    alignas(64) float u_row[kLanes] = {}, w_row[kLanes] = {};  // zeros add nothing
+    memcpy(u_row, u + whole, size_t(n - whole) * sizeof(float));
+    memcpy(w_row, w + whole, size_t(n - whole) * sizeof(float));
+    add_row(u_row, w_row);
+  }
+  AMP_MP_BOTH void add_row(const float* __restrict u, const float* __restrict w) {
+    for (int j = 0; j < kLanes; ++j) {
+      const bool counts = is_finite(u[j]) & is_finite(w[j]);
+      const double a = select(counts, u[j], 0.0f), b = select(counts, w[j], 0.0f);
+      update[j] += a * a;
+      along[j] += a * b;
+      weight[j] += b * b;
+    }
   }
   AMP_MP_BOTH UpdateSums sums() {
     return {add_halving(update), add_halving(along), add_halving(weight)};
