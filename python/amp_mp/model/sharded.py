@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp.sharding.shards import is_dtensor
-from amp_mp.sharding.units import units_of, units_with
+from amp_mp.sharding.units import check_open, units_of
 
 
 def update_units(model: nn.Module) -> None:
@@ -23,7 +23,7 @@ def check_units(
 ) -> None:
     """Raises ValueError where FSDP2 could not go on with the new dtypes, given by tensors' ids."""
     names = {id(module): name for name, module in model.named_modules()}
-    for name, group in units_with(function, model, targets):
+    for name, group in check_open(function, model, targets):
         _check_uniform(function, names, name, group, targets)
 
 

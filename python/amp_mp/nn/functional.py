@@ -17,7 +17,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.nn.float32_layers import autocast_off
 from amp_mp.sharding.shards import local_of
-from amp_mp.sharding.units import units_of, units_with
+from amp_mp.sharding.units import check_open, units_of
 from amp_mp.torch_versions import keeps_grad_dtype
 
 # For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
@@ -197,7 +197,7 @@ class MainGrads(AbstractContextManager["MainGrads"]):
 
         ValueError where fully_shard has fixed the gradients' dtypes, in the first forward.
         """
-        list(units_with("remove()", self._model, {id(param) for param, _ in self._params}))
+        check_open("remove()", self._model, {id(param) for param, _ in self._params})
         for module in self._modules:
             if _forward_of(module) is forward:
                 del module.forward
@@ -276,7 +276,7 @@ def _check_units(model: nn.Module) -> None:
                     "float32 and rounds once; float32 shards, with param_dtype in the policy and "
                     "without prepare, have float32 gradients"
                 )
-    list(units_with("attach_main_grads", model, low))
+    check_open("attach_main_grads", model, low)
 
 
 def is_wrapper(module: nn.Module) -> bool:

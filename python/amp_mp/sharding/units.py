@@ -23,15 +23,14 @@ def units_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 yield name and "." + name, state, group
 
 
-def units_with(
-    function: str, model: nn.Module, targets: Collection[int]
-) -> Iterator[tuple[str, Any]]:
+def check_open(function: str, model: nn.Module, targets: Collection[int]) -> list[tuple[str, Any]]:
     """The units, by name and group, that have parameters among `targets`, tensors' ids.
 
     ValueError where FSDP2 does not let `function` change dtypes any more, or the model lacks the
     module of a parameter's unit.
     """
     owned: set[int] = set()
+    found = []
     for name, state, group in units_of(model):
         owned |= {id(p.sharded_param) for p in group.fsdp_params}
         infos = [p._module_info for p in group.fsdp_params]
@@ -43,7 +42,7 @@ def units_with(
                 f"model{name} has run a forward or unshard(){now}. fully_shard fixes the dtypes of "
                 f"its communication there; call {function} before, right after fully_shard"
             )
-        yield name, group
+        found.append((name, group))
     for name, module in model.named_modules():
         managed = getattr(module, "_is_fsdp_managed_module", False)
         for key, param in module.named_parameters(recurse=False):
@@ -52,3 +51,4 @@ def units_with(
                     f"model.{name + '.' if name else ''}{key} belongs to a fully_shard unit "
                     f"that is not in the given model; call {function} with the whole model, once"
                 )
+    return found
