@@ -15,7 +15,7 @@ from typing import Any
 import cuts
 import torch
 from helpers import DTYPES, interesting_floats, on, random, state_names
-from rules import FLOAT32_ONLY, RULES, SQUARES, STORAGES
+from rules import FLOAT32_ONLY, OF_MATRICES, RULES, SQUARES, STORAGES
 from torch import Tensor
 
 import amp_mp as amp
@@ -69,13 +69,13 @@ def unaligned_steps_and_copies(digest: Any) -> None:
 def every_rule_in_every_format(digest: Any) -> None:
     def tensors(seed: int) -> list[Tensor]:
         return [
-            torch.from_numpy(random(rows * columns, seed)).view(rows, columns).squeeze(1).to(dtype)
+            torch.from_numpy(random(rows * columns, seed)).view(rows, columns).to(dtype)
             for dtype in DTYPES.values()
             for rows, columns in ((1030, 32), (37, 1), (33, 31))
         ]
 
     weights, *grads = tensors(0), tensors(1), tensors(2)
-    for rule, (kind, numbers) in RULES.items():
+    for rule, (kind, numbers) in (RULES | OF_MATRICES).items():
         names = state_names(kind([torch.nn.Parameter(weights[0])], **numbers))
         free = [n for n in names if n not in FLOAT32_ONLY and not rule.startswith("centered")]
         halves = {name: "float16_root" if name in SQUARES else "float16" for name in free}
