@@ -40,9 +40,12 @@ __global__ void __launch_bounds__(kSpanThreads)
   __shared__ UpdateSums blocks[kSpanBlocks];
   if (blockIdx.x == 0) {
     for (int j = 0; j < kUpdateSums; ++j)
-      for (int t = threadIdx.x; t <= table.count; t += kSpanThreads)
+      for (int t = threadIdx.x; t < table.count; t += kSpanThreads)
         first_span[j * table.count + t] = j * blocks_in_list + table.starts[t].first_chunk;
-    if (threadIdx.x == 0) *ticket = 0;
+    if (threadIdx.x == 0) {
+      first_span[kUpdateSums * table.count] = kUpdateSums * blocks_in_list;
+      *ticket = 0;
+    }
   }
   if (int(blockIdx.x) >= blocks_in_list) return;  // all tensors are empty
   const double found_inf = verdict->found_inf;    // arrives while the chunk is looked for
