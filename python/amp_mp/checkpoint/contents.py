@@ -9,6 +9,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Set
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def _read(path: Path) -> Any:
             for each in found.state_dict_metadata.values():
                 if not isinstance(each, TensorStorageMetadata | BytesStorageMetadata):
                     raise TypeError(f"it lists a {type(each).__name__}")
+                if isinstance(each, TensorStorageMetadata):
+                    attrgetter("size", "properties.dtype", "chunks")(each)
             for key, nested in dict(found.planner_data or {}).items():
                 if not isinstance(nested, tuple | list) or not nested:
                     raise TypeError(f"it nests {key!r} as {nested!r}")

@@ -73,7 +73,7 @@ FILES = {
     "optim/state/test_compact_training": 10,
     "optim/state/test_resuming": 80,
     "optim/state/test_storage": 30,
-    "optim/state/test_refused_state_dicts": 130,
+    "optim/state/test_refused_state_dicts": 118,
     "optim/test_arguments": 80,
     "optim/test_compile": 18,
     "optim/step/test_skips": 35,
