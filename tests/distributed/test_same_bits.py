@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def has_groups(param: Tensor) -> bool:
                 cut[at.dim] *= size
     if param.shape[-1] % (32 * cut[-1]) == 0:
         return True
-    return param[0].numel() % 32 == 0 and not any(n > 1 for n in cut[1:])
+    return math.prod(param.shape[1:]) % 32 == 0 and not any(n > 1 for n in cut[1:])
 
 
 def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -> tuple[Any, ...]:
