@@ -46,16 +46,20 @@ __global__ void __launch_bounds__(kThreads)
 template <class Rule>
 const char* directions(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                        const SlotRule<Rule>* slot_rules, void* stream) {
-  const int blocks = blocks_of(plan, table, false);
-  if (blocks == 0) return nullptr;
-  return message(launch(directions_kernel<Rule>, blocks, kThreads,
-                        static_cast<cudaStream_t>(stream), list_of(plan, table, false), verdict,
-                        slot_rules));
+  if constexpr (has_direction<Rule>) {
+    const int blocks = blocks_of(plan, table, false);
+    if (blocks == 0) return nullptr;
+    return message(launch(directions_kernel<Rule>, blocks, kThreads,
+                          static_cast<cudaStream_t>(stream), list_of(plan, table, false), verdict,
+                          slot_rules));
+  } else {
+    return nullptr;
+  }
 }
 
-template const char* directions<Muon>(const StepPlan&, const StepTable&, const Verdict*,
-                                      const SlotRule<Muon>*, void*);
-template const char* directions<MuonH>(const StepPlan&, const StepTable&, const Verdict*,
-                                       const SlotRule<MuonH>*, void*);
+#define AMP_MP_INSTANTIATE(Rule, op)                                                       \
+  template const char* directions<Rule>(const StepPlan&, const StepTable&, const Verdict*, \
+                                        const SlotRule<Rule>*, void*);
+AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cuda

@@ -97,17 +97,19 @@ __global__ void __launch_bounds__(kSpanThreads)
 template <class Rule>
 const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
                     const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
-  const int blocks = blocks_of(plan, table, true);
-  return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads,
-                        static_cast<cudaStream_t>(stream), list_of(plan, table, true), blocks,
-                        verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket));
+  if constexpr (needs_update_norm<Rule>) {
+    const int blocks = blocks_of(plan, table, true);
+    return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads,
+                          static_cast<cudaStream_t>(stream), list_of(plan, table, true), blocks,
+                          verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket));
+  } else {
+    return nullptr;
+  }
 }
 
-#define AMP_MP_INSTANTIATE(Rule)                                                        \
+#define AMP_MP_INSTANTIATE(Rule, op)                                                    \
   template const char* moments<Rule>(const StepPlan&, const StepTable&, const Verdict*, \
                                      const SlotRule<Rule>*, const NormInputs&, void*);
-AMP_MP_INSTANTIATE(LAMB)
-AMP_MP_INSTANTIATE(AdamH)
-AMP_MP_INSTANTIATE(MuonH)
+AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cuda

@@ -160,7 +160,7 @@ def kinds_of(rules: Iterable[Any]) -> dict[str, str]:
     """
 
 def is_layerwise(rule: Any) -> bool:
-    """Whether the rule uses the gradients' norms."""
+    """Whether a step of the rule depends on norms of whole tensors."""
 
 def number_keys(rule: Any) -> set[str]:
     """The entries of a param_group that the rule reads where the optimizer has them."""

@@ -7,7 +7,7 @@ the papers write; formats round by the definition of their numbers, not by bit t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -305,24 +305,15 @@ def lars(g: Floats, w: Floats, buffer: Floats, clock: Clock, n: Numbers) -> tupl
     return w - F32(n.lr) * (g + F32(n.momentum) * buffer if n.nesterov else buffer), buffer
 
 
-def lamb(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    v: Floats,
-    clock: Clock,
-    n: Numbers,
-    stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
-) -> tuple[Floats, Floats, Floats]:
-    """You et al. 2020, algorithm 2, phi the identity. Returns w, m, v as `stored`."""
-    m, v = stored(*adam_moments(g, m, v, n))
+def lamb(w: Floats, m: Floats, v: Floats, clock: Clock, n: Numbers) -> Floats:
+    """You et al. 2020, algorithm 2, phi the identity, from adam_moments as they are stored."""
     r = m * F32(1 / (1 - clock.beta1_power))
     r = r / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
     decays = (r * w >= 0) | (not n.cautious)
     direction = np.where(decays, add_decay(r, n.weight_decay, w), r + F32(0))
     weight, update, _ = update_norms(direction, w)
     adapts = weight > 0 and update > 0 and (n.always_adapt or n.weight_decay != 0)
-    return w - F32(n.lr * (weight / update if adapts else 1.0)) * direction, m, v
+    return w - F32(n.lr * (weight / update if adapts else 1.0)) * direction
 
 
 def update_norms(u: Floats, w: Floats) -> tuple[float, float, float]:
@@ -345,19 +336,10 @@ def hyperball(u: Floats, w: Floats, clock: Clock, lr: float) -> Floats:
     return F32(keep) * w - F32(keep * rate) * u
 
 
-def adamh(
-    g: Floats,
-    w: Floats,
-    m: Floats,
-    v: Floats,
-    clock: Clock,
-    n: Numbers,
-    stored: Callable[[Floats, Floats], tuple[Floats, Floats]] = lambda m, v: (m, v),
-) -> tuple[Floats, Floats, Floats]:
-    """Adam's update by hyperball. Returns w, m, v as `stored`."""
-    m, v = stored(*adam_moments(g, m, v, n))
+def adamh(w: Floats, m: Floats, v: Floats, clock: Clock, n: Numbers) -> Floats:
+    """Adam's update by hyperball, from adam_moments as they are stored."""
     u = m / (np.sqrt(v) * F32(1 / math.sqrt(1 - clock.beta2_power)) + F32(n.eps))
-    return hyperball(u, w, clock, n.lr), m, v
+    return hyperball(u, w, clock, n.lr)
 
 
 def novograd(g: Floats, w: Floats, m: Floats, clock: Clock, n: Numbers) -> tuple[Floats, Floats]:

@@ -226,12 +226,10 @@ class Expected:
         in_other_words = ("amsgrad", "centered", "momentum_form", "hyperball")
         numbers = Numbers(**{k: n for k, n in given.items() if k not in in_other_words})
         if kind is amp.optim.LAMB or given.get("hyperball"):
-
-            def stored(m: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-                return self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
-
+            m, v = reference.adam_moments(g, *states, numbers)
+            m, v = self._kept("exp_avg", m), self._kept("exp_avg_sq", v)
             rule = reference.lamb if kind is amp.optim.LAMB else reference.adamh
-            return rule(g, w, *states, clock, numbers, stored=stored)
+            return rule(w, m, v, clock, numbers), m, v
         if issubclass(kind, amp.optim.AdamW):
             states += [None] * (3 - len(states))
             decoupled = kind is amp.optim.AdamW

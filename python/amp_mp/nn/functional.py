@@ -238,8 +238,8 @@ def attach_main_grads(model: nn.Module) -> MainGrads:
     DistributedDataParallel or FSDP1 wrapper, if a low-precision parameter is another tensor
     subclass, lazy, or not on a CPU or a GPU, if it is a shard of fully_shard and torch is older
     than 2.15 or has run a forward; RuntimeError if it is attached already. Its forward raises
-    RuntimeError if it is wrapped in a DistributedDataParallel later, or
-    if fully_shard replaces its parameters and torch drops the gradients' dtypes.
+    RuntimeError if it is wrapped in a DistributedDataParallel later, or if fully_shard replaces its
+    parameters and torch drops the gradients' dtypes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
