@@ -6,6 +6,7 @@ namespace py = pybind11;
 
 namespace amp_mp {
 
+void bind_python_functions(py::module_& m);
 void bind_tables(py::module_& m);
 void bind_average(py::module_& m);
 void bind_qk_clip(py::module_& m);

@@ -40,6 +40,7 @@ PYBIND11_MODULE(_C, m) {
         "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512 and supported by this processor; "
         "unset it to let amp_mp choose");
   m.def("build_info", build_info);
+  bind_python_functions(m);
   bind_tables(m);
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 

@@ -13,6 +13,23 @@ Tensors = Sequence[Tensor | None]
 def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
 
+def bind_python(
+    *,
+    is_dtensor: Callable[[Any], bool],
+    like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
+    whole: Callable[[Tensor], Tensor],
+    part: Callable[[Tensor, Tensor], Tensor],
+    part_of_whole: Callable[[Tensor, Tensor], Tensor],
+    is_placed_as: Callable[[Tensor, Tensor], bool],
+    shards_of: Callable[[Any], tuple[int, ...]],
+    origin_of: Callable[[Any], tuple[int, int, int]],
+    why_foreign: Callable[[Any], str],
+    local_gradient: Callable[[Any, str], Tensor | None],
+    refuse_param: Callable[[Tensor, str], None],
+    refuse_lost: Callable[[Tensor], None],
+) -> None:
+    """The functions that native code calls, once: csrc/torch/python/functions.h."""
+
 class FormatEntry(TypedDict):
     """One line of csrc/core/format_list.h."""
 
@@ -410,7 +427,7 @@ def accumulates(leaf: Tensor) -> bool | None:
 def is_nested_backward() -> bool:
     """Whether this thread works for a backward pass that runs inside of another."""
 
-def python_functions() -> set[type]:
+def autograd_functions() -> set[type]:
     """The classes of the torch.autograd.Functions in the graph of the backward pass under way."""
 
 Groups = list[dict[str, Any]]
