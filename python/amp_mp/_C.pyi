@@ -502,7 +502,7 @@ class Measured:
 Skipped = tuple[int, int, float, float, bool]
 
 class StepInputs:
-    """What a step is given besides param_groups and state: csrc/torch/step/stepper.h."""
+    """What a loss scaler passes to a step: csrc/torch/step/stepper.h."""
 
     def __init__(
         self,
@@ -512,28 +512,33 @@ class StepInputs:
         measure: bool = False,
         from_stock: bool = False,
         keeps: bool = False,
-    ) -> None:
-        """What a loss scaler passes."""
+    ) -> None: ...
 
     scale: Tensor | float | None
     measured: Measured | None
     max_norm: float | None
     scale_update: ScaleUpdate | None
     @property
-    def scale_updated(self) -> bool:
-        """Whether the step has applied scale_update."""
-
-    @property
     def keeps(self) -> bool:
         """Whether gradients carry the scale after the step, too."""
 
-    used: bool  # by a step, where a scaled loss has left it
-    # What the optimizer asks of every step. norm_limit: skip above this norm, 0 for none. spike:
-    # sigmas and window of a NormSpike, 0 for none.
-    checks: bool
-    own_max_norm: float | None
-    norm_limit: float
-    spike: tuple[float, float]
+    used: bool  # whether a step has used them
+
+class StepOptions:
+    """What an optimizer's own arguments ask of every step.
+
+    checks: whether it needs statistics of the gradients. norm_limit: skip steps above this norm,
+    0 for none. spike: sigmas and window of a NormSpike, 0 for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        checks: bool = False,
+        max_norm: float | None = None,
+        norm_limit: float = 0.0,
+        spike: tuple[float, float] = (0.0, 0.0),
+    ) -> None: ...
 
 class StepLog:
     """The decisions of an optimizer's steps: csrc/torch/step/stepper.h."""
@@ -544,6 +549,9 @@ class StepLog:
     @property
     def verdict(self) -> Tensor | None:
         """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
+    @property
+    def scale_updated(self) -> bool:
+        """Whether the last step has moved the loss scale by its inputs' scale_update."""
     @property
     def reports(self) -> StepReports | None: ...
     def decide(
@@ -575,6 +583,7 @@ class Stepper:
         groups: Groups,
         states: States,
         inputs: StepInputs,
+        options: StepOptions,
         read: Callable[[Bucket], Measurement] | None = None,
     ) -> Skipped | None:
         """One step; returns what `log.skipped` does. read: reads a bucket's gradients for it."""
