@@ -48,8 +48,9 @@ PYBIND11_MODULE(_C, m) {
   muon::bind(m);
   bind_stepper(m);
   bind_state(m);
-  bind_edited_masters(m);
+  bind_edit_block(m);
   bind_qk_clip(m);
+  bind_larc(m);
   apex::bind_amp_c(m);
   m.def(
       "measure",

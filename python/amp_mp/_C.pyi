@@ -269,7 +269,7 @@ def larc_(
     scale: Tensor | float | None,
     keeps: bool,
 ) -> Tensor | None:
-    """LARC's gradients, in place, and the scale that they keep: csrc/torch/apex/larc.cpp."""
+    """LARC's gradients, in place, and the scale that they keep: csrc/torch/larc.cpp."""
 
 def qk_clip_factors(
     max_logits: Tensor,
@@ -433,8 +433,8 @@ def autograd_functions() -> set[type]:
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
 
-class EditedMasters:
-    """Masters in a block that edits them: csrc/torch/state/edited_masters.h."""
+class EditBlock:
+    """A block of `optimizer.masters`, which edits masters: csrc/torch/state/edit_block.h."""
 
     def __init__(
         self,
@@ -442,7 +442,7 @@ class EditedMasters:
         groups: Groups,
         states: States,
         params: list[tuple[str, Any]],
-        open: list[EditedMasters],
+        open: list[EditBlock],
     ) -> None:
         """params: each with its name for messages. open: the blocks that have not ended."""
 
