@@ -1,4 +1,4 @@
-// The table of the entries that a state dict may have, made of the rules' own.
+// Makes the table of the entries that a state dict may have from what the rules declare.
 #include "torch/state/saved_state.h"
 
 namespace amp_mp {

@@ -11,13 +11,13 @@ using Holds = SavedEntry::Holds;
 
 namespace {
 
-// What a value is, for messages: its class, and the value itself where that is short.
+// Describes a value for messages: its class, and the value itself if that is short.
 std::string described(const py::handle& value) {
   const std::string text = repr_of(value), kind = Py_TYPE(value.ptr())->tp_name;
   return text.size() < 40 ? kind + " " + text : kind;
 }
 
-// What has no memory, or another process's.
+// What is wrong with a tensor's memory: it has none, or another process's.
 std::string wrong_memory(const py::handle& value) {
   if (!is_plain(value)) {
     const std::string foreign = package().why_foreign(value);
@@ -46,7 +46,7 @@ std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_by
   return wrong;
 }
 
-// What is wrong with a tensor of a saved state; empty where it can be loaded. entry: null where the
+// What is wrong with a tensor of a saved state; empty if it can be loaded. entry: null if the
 // optimizer's rules have no such entry.
 std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
                          const std::string& name, const py::handle& value,
@@ -64,7 +64,7 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
     return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be one number";
   }
   const bool in_groups = entry->holds == Holds::scales || !entry->scale.empty();
-  // Groups are of neighbours in memory.
+  // The elements of a group are neighbours in memory.
   if (in_groups && !local_of(value).is_non_overlapping_and_dense())
     return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const at::ScalarType kind = t.scalar_type();
@@ -102,7 +102,7 @@ std::set<std::string> needed_under(const py::iterable& rules) {
   return found;
 }
 
-// As wrong_state, of one parameter. needed: what it has after a step.
+// As wrong_state, for one parameter. needed: what every parameter has after a step.
 py::object wrong_state_of(const SavedEntries& entries, const std::set<std::string>& needed,
                           const py::handle& given, const py::handle& param) {
   const auto wrong = [](const std::string& entry, const std::string& what) {

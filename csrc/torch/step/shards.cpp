@@ -18,7 +18,7 @@ struct Names {
 };
 
 const Names& names_of_attributes() {
-  static const Names& names = *new Names;
+  static const Names& names = *new Names;  // leaked, since the interpreter may end before
   return names;
 }
 
