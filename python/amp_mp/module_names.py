@@ -1,6 +1,8 @@
-"""Names of modules and parameters as the plain model has them, and patterns over these."""
+"""Wrappers around modules: the names of a plain model below them, and patterns over these."""
 
 from fnmatch import fnmatchcase
+
+from torch import nn
 
 # What torch.compile, activation checkpointing and FSDP1 put into names.
 PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -15,3 +17,10 @@ def without_wrappers(name: str) -> str:
 def matches(name: str, pattern: str) -> bool:
     """Whether an fnmatch pattern means this name, as it is or as the plain model has it."""
     return fnmatchcase(name, pattern) or fnmatchcase(without_wrappers(name), pattern)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is a DistributedDataParallel or FSDP1 module, around another one."""
+    # By the class's name, because importing torch.distributed.fsdp takes a second.
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return not names.isdisjoint(("DistributedDataParallel", "FullyShardedDataParallel"))

@@ -17,7 +17,7 @@ from amp_mp.casting.products import choose_products
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.sharding import gradients
 from amp_mp.switch import ENABLED

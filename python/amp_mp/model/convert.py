@@ -16,7 +16,7 @@ from amp_mp.model import moving
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import is_wrapper
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory

@@ -15,7 +15,7 @@ from amp_mp.nn.float32_layers import (
     fp32_log_softmax,
     fp32_softmax,
 )
-from amp_mp.nn.functional import MainGrads, attach_main_grads
+from amp_mp.nn.main_grads import MainGrads, attach_main_grads
 from amp_mp.nn.tensor_core_report import pad_to_multiple, tensor_core_report
 
 # fmt: off
