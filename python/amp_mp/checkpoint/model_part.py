@@ -16,7 +16,7 @@ from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.module_names import without_wrappers
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import MASTER_ENTRIES, as_bytes
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.sharding.shards import is_dtensor, like, local_of
 
 EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state

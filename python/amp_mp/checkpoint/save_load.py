@@ -18,7 +18,7 @@ from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.optim.state.edit_blocks import refuse_swapped
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
 MARK = ".amp_mp_saving"  # a file in directories that an unfinished save may delete

@@ -16,8 +16,8 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import MasterBlocks, refuse_swapped
+from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats, param_infos
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.replaced import ReplacedCheck

@@ -12,8 +12,8 @@ from amp_mp import _C
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import KINDS
-from amp_mp.optim.state.masters import MasterBlocks
+from amp_mp.optim.state.edit_blocks import MasterBlocks
+from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
