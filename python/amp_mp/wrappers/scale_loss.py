@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
-from amp_mp.casting.autocast import steps_taken
+from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
 from amp_mp.overflow_report import describe_nonfinite
