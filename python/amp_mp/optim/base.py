@@ -37,7 +37,7 @@ from amp_mp.optim.step.params import (
     refuse_zero,
 )
 from amp_mp.optim.step.stepper import Stepper, StepReport
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 
 # Attributes in a pickle besides torch's own.

@@ -18,7 +18,8 @@ from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
 from amp_mp.overflow_report import describe_nonfinite
-from amp_mp.scaling.overflows import NormSpike, OverflowWatch
+from amp_mp.scaling.norm_spike import NormSpike
+from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.text_table import warn
