@@ -24,6 +24,7 @@ NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cp
 SHARED = {
     "amp_mp.callers",
     "amp_mp.dtypes",
+    "amp_mp.messages",
     "amp_mp.nested",
     "amp_mp.switch",
     "amp_mp._C",

@@ -24,13 +24,13 @@ from amp_mp.casting.decorators import (
 from amp_mp.casting.products import choose_products
 from amp_mp.casting.step_hooks import install_step_hooks
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.messages import say, warn
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
 from amp_mp.module_names import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.sharding import gradients
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import say, warn
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import AmpHandle, init
 from amp_mp.wrappers.larc import without_larc

@@ -14,7 +14,8 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
+from amp_mp.optim.step.cuda_graphs import is_capturing, refuse_split
+from amp_mp.optim.step.dynamo import outside_graphs
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients

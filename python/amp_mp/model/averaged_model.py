@@ -17,7 +17,7 @@ from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
 from amp_mp.optim.state.stored_formats import split_name
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.step.cuda_graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
 

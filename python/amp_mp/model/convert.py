@@ -12,6 +12,7 @@ from torch.optim import optimizer as hooks
 from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
+from amp_mp.messages import warn
 from amp_mp.model import moving
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.selection import Kept, named_tensors, select
@@ -21,7 +22,6 @@ from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import warn
 
 
 def prepare(

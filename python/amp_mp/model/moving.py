@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from amp_mp import overflow_report
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.messages import warn
 from amp_mp.module_names import without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import local_of
-from amp_mp.text_table import dtype_name, warn
+from amp_mp.text_table import dtype_name
 
 # At which steps values are compared: ever more rarely, as EMAs may begin late and move slowly.
 LOOKS = frozenset({1, *(first << k for k in range(10) for first in (2, 3))})

@@ -28,7 +28,7 @@ from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
-from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.step.dynamo import outside_graphs
 from amp_mp.optim.step.params import (
     drop_repeats,
     labelled,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from amp_mp.messages import warn
 from amp_mp.scaling.policies import ScalePolicy
-from amp_mp.text_table import warn
 
 STUCK = 5  # overflows in a row at a scale that does not fall
 SKIPS = 25  # skipped steps in a row

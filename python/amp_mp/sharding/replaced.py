@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
+from amp_mp.messages import warn
 from amp_mp.sharding.shards import is_dtensor, is_placed_as, local_of, part
-from amp_mp.text_table import warn
 
 # Parameters of prepared modules that load_state_dict(assign=True) has replaced by plain ones.
 assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()

@@ -14,9 +14,9 @@ from amp_mp.casting import active_castings, autocast
 from amp_mp.casting.active_castings import Casting
 from amp_mp.casting.products import choose_products
 from amp_mp.casting.step_hooks import install_step_hooks
+from amp_mp.messages import say
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import say
 from amp_mp.wrappers.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 
 

@@ -10,19 +10,19 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.edit_blocks import MasterBlocks
 from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step import ledger
-from amp_mp.optim.step.graphs import drop_in_a_capture
+from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
 from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.replaced import ReplacedCheck
-from amp_mp.text_table import warn
 
 
 class StepReport(NamedTuple):
