@@ -1,12 +1,15 @@
-"""Wrappers around modules: the names of a plain model below them, and patterns over these."""
+"""Names of modules and parameters, and the wrappers of models that change them."""
 
 from fnmatch import fnmatchcase
+from weakref import WeakSet
 
 from torch import nn
 
 # What torch.compile, activation checkpointing and FSDP1 put into names.
 PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 DDP = "module."  # what DistributedDataParallel puts before every name
+# Models that were prepared or converted: messages name their modules and parameters by path.
+prepared_models: WeakSet[nn.Module] = WeakSet()
 
 
 def without_wrappers(name: str) -> str:

@@ -14,7 +14,7 @@ from amp_mp.diagnose.tensor_core_report import pad_to_multiple, tensor_core_repo
 from amp_mp.diagnose.tensorboard import log
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
 from amp_mp.diagnose.watch import GradientReport, OverflowTracker, Watch, diagnose_overflow, watch
-from amp_mp.overflow_report import OverflowReport
+from amp_mp.optim.step.overflow_report import OverflowReport
 
 # fmt: off
 __all__ = [

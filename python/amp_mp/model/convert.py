@@ -9,7 +9,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
 from amp_mp.messages import warn
@@ -17,7 +16,7 @@ from amp_mp.model import moving
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
-from amp_mp.module_names import is_wrapper
+from amp_mp.module_names import is_wrapper, prepared_models
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
@@ -153,7 +152,7 @@ def _convert(
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = tensor.grad.to(tensor.grad_dtype or tensor.grad.dtype)
     update_units(model)
-    overflow_report.models.add(model)
+    prepared_models.add(model)
     for module in model.modules():
         if any(t.dtype in LOW_PRECISION for t in named_tensors(module, recurse=False).values()):
             if prepares:

@@ -13,7 +13,7 @@ from amp_mp.messages import say, warn
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.dynamo import outside_graphs
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.switch import ENABLED

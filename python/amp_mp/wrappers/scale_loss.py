@@ -20,7 +20,7 @@ from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients

@@ -17,8 +17,8 @@ from amp_mp.optim.state.edit_blocks import MasterBlocks
 from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
-from amp_mp.overflow_report import describe_nonfinite
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
