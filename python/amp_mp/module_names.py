@@ -5,8 +5,8 @@ from weakref import WeakSet
 
 from torch import nn
 
-# What torch.compile, activation checkpointing and FSDP1 put into names.
-PARTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+from amp_mp.torch_private import WRAPPED
+
 DDP = "module."  # what DistributedDataParallel puts before every name
 # Models that were prepared or converted: messages name their modules and parameters by path.
 prepared_models: WeakSet[nn.Module] = WeakSet()
@@ -14,7 +14,7 @@ prepared_models: WeakSet[nn.Module] = WeakSet()
 
 def without_wrappers(name: str) -> str:
     """A parameter's or module's name as the plain model has it."""
-    return ".".join(part for part in name.split(".") if part not in PARTS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -29,6 +29,7 @@ SHARED = {
     "amp_mp.switch",
     "amp_mp._C",
     "amp_mp.text_table",
+    "amp_mp.torch_private",
     "amp_mp.torch_versions",
     "amp_mp.sharding.shards",
 }  # what every room may import

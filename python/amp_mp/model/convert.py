@@ -21,6 +21,7 @@ from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
+from amp_mp.torch_private import global_step_pre_hooks
 
 
 def prepare(
@@ -125,7 +126,7 @@ def _convert(
     function: str, model: nn.Module, dtype: torch.dtype, enabled: bool, *keep: Kept | None
 ) -> nn.Module:
     _check(function, model)
-    if _before_step not in hooks._global_optimizer_pre_hooks.values():
+    if _before_step not in global_step_pre_hooks.values():
         hooks.register_optimizer_step_pre_hook(_before_step)
     prepares = function == "prepare"
     kept = select(model, *keep)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.nn.float32_layers import autocast_off
+from amp_mp.torch_private import functorch_is_active
 
 # For backwards in two threads that add to one weight; autograd's own AccumulateGrad has one too.
 _lock = threading.Lock()
@@ -68,7 +69,7 @@ def accumulating_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> T
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not functorch_is_active()
         and is_plain(weight)
         and weight.is_leaf
         and weight.grad_dtype == torch.float32

@@ -13,7 +13,7 @@ from amp_mp.module_names import is_wrapper
 from amp_mp.nn.functional import accumulating_linear, is_plain
 from amp_mp.sharding.shards import local_of
 from amp_mp.sharding.units import check_open, units_of
-from amp_mp.torch_versions import keeps_grad_dtype
+from amp_mp.torch_private import keeps_grad_dtype
 
 
 class MainGrads(AbstractContextManager["MainGrads"]):

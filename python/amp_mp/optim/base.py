@@ -28,7 +28,6 @@ from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
-from amp_mp.optim.step.dynamo import outside_graphs
 from amp_mp.optim.step.params import (
     drop_repeats,
     labelled,
@@ -39,6 +38,7 @@ from amp_mp.optim.step.params import (
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
+from amp_mp.torch_private import outside_graphs
 
 # Attributes in a pickle besides torch's own.
 PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow"
