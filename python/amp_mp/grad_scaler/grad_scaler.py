@@ -333,8 +333,8 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
     if any(grad is not None for grad in grads):
         return
     stepper = stepper_of(optimizer)
-    stepper.hooks.check_replaced(optimizer.param_groups)
     if stepper.attachment is None or not stepper.attachment.has_released():
+        stepper.hooks.check_replaced(optimizer.param_groups)
         raise AssertionError(
             "No inf checks were recorded for this optimizer: none of its parameters has a "
             "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"

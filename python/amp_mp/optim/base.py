@@ -174,7 +174,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
         parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
         """
-        self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
 
     def masters(self, params: Any = None) -> AbstractContextManager[Any]:
