@@ -207,7 +207,7 @@ def load(
             }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
             undo.callback(vars(optimizer).update, held)
-            optimizer.load_state_dict(packed)
+            optimizer_part.load_checked(optimizer, packed)
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             undo.callback(_way_back(each))

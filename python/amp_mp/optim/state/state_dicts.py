@@ -44,6 +44,7 @@ def load_state(
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
     optimizer = stepper.optimizer
+    checked, stepper.checked = stepper.checked, None
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     own = [{name: g[name] for name in kept if name in g} for g in groups]
@@ -55,7 +56,8 @@ def load_state(
         found = without_repeats(found)
         check_parts(found, groups)
         found = by_names(found, groups)
-        check_loadable(found, params, stepper)
+        if found["state"] is not checked:
+            check_loadable(found, params, stepper)
         _C.renew_masters(groups, optimizer.state)  # a file of torch's leaves the masters
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]

@@ -139,6 +139,7 @@ class Stepper:
         self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
+        self.checked: Any = None  # states that the next load_state_dict needs not check
         self.hooks = Hooks(self._optimizer, own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
