@@ -21,6 +21,7 @@ from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import stored_formats as stored
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
+from amp_mp.param_groups import labelled, params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
@@ -56,7 +57,7 @@ def refuse_sharded(more: dict[str, Any]) -> None:
     """TypeError for an optimizer of sharded parameters among other objects to save or load."""
     for name, each in more.items():
         groups = each.param_groups if isinstance(each, Optimizer) else []
-        if any_dtensor(param for group in groups for param in group["params"]):
+        if any_dtensor(params_in(groups)):
             raise TypeError(
                 f"{name} is an optimizer of sharded parameters; save it with its model in a "
                 "directory of its own"
@@ -89,10 +90,10 @@ def names_of_groups(params: dict[str, Tensor], optimizer: Any) -> list[list[str]
     names = {param: name for name, param in params.items()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
+        for param, label in labelled(group, number):
             if param not in names:
                 raise ValueError(
-                    f"{_C.param_label(group, number, position)}, of shape {tuple(param.shape)}, is "
+                    f"{label}, of shape {tuple(param.shape)}, is "
                     "none of the model's parameters; make the optimizer after the model was "
                     "sharded, from model.parameters()"
                 )
@@ -273,7 +274,7 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 
 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_in(optimizer.param_groups)
     if isinstance(optimizer, FusedOptimizer):
         try:
             check_loadable(packed, params, stepper_of(optimizer), names)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
 
 # Why a verdict skips a step: an inf or NaN. Another number is a norm above skip_norm_above.
@@ -115,8 +116,7 @@ def _placed(param: Any, label: str | None) -> Any:
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    yield from params_in(optimizer.param_groups)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

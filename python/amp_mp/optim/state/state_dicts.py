@@ -14,6 +14,7 @@ from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
 from amp_mp.optim.state.stored_formats import as_bytes
+from amp_mp.param_groups import params_in
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def load_state(
     optimizer = stepper.optimizer
     checked, stepper.checked = stepper.checked, None
     groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     own = [{name: g[name] for name in kept if name in g} for g in groups]
     before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
     made: list[dict[str, Any] | None] = []  # of each parameter
