@@ -1,8 +1,9 @@
 """Hooks of every optimizer's step: casts are off while it runs, and on in its closure."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -13,13 +14,9 @@ from amp_mp.casting.op_table import DEVICES
 
 _hooks_installed = False
 _steps = 0  # of all optimizers since the hooks were installed
+# The device types whose casts are off during an optimizer's step.
+_switched_off: MutableMapping[Optimizer, list[str]] = WeakKeyDictionary()
 _lock = threading.Lock()
-
-
-class _Arguments(tuple[Any, ...]):
-    """A step's positional arguments."""
-
-    switched_off: list[str]  # the device types whose casts are off during the step
 
 
 def install_step_hooks() -> None:
@@ -45,26 +42,23 @@ def steps_taken() -> int:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+    _switched_off[optimizer] = on
     if not on:
         return None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if callable(closure):  # it runs the model's forward pass, which is cast
-        closure = _with_casts(closure, on)
-        if len(args) > 1:
-            args = (args[0], closure, *args[2:])
-        else:
-            kwargs = {**kwargs, "closure": closure}
-    args = _Arguments(args)
-    args.switched_off = on
     _switch(on, False)
-    return args, kwargs
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    closure = _with_casts(closure, on)  # it runs the model's forward pass, which is cast
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     global _steps
     _steps += 1
-    if isinstance(args, _Arguments):
-        _switch(args.switched_off, True)
+    _switch(_switched_off.pop(optimizer, []), True)
     torch.clear_autocast_cache()
     _C.casting.optimizer_stepped()
 

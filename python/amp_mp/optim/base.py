@@ -41,8 +41,15 @@ from amp_mp.sharding.reduction import checked_groups
 from amp_mp.torch_private import outside_graphs
 
 # Attributes in a pickle besides torch's own.
-PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow"
-PICKLED += " _amp_scaling _own_defaults _chosen"
+PICKLED = (
+    "max_grad_norm",
+    "skip_norm_above",
+    "raise_after_skips",
+    "check_overflow",
+    "_amp_scaling",
+    "_own_defaults",
+    "_chosen",
+)
 # What the locals() of an optimizer's __init__ have besides the numbers of its rule.
 NO_NUMBERS = ("self", "__class__", "params", "options")
 
@@ -352,7 +359,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What torch pickles, and the fused optimizers' own arguments."""
         self._show_history()
         _C.renew_masters(self.param_groups, self.state)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED}}
 
 
 def stepper_of(optimizer: FusedOptimizer) -> Stepper:
