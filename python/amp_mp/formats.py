@@ -43,7 +43,7 @@ def encode(
         x: any shape, float32, dense. A negative number becomes NaN in float16_root and ue8m8; in
             log8 all its group does.
         format: one of the module's.
-        weight_dtype: of a split's first part, torch.bfloat16 or torch.float16.
+        weight_dtype: the dtype of a split's first part, torch.bfloat16 or torch.float16.
         seed, step, number: choose the random bits of stochastic rounding; the optimizers pass a
             group's seed, the parameter's step and its number among the optimizer's parameters.
 

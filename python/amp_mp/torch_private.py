@@ -149,7 +149,7 @@ def flatten_state_dict(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unflatten_state_dict(state: dict[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse; paths: by key, where a value was."""
+    """The reverse; paths: where each key's value was."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     return unflatten_state_dict(state, dict(paths))

@@ -101,7 +101,7 @@ class Reducer:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's; channel_last: of inputs (N, *, C). fuse_relu: relu(norm(input) + z)."""
+    """torch's; channel_last is for inputs (N, *, C), fuse_relu computes relu(norm(input) + z)."""
 
     channel_last = fuse_relu = False
 

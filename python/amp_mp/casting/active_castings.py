@@ -56,7 +56,7 @@ _owners = _Owners()
 
 
 def begin(owner: Any, casting: Casting) -> None:
-    """Puts it in force until `end(owner)`. An owner that is gone has no end: it was for good."""
+    """Puts it in force until `end(owner)`; for good if the owner is collected without `end`."""
     before = tuple(map(_casting_of, DEVICES))
     casting.put_in_force()
     if not _owners.began or _owners.began[-1][0]() is None:
@@ -66,7 +66,7 @@ def begin(owner: Any, casting: Casting) -> None:
 
 
 def end(owner: Any) -> None:
-    """Puts in force what was before the first owner, and then the castings of those left."""
+    """Puts in force what was before the first owner, then the castings of the other owners."""
     if any(each() is owner for each, _ in _owners.began):
         _owners.began = tuple(row for row in _owners.began if row[0]() not in (None, owner))
         for casting in (*_owners.before, *(casting for _, casting in _owners.began)):

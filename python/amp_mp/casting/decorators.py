@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def half_function(function: F) -> F:
     """Casts floating arguments to the autocast dtype; for functions that are fast in low precision.
 
-    Tensors in lists, tuples, named tuples and dicts are cast too; float64 is left alone, and the
+    Tensors in lists, tuples, named tuples and dicts are cast too; float64 is not cast, and the
     caller's containers are not changed. The function itself runs without further casts, and the
     casts are part of the graph: gradients come back in the dtypes of the arguments.
     """

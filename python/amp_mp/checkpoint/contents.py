@@ -27,8 +27,8 @@ STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
 class Contents:
     """The names of everything in a directory of torch.distributed.checkpoint.
 
-    keys: of everything. tensors: torch's metadata of those that are tensors. parts: the names at
-    the top.
+    keys: all keys. tensors: torch's metadata of those that are tensors. parts: the names at the
+    top.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
     the keys; None where there is no such part. In what `save` wrote they are "model." and
     "optimizer."; in other files they are found by the parameters' names, so these may call the two
@@ -41,7 +41,7 @@ class Contents:
     """
 
     def __init__(self, path: str | PathLike[str], names: Iterable[str]) -> None:
-        """names: of the model's parameters.
+        """names: the model's parameters have these.
 
         Raises FileNotFoundError where there is no complete checkpoint, ValueError where several
         parts of it have the model's parameters.
@@ -74,7 +74,7 @@ class Contents:
             self.optimizer = None
 
     def _find_parts(self, known: set[str]) -> None:
-        """Of other files: by the names of the model's parameters in the keys."""
+        """Finds the parts of other files by the names of the model's parameters in the keys."""
         weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name in _states(key) if name in known)

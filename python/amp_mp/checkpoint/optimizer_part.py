@@ -148,8 +148,8 @@ def template(
 ) -> dict[str, Any]:
     """By entry, an empty tensor for what the file has of a parameter's optimizer state.
 
-    masters_alone: of no other state. offloads: whether into memory of the CPU. Raises ValueError
-    for codes in an unknown layout.
+    masters_alone: True leaves out all other states. offloads: True makes them in memory of the CPU.
+    Raises ValueError for codes in an unknown layout.
     """
     keys = contents.states.get(name, {})
     if masters_alone:

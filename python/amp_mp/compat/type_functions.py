@@ -17,7 +17,7 @@ Geometry = tuple[Any, ...] | None
 
 
 class Types(NamedTuple):
-    """The four types of a layer: of storage and of arithmetic, forward and backward."""
+    """The four types of a layer, for storage and arithmetic, forward and backward."""
 
     forward: torch.dtype
     backward: torch.dtype

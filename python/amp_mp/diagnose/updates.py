@@ -23,9 +23,9 @@ Source = Optimizer | FP16_Optimizer | nn.Module | None
 class Updates(NamedTuple):
     """One parameter's updates over all steps seen.
 
-    dtype: they are judged for. elements: how many had a gradient or an update. lost, between, kept:
-    shares of these; together 1. median: of |update| / |weight| over the whole layer at the last
-    step, None where no weight had an update.
+    dtype: the format they are judged for. elements: how many had a gradient or an update. lost,
+    between, kept: shares of these, together 1. median: the median of |update| / |weight| over the
+    whole layer at the last step, None where no weight had an update.
     """
 
     name: str

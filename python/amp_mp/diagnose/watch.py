@@ -184,7 +184,7 @@ class Watch(AbstractContextManager["Watch"]):
             self._count(self.weights, name, param.grad)
 
     def _on_forward(self, name: str, output: Any) -> None:
-        # Leaves are left out: a module may return a parameter, where the hook would stay.
+        # No leaves: a module may return a parameter, and the hook would stay on it.
         tensors = [t for t in tensors_in(output, results=True) if t.grad_fn is not None]
         if self.nonfinite is None and not all(bool(t.isfinite().all()) for t in tensors):
             self.nonfinite = name

@@ -48,9 +48,9 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped); in the
             state dict it is `loss_scaler`. ValueError for anything else.
-        process_groups: of torch.distributed, over which other processes hold other parameters of
-            the model (pipeline stages), for optimizers other than amp_mp's. Those over which
-            DTensors are sharded are known. Default None.
+        process_groups: torch.distributed process groups whose processes hold other parameters of
+            the model (pipeline stages), for optimizers other than amp_mp's. Groups of DTensors are
+            known already. Default None.
 
     With DTensors an overflow on one process skips the step on all; torch's scaler can miss it.
     """

@@ -45,9 +45,9 @@ class AveragedModel(nn.Module):
         optimizer: needed only where a script writes weights between steps: the averages then have
             the masters that this optimizer, or one of a list, goes on with. Default None: a weight
             that was written since the last step counts as it is.
-        decay: in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a function of
-            the number of updates so far, from 1 on. The first update copies. Default None: the
-            mean of all updates.
+        decay: a number in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a
+            function of the number of updates so far, from 1 on. The first update copies. Default
+            None: the mean of all updates.
         warmup: True uses min(decay, (1 + n) / (10 + n)) after n updates; decay is a number then.
         use_buffers: True averages floating-point buffers too; others, and by default all, are
             copied at each update.
@@ -157,7 +157,7 @@ class AveragedModel(nn.Module):
 
         def refuse(optimizer: Any, *_: Any) -> None:
             stepped = map(id, params_in(optimizer.param_groups))
-            # An interrupt may have left this hook behind.
+            # This hook may still be there after an interrupt.
             if swapped & own and not own.isdisjoint(stepped):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "

@@ -89,7 +89,7 @@ def convert_network(
     model. Parameter objects stay the same. float16 weights saturate at +-65504, gradients do not.
 
     Args:
-        model: in place. What is kept in it is float32 afterwards, or float64 as it was.
+        model: is changed in place. What is kept in it is float32 afterwards, or float64 as before.
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         keep_fp32, keep_fp32_only: what stays float32, as for `prepare`; errors as there, too.
     """

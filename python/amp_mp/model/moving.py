@@ -35,10 +35,11 @@ class _Seen:
         self.values, self.moves, self.named = values, 0, False
 
     def compare(self, values: Tensor, is_buffer: bool) -> bool:
-        """Whether it has moved by a small step: of what changed, by at most half of its new size.
+        """Whether it has moved by a small step: by at most half of the new size of what changed.
 
-        A count's second step is one, and each of an average; new noise or new rows of a queue are
-        none. A frozen weight's change may be of a few elements, from zero: of all it is small.
+        The second step of a count is a small one, and so is each of an average; new noise or new
+        rows of a queue are not. A frozen weight's step is compared with the size of all elements,
+        since few of them may change, from zero.
         """
         before, self.values = self.values, values
         if values.shape != before.shape or torch.equal(values, before):
@@ -53,7 +54,7 @@ class _Seen:
 class _Watch:
     """Follows modules through the first steps after they were converted or copied.
 
-    Those that have nothing to follow at the first look are left out afterwards.
+    Modules that have nothing to follow at the first look are dropped.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

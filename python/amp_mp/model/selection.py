@@ -1,4 +1,4 @@
-"""What stays float32 when a model is converted: by default, by the caller's choice, by marks."""
+"""What stays float32 when a model is converted, by default, by the caller's choice or by marks."""
 
 import fnmatch
 import re

@@ -237,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
         naming a parameter or number that cannot be, or an option of the whole optimizer; the group
         is then not added. A misspelt option gets a warning; other keys stay, as in torch. A
-        parameter that is in a group twice gets torch's warning; it is left in once, and stepped
+        parameter that is in a group twice gets torch's warning; it is kept once, and stepped
         once, where torch steps twice.
         """
         check_keys(param_group, self._own_defaults, self)

@@ -91,10 +91,10 @@ class Options(StateFormats, total=False):
     differentiable: bool
 
 
-# Attributes of an optimizer by the same names.
+# Options kept as attributes of the optimizer, not in its param_groups.
 LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
 WHOLE = (*LIMITS, "check_overflow", "amp_scaling")
-# Accepted without effect, and left out of signatures.
+# Accepted without effect, and not in signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = tuple(StateFormats.__annotations__)
 DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}

@@ -96,9 +96,9 @@ class WholeStatistics:
     ) -> None:
         """groups: param_groups of DTensors and plain tensors.
 
-        process_groups: of those that name none themselves. buckets: of a native step:
-        the device of each, and where its parameters are among all. ValueError for process_groups of
-        processes that share a DTensor.
+        process_groups: those of the groups that name none. buckets: a native step's, each with its
+        device and where its parameters are among all. ValueError for process_groups of processes
+        that share a DTensor.
         """
         self._groups = list(groups)
         self._named = named_groups(groups, process_groups)
@@ -180,7 +180,7 @@ class WholeStatistics:
     def _looks(self, rows: Tensor) -> "Look | None":
         """What sees the gathered rows; None where the host would wait, but for the first gradients.
 
-        rows: of any step.
+        rows: the rows of a step.
         """
         if rows.is_cuda and (self._looked or torch.cuda.is_current_stream_capturing()):
             return None
@@ -232,7 +232,7 @@ class WholeStatistics:
     def totals(self, found: list[_C.Measurement]) -> list[_C.Measurement]:
         """For each bucket a measurement with a total alone; together they are that of everything.
 
-        found: of the buckets' gradients on this process.
+        found: what the buckets' gradients on this process have.
         """
         return self._split(None, self.total(self._all(found)))
 
@@ -279,8 +279,8 @@ class WholeStatistics:
         return found
 
 
-# Called with what one round has gathered, [processes, rows, 3]: of tensors that differ, where it
-# adds such, and of settled rows.
+# Called with what one round has gathered, [processes, rows, 3]: the rows of tensors that differ,
+# where it adds such, and the settled rows.
 Look = Callable[[Tensor | None, Tensor], None]
 
 
@@ -298,9 +298,9 @@ class Round(NamedTuple):
 class Rounds:
     """Adds rows of statistics, each over its own process groups, with one all-gather a group.
 
-    A row without groups left is settled: it is the same on every process, or their decisions would
-    differ. So a gather sends these, too: between parts of tensors row by row, and their sum where
-    the processes may have different numbers of them.
+    A row is settled when it was added over all of its groups: it is then the same on every process,
+    or their decisions would differ. So a gather sends settled rows, too: between parts of tensors
+    row by row, and their sum where the processes may have different numbers of them.
     """
 
     def __init__(
@@ -310,11 +310,11 @@ class Rounds:
         others: dict[GroupKey, Any],
         device: torch.device,
     ) -> None:
-        """keys: of each row, its groups, which are in meshes (parts of tensors) or in others.
+        """keys: the groups of each row, which are in meshes (parts of tensors) or in others.
 
         Groups of meshes come first. Then those with fewer kinds of rows, and smaller ones, so that
-        later gathers see more settled rows. Before a gather over one of the others rows with the
-        same groups left become one: the processes may have different numbers of them.
+        later gathers see more settled rows. Before a gather over one of the others, rows that wait
+        for the same groups become one: the processes may have different numbers of them.
         """
         left = [frozenset(key) for key in keys]
         self._rounds: list[Round] = []

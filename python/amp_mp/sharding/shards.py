@@ -126,7 +126,7 @@ def why_unusable(tensor: Any) -> str:
 def like(local: Tensor, param: Any, shape: tuple[int, ...] | None = None) -> Tensor:
     """This process's shard as a tensor placed as the parameter is: a DTensor beside a DTensor.
 
-    shape: of the whole tensor, by default the parameter's. The local tensor stays where it is;
+    shape: the whole tensor's, by default the parameter's. The local tensor stays where it is;
     DTensor.from_local would move it to the mesh's device, and guess the shape of uneven shards.
     """
     if not is_dtensor(param):

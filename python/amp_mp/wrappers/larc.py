@@ -35,7 +35,7 @@ class LARC(OptimizerAround):
 
     Args:
         optimizer: any torch.optim.Optimizer.
-        trust_coefficient, eps: of the ratio. Defaults 0.02 and 1e-8.
+        trust_coefficient, eps: numbers of the ratio. Defaults 0.02 and 1e-8.
         clip: whether the ratio is limited, so that no layer's rate exceeds lr. Default True.
 
     Raises:

@@ -69,7 +69,7 @@ class Attachment(AbstractContextManager["Attachment"], ABC):
         """Drops what is derived from param_groups and state."""
 
     def remove(self) -> None:
-        """Ends the work during backward: from now on `step` does everything. Call after a step."""
+        """Ends the work during backward; `step` then does everything. Call after a step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -267,8 +267,8 @@ class PreviousNorm:
     """The norm of the last step without overflow.
 
     norm: float64 [], -1 while no step was clean; None before the first step. known: float64 [3],
-    the statistics of all gradients of the step under way, where they are known before it: in the
-    first step of shards, whose gradients wait for all processes.
+    the statistics of all gradients of the step under way. They are known only in the first step of
+    shards, whose gradients wait for all processes.
     """
 
     def __init__(self) -> None:

@@ -206,7 +206,7 @@ class Exchange:
     def __init__(
         self, members: Members, offsets: list[int], indices: list[int], group: Any
     ) -> None:
-        """indices: of the members that are split over the process group."""
+        """indices: those members are split over the process group."""
         self._group = group
         ranks = group.size()
         self._rank = group.rank()

@@ -64,14 +64,14 @@ class Muon(FusedOptimizer):
             list of such threes, of which the last repeats. Default "quintic".
         eps: torch's least norm that a matrix is divided by, 1e-7 there: smaller ones get smaller
             updates. 0 divides all alike. Default 0.
-        ns_steps: number of iterations. Default None: of "polar_express" 8, of "deepseek" 10, of a
-            list its length, else 5.
+        ns_steps: number of iterations. Default None: 8 with "polar_express", 10 with "deepseek",
+            the length of a list, else 5.
         adjust_lr_fn: factor(shape) of a matrix of A rows and B columns: sqrt(max(1, A / B)) for
             None and "original", sqrt(A / B) for "spectral_unclamped", also called "sqrt", and
             0.2 sqrt(max(A, B)) for "match_rms_adamw", with which rates and decays of AdamW fit.
             Default None.
-        ns_dtype: of the products, torch.bfloat16, float16 or float32; their result is rounded to
-            bfloat16. Default torch.bfloat16.
+        ns_dtype: the dtype of the products, torch.bfloat16, float16 or float32; their result is
+            rounded to bfloat16. Default torch.bfloat16.
         ns_gram: True iterates on the small Gram matrix, of float32 (on a GPU float16, unless
             ns_dtype is float32): fewer products for long matrices, other roundings (Zhang et al.,
             "Gram Newton-Schulz", 2026). "auto": for those at least twice as long as wide. Default
@@ -79,7 +79,7 @@ class Muon(FusedOptimizer):
         normalize: "rows" divides each row of NewtonSchulz(d) by the root of its running mean square
             and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
         beta2: decay rate of these mean squares. Default 0.95.
-        cautious: of both rules, as AdamW's. Default False.
+        cautious: as AdamW's, for both rules. Default False.
         hyperball: as AdamW's, of Muon's groups: u is NewtonSchulz(d), lr relative, and neither
             weight_decay nor adjust_lr_fn counts. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.

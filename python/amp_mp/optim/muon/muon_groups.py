@@ -42,7 +42,7 @@ def muon_groups(
 
     Matrices that are split, and flattened ones, have groups of their own. Raises ValueError naming
     a pattern that matches nothing, or a parameter that two patterns disagree about, and where no
-    matrix is left for Muon.
+    matrix remains for Muon.
     """
     named = dict(model.named_parameters())
     chosen = _matching(named, matrices, "matrices")

@@ -47,7 +47,7 @@ def _check_group_of_file(name: str, file: Any, count: int) -> None:
 def without_repeats(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict in which each group has each parameter once; torch writes one down twice.
 
-    Anything but groups of torch's form is left as it is, for check_parts.
+    Anything but groups of torch's form stays as it is, for check_parts.
     """
     files = state_dict.get("param_groups")
     if not isinstance(files, list | tuple):
@@ -121,7 +121,7 @@ def check_loadable(
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 
     state_dict: one that check_parts has nothing against. stepper: the optimizer's
-    (step/stepper.py). names: of the parameters, for messages.
+    (step/stepper.py). names: what messages call the parameters.
     """
     rules_of, own_keys = stepper.rules_of, stepper.hooks.own_keys
     entries, at, what = _C.SavedEntries(stepper.rules), 0, ""

@@ -51,7 +51,7 @@ class MasterBlocks:
 
     @contextmanager
     def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
-        """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
+        """See FusedOptimizer.masters; rules: one for each group. state: the optimizer's."""
         if params is None:
             params = [param for group in groups for param in _C.params_of(group)]
         paths, nest = tree_flatten_with_path(_listed(params))

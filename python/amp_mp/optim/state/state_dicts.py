@@ -88,7 +88,7 @@ def load_state(
             for weight, values in undo:
                 weight.copy_(values)
         raise
-    del before  # frees the states until now: nobody needs to know that others replace their masters
+    del before  # frees the old states, whose masters then need not learn of the new ones
     _C.show_masters(params, made)
 
 

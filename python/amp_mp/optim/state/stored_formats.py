@@ -11,8 +11,8 @@ from amp_mp.dtypes import check_choice
 from amp_mp.sharding.shards import like, local_of
 from amp_mp.text_table import dtype_name
 
-# The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
-# stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
+# The native list of formats, csrc/core/format_list.h, and the names that users choose from: without
+# "stochastic", and for splits without the weight's dtype.
 NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}

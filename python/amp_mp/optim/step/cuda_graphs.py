@@ -15,7 +15,7 @@ def is_capturing(device: torch.device) -> bool:
 def refuse_split(part: str, captured: bool, captures: bool) -> None:
     """Raises RuntimeError where a CUDA graph captures a part and not what it reads, or the reverse.
 
-    Replays of one would use what the other has left of another iteration.
+    Replays of one would read what the other has written in another iteration.
     """
     if captured != captures:
         graph = "is captured by a CUDA graph" if captures else "is outside of the CUDA graph"
