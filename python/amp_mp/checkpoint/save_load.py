@@ -48,7 +48,7 @@ def save(
             one. Without it the bits that rounding cut off from the weights are saved all the same,
             and `load` of a prepared model keeps them.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
-            on all processes, of which one writes it.
+            on all processes. One process writes it.
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
     parameters; FileExistsError where path is a file or a directory with other files in it, or where
@@ -141,7 +141,7 @@ def load(
         found = amp.checkpoint.load("step_1000", model, optimizer, scheduler=scheduler)
         step = found["step"]
 
-    Weights and states of any of amp_mp's formats are read into any other. Of a file of
+    Weights and states of any of amp_mp's formats are read into any other. From a file of
     torch.optim.AdamW and the like, float32 weights become the masters of low-precision parameters
     and their rounded values the parameters; the step count and the moments go on. Without an
     optimizer, a model from amp_mp.prepare keeps the file's float32 values, or its masters, for the

@@ -62,7 +62,7 @@ class RankBytes:
 
     @property
     def held(self) -> float:
-        """Of weights, gradients, masters, states and the largest gathered unit, without `host`."""
+        """The sum of weights, gradients, masters, states and the largest gathered unit."""
         kept = self.masters + self.states - self.host
         return self.weights + self.gradients + kept + self.gathered
 

@@ -115,7 +115,7 @@ class GradScaler(torch.amp.GradScaler):
         measures = state["stage"] is OptState.READY  # and not after unscale_
         if measures:
             state["captured"] = captures
-        # Of an eager unscale_ a captured step finds the result where it always is.
+        # An eager unscale_ leaves its result at a fixed address, which a captured step reads.
         refuse_split("step", state["captured"] or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
         if own is None or "closure" in kwargs or stepper_of(own).releases:
@@ -148,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
             if handed.scale_updated:
                 self._updates.stepped(log.reports)
             decided = gradients.Verdict(*verdict)
-            # A norm above the limit is none of the scale's business.
+            # A norm above the limit does not change the scale.
             limited = own.skip_norm_above is not None
             found = decided.found_inf == gradients.OVERFLOW if limited else decided.found_inf
             state["found_inf_per_device"] = {verdict.device: found.double()}

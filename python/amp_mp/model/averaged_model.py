@@ -306,7 +306,7 @@ class AveragedModel(nn.Module):
         return {**self.__dict__, "_followed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle: its averages are not watched, for they have remainders."""
+        """Sets a copy or a pickle up: its averages are not watched, for they have remainders."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         low_bits.unwatched.difference_update(self.module.modules())
 

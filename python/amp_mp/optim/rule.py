@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """An update rule: csrc/core/rules.h has its operator's name, csrc/core/rules what it declares.
 
     directions: for a rule that takes two passes. row_state: the state that has a float32 number for
-    each row of the parameter's matrices, of which the native step knows nothing.
+    each row of the parameter's matrices; the native step knows nothing of them.
     """
 
     operator: str

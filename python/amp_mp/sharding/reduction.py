@@ -178,7 +178,7 @@ class WholeStatistics:
         return self._of_tensors.added(rows)
 
     def _looks(self, rows: Tensor) -> "Look | None":
-        """What sees the gathered rows; None where the host would wait, but for the first gradients.
+        """What looks at the gathered rows; None where the host would wait, except for the first ones.
 
         rows: the rows of a step.
         """

@@ -61,7 +61,7 @@ class Muon(FusedOptimizer):
         nesterov: Nesterov's momentum. Default True.
         ns_coefficients: the polynomials a x + b x^3 + c x^5 of the iterations: "quintic" (torch's),
             "polar_express", "cans", "deepseek", three numbers (a, b, c) for all iterations, or a
-            list of such threes, of which the last repeats. Default "quintic".
+            list of such threes, whose last one repeats. Default "quintic".
         eps: torch's least norm that a matrix is divided by, 1e-7 there: smaller ones get smaller
             updates. 0 divides all alike. Default 0.
         ns_steps: number of iterations. Default None: 8 with "polar_express", 10 with "deepseek",

@@ -2,7 +2,7 @@
 
 A weight's bits are those that rounding its float32 value cut off (csrc/torch/state/low_bits.h).
 `prepare`, loads, optimizers and FP16_Optimizer put them beside the weight, and they live as long as
-it does. Of a DTensor everything here is about the shard on this process.
+it does. Everything here is about a DTensor's shard on this process.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -30,7 +30,7 @@ def float32_of(param: Tensor, goes_on: bool = False) -> Tensor:
     """The parameter's float32 values, a plain tensor: the weight and the bits beside it.
 
     The weight alone where there are no bits, or where anything but an optimizer of amp_mp has
-    written it since. goes_on: True counts the bits also then, as the optimizer that stepped it does.
+    written it since; with goes_on the bits count also then, as for the optimizer that stepped it.
     """
     bits = _C.low_bits_of(param)
     values = None if bits is None else bits.values(param, goes_on)

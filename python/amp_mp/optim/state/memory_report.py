@@ -34,7 +34,7 @@ class MemoryReport:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of everything but the gradients: weights, masters and states."""
+        """The sum of weights, masters and states, without gradients."""
         return sum(n for kind, n in self.per_parameter.items() if kind != "grad")
 
     @property
