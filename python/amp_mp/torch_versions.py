@@ -21,8 +21,9 @@ def all_gather(found: Tensor, given: Tensor, group: Any) -> None:
 
 def has_autocast(device_type: str) -> bool:
     """Whether devices of a type have autocast; meta has none."""
-    # Dynamo of torch 2.11 cannot trace is_autocast_available. Among the devices that it
-    # compiles for, only meta has no autocast. `assume_constant_result` would do too, but it imports all of Dynamo.
+    # Dynamo of torch 2.11 cannot trace is_autocast_available. Among the devices that it compiles
+    # for, only meta has no autocast. `assume_constant_result` would do too, but it imports all of
+    # Dynamo.
     if is_compiling():
         return device_type != "meta"
     return torch.amp.is_autocast_available(device_type)

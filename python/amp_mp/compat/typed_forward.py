@@ -161,7 +161,7 @@ class TypedForward:
         )
 
     def _is_product(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether it is a product, and autograd would keep its input in another type than forward."""
+        """Whether it is a product for which autograd would keep more than the forward type."""
         if type(self.module).forward not in PRODUCTS or len(args) != 1 or kwargs:
             return False
         if not isinstance(args[0], Tensor) or not args[0].is_floating_point():

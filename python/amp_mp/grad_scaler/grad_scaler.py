@@ -69,7 +69,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         self._process_groups = checked_groups(process_groups)
         self._statistics = WeakKeyDictionary[Optimizer, WholeStatistics]()
-        self._places = WeakKeyDictionary[Optimizer, dict[Any, Tensor]]()  # of what unscale_ finds
+        self._places = WeakKeyDictionary[
+            Optimizer, dict[Any, Tensor]
+        ]()  # where unscale_ puts its results
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
@@ -340,7 +342,7 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
 
 
 def begin_momentum(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Makes what a first step of torch's fused SGD would leave unwritten if it is skipped.
+    """Sets the momentum that a skipped first step of torch's fused SGD would leave unwritten.
 
     torch's next step is never a first one, and would take those buffers for momenta. A momentum of
     -0.0 makes it one: momentum * -0.0 + gradient is the gradient, bit for bit. With dampening there

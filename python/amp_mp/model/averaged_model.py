@@ -143,8 +143,8 @@ class AveragedModel(nn.Module):
         """Puts the averages into the model's weights and buffers, in place, for a `with` block.
 
         After the block, also where it raises or is interrupted, they have the bytes that they had.
-        Copies of them exist meanwhile. The block's variable is the model: the given one, by default
-        the followed one.
+        Copies of them exist meanwhile. The block's variable is the model: `model`, by default the
+        one that it follows.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
         where an optimizer steps, `update`, `swap`, amp_mp.checkpoint or a float32 state dict of
@@ -171,7 +171,7 @@ class AveragedModel(nn.Module):
         written: list[str] = []
 
         def restore() -> None:
-            """To be called again where an interrupt has ended it; does nothing once it is done."""
+            """Restores the weights; after an interrupt it is called again, and goes on."""
             if not saved:
                 return
             _write(live, saved)
@@ -207,8 +207,8 @@ class AveragedModel(nn.Module):
     def float32_state_dict(self) -> dict[str, Any]:
         """The averaged module's state dict with every bit of the averages.
 
-        Low-precision tensors are float32 in it; all are copies, of what is tied one. A
-        float32 model can load it.
+        Low-precision tensors are float32 in it; all are copies, tied tensors the same one. A float32
+        model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
         rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))

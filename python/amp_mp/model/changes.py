@@ -30,7 +30,7 @@ class ChangedWeights(NamedTuple):
 
 
 class Changes:
-    """Notes which weights of a model change, in one bit a weight, to hand over these alone.
+    """Notes which weights of a model change, in one bit a weight, so that only these are sent.
 
         changes = amp.Changes(model)  # the sampler has the model's weights now
         ...
@@ -255,7 +255,7 @@ def _add_up(parameters: Iterable[_Watched]) -> None:
 
 
 def _in_rows(local: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """From places in the order of memory those in the order of rows, ascending, and the values."""
+    """Places in memory as positions in row-major order, ascending, and the values there."""
     if local.is_contiguous():
         return places, local.view(-1).index_select(0, places)
     strides, sizes = local.stride(), local.shape
@@ -308,8 +308,8 @@ def apply_changes(model: nn.Module, taken: Mapping[str, tuple[Tensor, Tensor]]) 
     plain parameter beside it, positions count in the part on this process.
 
     Raises TypeError for what is no module and for a dtype that would round the values; ValueError
-    for unknown names, positions outside of the parameter, and others than as many values. Nothing
-    is changed then.
+    for unknown names, positions outside of the parameter, and another number of values. Nothing is
+    changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {model!r}")

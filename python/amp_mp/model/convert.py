@@ -97,7 +97,7 @@ def convert_network(
     return _convert("convert_network", model, dtype, True, keep_fp32, keep_fp32_only)
 
 
-have_masters = WeakSet[Optimizer]()  # or will have them, or were warned of
+have_masters = WeakSet[Optimizer]()  # now or after a first step; and those already warned of
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

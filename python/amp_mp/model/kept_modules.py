@@ -59,7 +59,7 @@ def compute_in_float32(modules: list[nn.Module], neighbour: LowPrecisionWeight |
     for module in modules:
         hooks = module._forward_hooks
         leave = next((hook for hook in hooks.values() if isinstance(hook, _Leave)), None)
-        if leave is None:  # else prepared before
+        if leave is None:  # otherwise the module was prepared before
             leave = _Leave()
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(leave, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Low-precision buffers and frozen weights that a script counts or averages in: named once.
+"""Warns once of low-precision buffers and frozen weights that a script counts or averages in.
 
 Low precision loses their small steps, and nothing else tells: a count ends at 256 in bfloat16. They
 are known by their values after some of the first steps of any optimizer, because a script may write
@@ -61,7 +61,9 @@ class _Watch:
         self.seen: WeakKeyDictionary[nn.Module, dict[str, _Seen]] = WeakKeyDictionary()
         self.seen.update({module: {} for module in modules})
         self.steps, self.looked = 0, False
-        self.weights_moved = 0  # looks at which any frozen weight had: low precision stops most
+        self.weights_moved = (
+            0  # looks at which any frozen weight had moved: low precision stops most
+        )
 
     def step(self) -> bool:
         """One more step; False after the last one."""
@@ -75,7 +77,7 @@ class _Watch:
             (module, name, local_of(tensor).detach(), name in module._buffers)
             for module, seen in self.seen.items()
             for name, tensor in _watched(module).items()
-            # A frozen weight was so at every look: networks may be frozen in turns.
+            # Only weights that were frozen at every look: networks may be frozen in turns.
             if name in seen or name in module._buffers or not self.looked
         ]
         if any(is_capturing(device) for device in {t.device for _, _, t, _ in found}):

@@ -19,7 +19,7 @@ class OverflowWatch:
     in_a_row: int = 0
     at_scale: int = 0  # how many of those in a row had the last one's loss scale
     scale: float = 1.0  # of the last overflow
-    warned: int = 0  # the first step of the overflows that `warn_of_skips` told last
+    warned: int = 0  # the first step of the overflows in the last warning
 
     @property
     def since(self) -> int:
@@ -39,7 +39,7 @@ class OverflowWatch:
     def warn_of_skips(self, name: str, describe: Callable[[], str], spike: str = "") -> None:
         """Warns once in a run of skipped steps, at SKIPS steps skipped by `name`.
 
-        spike: what is wrong where the last was not for an overflow.
+        spike: the reason, where the last step was not skipped for an overflow.
         """
         if self.in_a_row < SKIPS or self.warned == self.since:
             return

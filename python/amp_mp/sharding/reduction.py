@@ -82,9 +82,9 @@ class WholeStatistics:
 
     Gathers rows once for each process group over which tensors are split, or whose processes hold
     other tensors (process_groups). Every process has to hold the same tensors in the same order,
-    but for process_groups, and calls the same methods in the same order. Which groups are gathered
-    depends on the tensors alone, never on what is in them: else one process would wait for ever.
-    Replicated and plain tensors count once; the gathers look whether they are the same everywhere.
+    except those with process_groups, and call the same methods in the same order. Which groups are
+    gathered depends on the tensors alone, never on what is in them: else one process would wait for
+    ever. Replicated and plain tensors count once; gathers look whether they are the same everywhere.
     All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 
@@ -123,7 +123,9 @@ class WholeStatistics:
         ]
         self._of_kinds = Rounds(kinds, self._meshes, self._others, device)
         self._buckets = [(on, _selection(indices, count, device)) for on, indices in buckets]
-        self._looked = False  # whether what has to be the same was, on a device to be waited for
+        self._looked = (
+            False  # whether what must be the same was compared, which may wait for a device
+        )
         # Whether other processes hold a part of anything, and whether one all-reduce over the
         # groups of any one tensor would miss some of them.
         self.is_needed = bool(self._meshes or self._others)
@@ -148,7 +150,7 @@ class WholeStatistics:
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
         """Rows [n, 3 k] of k lists of this process's gradients, or tensors of their shapes.
 
-        None, in the place of a parameter without one, has a row of 0.
+        None has a row of 0.
         """
         tensors = list(chain(*lists))
         rows = torch.zeros(len(tensors), 3, dtype=torch.float64, device=self._device)
@@ -178,7 +180,7 @@ class WholeStatistics:
         return self._of_tensors.added(rows)
 
     def _looks(self, rows: Tensor) -> "Look | None":
-        """What looks at the gathered rows; None where the host would wait, except for the first ones.
+        """What looks at gathered rows; None where the host would wait, except for the first ones.
 
         rows: the rows of a step.
         """
@@ -197,7 +199,7 @@ class WholeStatistics:
                 self._refuse_different(squares, bad)
 
     def _refuse_different(self, squares: list[float], bad: list[float]) -> None:
-        """Raises RuntimeError; squares, bad: what the processes have of what all should have."""
+        """Raises RuntimeError; squares, bad: each process's statistics of what must be the same."""
         labels = [
             label
             for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
@@ -215,7 +217,7 @@ class WholeStatistics:
             "average their gradients before the step"
         )
 
-    # Of the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
+    # For the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
 
     def refuse_stock_scaler(self) -> None:
         """Raises RuntimeError where torch's GradScaler would not see an overflow on all processes.
@@ -239,7 +241,7 @@ class WholeStatistics:
     def of_tensors(
         self, found: list[_C.Measurement], weights: list[_C.Measurement]
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
-        """The same with a row for each whole tensor, of the gradients and of the masters."""
+        """As `totals`, with a row for each whole tensor, for the gradients and for the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
         both = self._of_tensors.added(rows, True, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
@@ -247,7 +249,7 @@ class WholeStatistics:
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
-        """A function that makes the rows [n, 3 k] of a bucket's whole tensors of its shards'."""
+        """A function from rows [n, 3 k] of a bucket's shards to those of its whole tensors."""
         place = self._buckets[bucket][1]
 
         def updates(rows: Tensor) -> Tensor:
@@ -289,7 +291,7 @@ class Round(NamedTuple):
 
     group: Any
     is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
-    bunches: list[Tensor]  # rows that are added into their first before
+    bunches: list[Tensor]  # rows that are added up before, into the first of each bunch
     added: Tensor | None  # numbers of the rows that it adds; None for all
     settled: int  # how many rows are complete already
     sent: Tensor | None  # numbers of the rows that it adds and then of these
@@ -380,7 +382,7 @@ def statistics_of(
 
 
 def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
-    """As `measure`, of param_groups; of DTensors and with process_groups over all processes."""
+    """As `measure`, for param_groups; over all processes with DTensors or process_groups."""
     params = params_in(groups)
     grads = gradient_of_each(params)
     if any_dtensor(params) or any(named_groups(groups)):
@@ -391,8 +393,8 @@ def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
 def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> float:
     """torch.nn.utils.clip_grad_norm_ of param_groups; returns the norm as a number.
 
-    Of DTensors, and with process_groups, all processes get the norm of the whole gradients and have
-    to pass the same parameters; ValueError for a norm_type that is not above 0 there.
+    With DTensors or process_groups all processes get the norm of the whole gradients and have to
+    pass the same parameters; ValueError for a norm_type that is not above 0 there.
     """
     params = params_in(groups)
     if not any(named_groups(groups)) and not any_dtensor(params):

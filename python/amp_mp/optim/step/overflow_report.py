@@ -114,7 +114,7 @@ def describe_nonfinite(
 def dense_values(grad: Tensor) -> Tensor | str:
     """A gradient's values in float16, bfloat16 or float32, or a text saying why it has none.
 
-    Of a sparse one its values after coalescing, of a DTensor this process's shard.
+    A sparse gradient gives its values after coalescing, a DTensor this process's shard.
     """
     grad = local_of(grad)
     if grad.is_sparse:
