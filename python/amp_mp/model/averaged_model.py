@@ -207,8 +207,8 @@ class AveragedModel(nn.Module):
     def float32_state_dict(self) -> dict[str, Any]:
         """The averaged module's state dict with every bit of the averages.
 
-        Low-precision tensors are float32 in it; all are copies, tied tensors the same one. A float32
-        model can load it.
+        Low-precision tensors are float32 in it; all are copies, tied tensors the same one. A
+        float32 model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
         rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))

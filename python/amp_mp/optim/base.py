@@ -112,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        """The rules that a param_group may have, which may be one of a file."""
+        """The rules that a param_group, also one of a file, may have."""
         return cls._rules
 
     def _own_keys(self) -> frozenset[str]:
@@ -129,7 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.setdefault(name, self.defaults[name])
 
     def _patch_step_function(self) -> None:
-        """torch's, which adds hooks to the class's step; with them it stays outside of graphs."""
+        """Adds hooks to the class's step, as torch's does; it stays outside of compiled graphs."""
         super()._patch_step_function()
         kind: Any = type(self)
         if not getattr(kind.step, "is_outside_graphs", False):
@@ -164,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What loss scalers ask.
+        """Whether loss scalers leave unscaling to the step.
 
         Lightning asks, too, and where the answer is yes it refuses to clip. So it unscales and
         clips before the step itself, except float16 gradients, which torch does not unscale.
@@ -235,7 +235,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's; the group's parameters get their state at the next step.
 
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
-        naming a parameter or number that cannot be, or an option of the whole optimizer; the group
+        naming a parameter or number that is refused, or an option of the whole optimizer; the group
         is then not added. A misspelt option gets a warning; other keys stay, as in torch. A
         parameter that is in a group twice gets torch's warning; it is kept once, and stepped
         once, where torch steps twice.
@@ -272,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. Numbers
         of NumPy and Decimal are shown as Python's, which torch.load reads. All tensors share the
         state's memory, as torch's do. Post-hooks see them so. With a NormSpike
-        param_groups have norm_history, and the device is waited for.
+        param_groups have norm_history, and the host waits for the device.
         """
         self._show_history()
         _C.renew_masters(self.param_groups, self.state)
@@ -376,7 +376,7 @@ def forget(optimizer: FusedOptimizer) -> None:
     """Drops what an optimizer derives from its param_groups and state, and its last report.
 
     Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does; and
-    after a script has put other tensors into the state (on the CPU, say), to free those of before
+    after a script has put other tensors into the state (on the CPU, say), to free the old ones
     at once and not at the next step.
     """
     optimizer._stepper.forget()

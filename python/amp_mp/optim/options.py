@@ -99,8 +99,8 @@ WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = tuple(StateFormats.__annotations__)
 DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
 DEFAULTS |= {"rounding": "nearest", "seed": 0}
-# What the entries of param_groups may be, by name: a flag, or a number that is any, not negative or
-# of an interval. Those that rules read are declared in csrc/core/rules, the others choose a rule or
+# What the entries of param_groups may be, by name: a flag, any number, one that is not negative, or
+# one in an interval. csrc/core/rules declares those that rules read; the others choose a rule or
 # are Muon's.
 CHOICES = dict.fromkeys(("amsgrad", "centered", "hyperball"), "flag")
 ALLOWED = _C.allowed_numbers() | CHOICES | {"beta2": "[0, 1)"}
@@ -181,7 +181,7 @@ def check_choices(group: Mapping[str, Any]) -> None:
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
-    """Raises ValueError for an option in a param_group that the optimizer `own` has otherwise.
+    """Raises ValueError for an option of the whole optimizer, `own`, that a param_group changes.
 
     TypeError for process_groups that are none.
 

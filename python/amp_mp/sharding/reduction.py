@@ -84,7 +84,7 @@ class WholeStatistics:
     other tensors (process_groups). Every process has to hold the same tensors in the same order,
     except those with process_groups, and call the same methods in the same order. Which groups are
     gathered depends on the tensors alone, never on what is in them: else one process would wait for
-    ever. Replicated and plain tensors count once; gathers look whether they are the same everywhere.
+    ever. Replicated and plain tensors count once; the gathers compare them between processes.
     All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 

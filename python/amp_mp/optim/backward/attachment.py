@@ -93,13 +93,13 @@ class Measure(Attachment):
 
     def __init__(self, stepper: Stepper, model: nn.Module) -> None:
         super().__init__(stepper)
-        # By the gradient that was read: its stamp then, and what was found.
+        # For each gradient that was read, its stamp at that time and its statistics.
         self._rows: MutableMapping[Tensor, tuple[_C.Stamp, Tensor]] = WeakTensorKeyDictionary()
         self._hook(model)
 
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
-        if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass
+        if grad is not None and grad.is_cpu and _is_plain(grad):  # the step's pass reads any other
             self._rows[grad] = _C.Stamp(grad), _C.measure([grad])[0]
 
     def _row(self, param: Tensor) -> Tensor | None:

@@ -80,7 +80,7 @@ class Muon(FusedOptimizer):
             and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
         beta2: decay rate of these mean squares. Default 0.95.
         cautious: as AdamW's, for both rules. Default False.
-        hyperball: as AdamW's, of Muon's groups: u is NewtonSchulz(d), lr relative, and neither
+        hyperball: as AdamW's, for Muon's groups: u is NewtonSchulz(d), lr relative, and neither
             weight_decay nor adjust_lr_fn counts. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
         matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
@@ -157,7 +157,7 @@ class Muon(FusedOptimizer):
         return (kinds[on_sphere],)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of every fused optimizer; ValueError, by name, for what is no matrix.
+        """As every fused optimizer's; ValueError, by name, for what is no matrix.
 
         Where other groups have names, as those of a model, parameters without get some, too:
         "group2.0" is the first of group 2.
@@ -199,7 +199,7 @@ class Muon(FusedOptimizer):
         return aligned(("parameter", "shape", "rule", "blocks", "factor"), rows)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """As of every fused optimizer, with torch's form of the numbers of Newton-Schulz.
+        """As every fused optimizer's, with torch's form of the numbers of Newton-Schulz.
 
         torch.optim.Muon has three coefficients for all iterations; it refuses others at its step.
         """

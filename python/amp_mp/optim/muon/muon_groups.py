@@ -102,7 +102,7 @@ def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, Any]) -> di
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that have each parameter, and its name there; a parametrized weight's module."""
+    """The modules that have each parameter, parametrized or not, and its name there."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         outer, inside, tensor = f".{name}".partition(".parametrizations.")
@@ -153,8 +153,9 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 def _last(module: nn.Module, taken: set[int]) -> Sequence[nn.Module]:
     """The linear layers that end a module; `taken`: how many features linear layers take.
 
-    Of a module's own those whose results no linear layer takes, whole or in two or three parts;
-    else the last, or those that end the last module inside. Lists of blocks are not looked into.
+    Among the module's own layers those whose results no linear layer takes, whole or in two or
+    three parts; without any, the last layer, or those that end the last module inside. Lists of
+    blocks are skipped.
     """
     if isinstance(module, nn.Linear):
         return [module]

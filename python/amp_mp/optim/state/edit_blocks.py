@@ -15,7 +15,7 @@ swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
 def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
-    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
+    """Raises RuntimeError if one of the tensors holds averages, inside of `AveragedModel.swap`."""
     if swapped and not swapped.isdisjoint(map(id, tensors)):
         raise RuntimeError(
             f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
@@ -24,7 +24,7 @@ def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
 
 
 def _listed(nest: Any) -> Any:
-    """A nest in which all mappings are dicts, and other iterables but tuples are lists."""
+    """The nest with dicts for all mappings, and lists for other iterables except tuples."""
     if isinstance(nest, Tensor | str):
         return nest
     if hasattr(nest, "items"):

@@ -20,12 +20,12 @@ class MemoryReport:
     `original` is what `prepare` keeps of the float32 weights until the first step.
 
     Printed, it is a table. Every storage is counted once, whole, so a small view of a large
-    buffer shows what it keeps alive. Of DTensors what this process holds is counted.
+    buffer shows what it keeps alive. A DTensor counts with its part on this process.
     """
 
     parameters: int  # elements
     bytes: dict[str, int]
-    host: dict[str, int]  # those of `bytes` that offload="state" has in memory of the host
+    host: dict[str, int]  # the part of `bytes` that offload="state" keeps in memory of the host
 
     @property
     def per_parameter(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ def own_hook(
 ) -> Iterator[None]:
     """Has an optimizer call a hook in the block, before the user's or as the last.
 
-    It has a key of its own: what an interrupt leaves there the next call replaces.
+    It has a key of its own, so that the next call replaces what an interrupt has not removed.
     """
     hooks["amp_mp"] = hook
     hooks.move_to_end("amp_mp", last)
@@ -40,7 +40,7 @@ def load_state(
 
     The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
     after everything: they see the final state. stepper: the optimizer's (step/stepper.py). kept:
-    the entries of groups that stay the optimizer's: how it stores, and over which processes.
+    the entries of groups that stay the optimizer's, for formats and process groups.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
@@ -59,7 +59,7 @@ def load_state(
         found = by_names(found, groups)
         if found["state"] is not checked:
             check_loadable(found, params, stepper)
-        _C.renew_masters(groups, optimizer.state)  # a file of torch's leaves the masters
+        _C.renew_masters(groups, optimizer.state)  # a file of torch's has no masters: these stay
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]
         made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))
@@ -117,7 +117,7 @@ def shown_state(
 
 
 def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
-    """See FusedOptimizer.torch_state_dict. rules, own: each group's, and entries of ours alone."""
+    """See FusedOptimizer.torch_state_dict. rules: each group's. own: entries that torch lacks."""
     packed = optimizer.state_dict()
     state = {}
     groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)

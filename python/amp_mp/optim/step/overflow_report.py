@@ -28,8 +28,8 @@ class NonFinite(NamedTuple):
 class OverflowReport(list[NonFinite]):
     """The parameters with non-finite gradients, in the model's order. Prints as a table and advice.
 
-    scale: the loss scale of the gradients. of_shards: whether some parameters are DTensors, of
-    which the shards on this process were read.
+    scale: the loss scale of the gradients. of_shards: whether some parameters are DTensors; their
+    shards on this process were read.
     """
 
     def __init__(self, rows: Iterable[NonFinite], scale: float, *, of_shards: bool = False) -> None:

@@ -12,7 +12,7 @@ from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusab
 
 
 def drop_repeats(group: Group) -> None:
-    """Leaves each parameter of a new group in its list, and its name, once: it is stepped once."""
+    """Keeps each parameter of a new group, and its name, once: it is stepped once."""
     places = first_places([id(param) for param in group["params"]])
     if len(places) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
@@ -20,7 +20,7 @@ def drop_repeats(group: Group) -> None:
 
 
 def first_places(numbers: Sequence[int | str]) -> list[int]:
-    """Where each of the numbers stands for the first time, in order."""
+    """The first place of each of the numbers, in order."""
     return sorted({number: at for at, number in reversed([*enumerate(numbers)])}.values())
 
 
@@ -57,7 +57,7 @@ def refuse_param(param: Tensor, label: str) -> None:
 def refuse_sphere(param: Tensor, label: str, is_new: bool) -> None:
     """Raises ValueError, by name, for a parameter whose norm hyperball=True cannot keep.
 
-    One that is no matrix; if it is new also one of zeros, which would stay zeros: waits for it.
+    That is no matrix or, if it is new, all zeros, which would stay so: this waits for the device.
     """
     wrong = ""
     if param.dim() < 2:

@@ -52,8 +52,8 @@ class Hooks:
     def check(self, rules: list[Rule], groups: list[Group], captured: bool = False) -> None:
         """Raises ValueError, by name, for what a script has written into param_groups.
 
-        captured: whether a CUDA graph has captured a step of the tensors of before; RuntimeError
-        where they would move.
+        captured: whether a CUDA graph has captured a step of these tensors; RuntimeError where they
+        would move.
         """
         self.check_replaced(groups)
         given = [group.get("memory") for group in groups]
