@@ -116,10 +116,10 @@ def convert_network(
     *,
     keep_fp32_only: Kept | None = None,
 ) -> nn.Module:
-    """Converts a model in place, but for batch norms with weights, and returns it.
+    """Converts a model in place, except batch norms with weights, and returns it.
 
     It keeps no float32 values aside for masters. keep_fp32: what else stays float32.
-    keep_fp32_only: what stays float32 in place of the batch norms. Both, and errors, as of
+    keep_fp32_only: what stays float32 in place of the batch norms. Both, and errors, are those of
     `amp_mp.prepare`; what amp_mp.keep_fp32 has marked stays, too.
     """
     only = _batch_norms(network) if keep_fp32_only is None else keep_fp32_only

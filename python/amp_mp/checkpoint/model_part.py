@@ -104,8 +104,8 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     """Copies a file's parameters and buffers into the model, and the extra state of its modules.
 
-    undo: gets what takes each change back. A copied weight makes room for the one before: its name
-    alone stays.
+    undo: receives one callback for each change. A loaded weight is freed at once, and its name
+    stays.
     """
     weights, targets = reading.weights, reading.targets
     first = {param: name for name, param in reading.params.items()}
@@ -130,7 +130,7 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
 
 
 def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """What makes each low-precision parameter a master, by name and by entry of a state."""
+    """What each low-precision parameter's master is made from, by name and by entry of a state."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, param in named_params(model).items():
         bits = _C.low_bits_of(param)
@@ -146,7 +146,7 @@ def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def way_back_of_bits(params: dict[str, Tensor]) -> Callable[[], None]:
-    """What gives the parameters the low bits back that they have now."""
+    """A function that gives the parameters back the low bits that they have now."""
     known = [(param, bits) for param in params.values() if (bits := _C.low_bits_of(param))]
     held = [(param, bits, bits.state(param)) for param, bits in known]
 

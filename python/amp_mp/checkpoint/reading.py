@@ -1,4 +1,4 @@
-"""What one call of `load` reads of a directory, for a model and its optimizer."""
+"""What one call of `load` reads from a directory, for a model and its optimizer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

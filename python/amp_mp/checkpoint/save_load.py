@@ -52,7 +52,7 @@ def save(
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
     parameters; FileExistsError where path is a file or a directory with other files in it, or where
-    path with .incomplete or .previous is there that no save made; RuntimeError where a process
+    path with .incomplete or .previous exists and no save has made it; RuntimeError where a process
     cannot write. If a process does not call it, the others wait for the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
@@ -223,7 +223,7 @@ def load(
 
 
 def _way_back(each: Any) -> Callable[[], None]:
-    """What gives an object the state back that it has now."""
+    """A function that gives an object back the state that it has now."""
     own = getattr(each, "__dict__", {})
     held = dict(own), copy.deepcopy(each.state_dict()) if hasattr(each, "state_dict") else None
 

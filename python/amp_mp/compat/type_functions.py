@@ -212,8 +212,8 @@ Compute = Callable[[list[Tensor], bool], list[Tensor]]
 class _Recomputed(torch.autograd.Function):
     """Any layer in these types, whose backward pass runs it again in types.backward_math.
 
-    inputs: how many of the tensors are; the others are weights. random: whether the layer may draw
-    random numbers on the CPU, which are then the same in both.
+    inputs: how many of the tensors are inputs; the others are weights. random: whether the layer
+    may draw random numbers on the CPU, which are then the same in both.
     """
 
     @staticmethod

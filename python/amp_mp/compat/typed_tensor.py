@@ -86,7 +86,7 @@ class TypedTensor:
     def update(self) -> None:
         """Data -= gradient in the master's type; NVCaffe's subtracts in the type read last.
 
-        TypeError if either is of integers; nothing is changed.
+        TypeError if either has integers; nothing is changed.
         """
         for name, dtype in (("data", self.dtype), ("gradient", self.grad_dtype)):
             if dtype in INTEGERS:
